@@ -38,8 +38,11 @@ from pathlib import Path
 from typing import Any
 
 from gradwatch.records.columns import CONFIRMED_JUMP, CONFIRMED_NORM
-from gradwatch.records.snapshot import CheckpointHealth, Decision, Snapshot, Verdict
-from gradwatch.runtime.files import write_whole
+from gradwatch.records.decision import Decision
+from gradwatch.records.record import CheckpointHealth
+from gradwatch.records.snapshot import Snapshot
+from gradwatch.records.verdict import Verdict
+from gradwatch.runtime.atomic_files import write_whole
 
 FORMAT = 1
 _NAME = re.compile(r"checkpoint-health-rank\d+\.json")

@@ -17,7 +17,10 @@ from hypothesis import strategies as st
 
 from gradwatch.checkpoint import CheckpointHealthTracker, joined, read_tag, tag_name, write_tag
 from gradwatch.journal.health_tag import HealthTag
-from gradwatch.records.snapshot import CheckpointHealth, Column, Decision, Verdict
+from gradwatch.records.decision import Decision
+from gradwatch.records.record import CheckpointHealth
+from gradwatch.records.snapshot import Column
+from gradwatch.records.verdict import Verdict
 from tests.engine.cases import make_sites, make_snapshot
 from tests.support.acting_cases import Training, run_folder, watched
 from tests.support.sink_records import make_record

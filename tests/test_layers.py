@@ -53,7 +53,7 @@ TORCH_FREE = [name for name in LEVEL if name not in WITH_TORCH]
 AT_ROOT = {"__init__.py", "__main__.py", "errors.py", "checkpoint.py", "testing.py", "py.typed"}
 MOST_FILES = 20
 # Where private names of torch may stand.
-PRIVATE_ROOMS = ("taps/", "reading/", "distributed/group.py")
+PRIVATE_ROOMS = ("taps/", "reading/", "distributed/process_group.py")
 SOURCES = sorted(ROOT.rglob("*.py"))
 MODULES = [path for path in SOURCES if "bootstrap" not in path.parts]
 FOLDERS = sorted({path.parent for path in SOURCES})
@@ -349,7 +349,7 @@ def test_an_attribute_set_from_elsewhere_is_found() -> None:
 
 
 # A sink knows Records; of many optimizers that step inside one backward there is one context.
-KEYED_BY_INDEX = {"session/bundles.py", "session/boundary/in_backward.py"}
+KEYED_BY_INDEX = {"session/snapshot_action.py", "session/boundary/step_in_backward.py"}
 LOOK_UPS = {"get", "pop", "setdefault"}
 OF_ONE_OPTIMIZER = ("capture/", "distributed/", "actions/", "session/")
 
@@ -381,7 +381,7 @@ def test_what_is_known_of_one_optimizer_lies_in_its_context() -> None:
         judged = place.startswith(OF_ONE_OPTIMIZER) and place not in KEYED_BY_INDEX
         return keyed_by_optimizer(parsed(path)) if judged else set()
 
-    assert offenders(look_ups) == {"session/context.py": {"self._by_index: captured.index"}}
+    assert offenders(look_ups) == {"session/optimizer_context.py": {"self._by_index: captured.index"}}
 
 
 def test_a_container_keyed_by_optimizer_is_found() -> None:

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradwatch.actions.elementwise import Elementwise, Scale
+from gradwatch.actions.elementwise_clip import Elementwise, Scale
 from gradwatch.reading import foreach
 from gradwatch.reading.batched import CpuReader
 from gradwatch.reading.device import DeviceNorms, clip_factor, on_host

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.capture.shards import offloaded
-from gradwatch.taps import containers, dispatch_modes, module_calls
+from gradwatch.taps import dispatch_modes, module_calls, nested_containers
 from gradwatch.taps.muted_forwards import is_muted
 
 
@@ -42,7 +42,7 @@ class FlatTaps:
         try:
             if is_muted() or not torch.is_grad_enabled():
                 return
-            for leaf in containers.leaves(output):
+            for leaf in nested_containers.leaves(output):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     leaf.register_hook(partial(self._begin, module))
         except Exception as error:

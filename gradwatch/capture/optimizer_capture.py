@@ -31,8 +31,8 @@ from gradwatch.reading.cpu import CpuNorms
 from gradwatch.reading.device import DeviceNorms, Number, host_value
 from gradwatch.reading.foreach import multiply
 from gradwatch.reading.layouts import parts, unsummed
-from gradwatch.reading.rows import UNDERFLOW
-from gradwatch.reading.single import norm_of
+from gradwatch.reading.row_sums import UNDERFLOW
+from gradwatch.reading.single_norm import norm_of
 from gradwatch.records.snapshot import Sites
 from gradwatch.runtime.locks import ForkSafeLock
 

@@ -27,7 +27,7 @@ from gradwatch.records.snapshot import Sites
 from gradwatch.runtime.locks import ForkSafeLock
 from gradwatch.runtime.own_time import OwnTime
 from gradwatch.taps import backward, dispatch_modes, module_tree
-from gradwatch.taps.optimizers.groups import params_of
+from gradwatch.taps.optimizers.param_groups import params_of
 
 # By name: to walk torch's module from cold caches costs microseconds.
 _grad_enabled, _set_grad_enabled = torch.is_grad_enabled, dispatch_modes.set_grad_enabled

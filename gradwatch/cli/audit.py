@@ -9,7 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradwatch.cli.runs import add_directory, chosen_run, journals
+from gradwatch.cli.run_argument import add_directory, chosen_run, journals
 from gradwatch.cli.terminal import Counter, paint, table
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def report(audit: Audit, where: Path) -> str:
 
 def counts(audit: Audit) -> Iterable[str]:
     """The accounts of the last few launches, and the rules that never had data in the last."""
-    from gradwatch.account.text import PREFIX, lines, never_evaluated, not_armed
+    from gradwatch.account.account_line import PREFIX, lines, never_evaluated, not_armed
 
     accounts = audit.accounts()
     for account in accounts[-_MOST_ACCOUNTS:]:

@@ -33,7 +33,7 @@ def handle(arguments: argparse.Namespace) -> int:
     """Print the script."""
     import shtab
 
-    from gradwatch.cli import build_parser
+    from gradwatch.cli.entry_point import build_parser
     from gradwatch.rules.packs import pack_names
 
     rules = rule_files(pack_names())

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from gradwatch.cli.terminal import console, paint, redrawable, table
 from gradwatch.demo.faults import Fault, Finding, Plan
 from gradwatch.demo.play import Seen
-from gradwatch.records.snapshot import Event
+from gradwatch.records.event import Event
 
 if TYPE_CHECKING:
     from rich.console import RenderableType

@@ -39,7 +39,7 @@ def handle_export(arguments: argparse.Namespace) -> int:
     """Write the stack; exit 2 where the rule file is wrong or files are in the way."""
     from gradwatch.monitoring import Options, export
     from gradwatch.monitoring.configs import Links, Places
-    from gradwatch.monitoring.intervals import Pace
+    from gradwatch.monitoring.scrape_interval import Pace
     from gradwatch.rules.files import load_rules
 
     links = Links(arguments.serve_url or Links().serve, arguments.grafana_url or Links().grafana)

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from gradwatch.cli.run import listen_address
-from gradwatch.cli.runs import default_directory
+from gradwatch.cli.run_argument import default_directory
 from gradwatch.cli.terminal import paint
 from gradwatch.cli.user_function import from_here, load
 from gradwatch.cli.version import versions
@@ -21,7 +21,7 @@ from gradwatch.errors import RuleFileError
 
 if TYPE_CHECKING:
     from gradwatch.launch.watching_cost import Factory
-    from gradwatch.rules.model import RuleSet
+    from gradwatch.rules.rule_set import RuleSet
 
 Status = Literal["ok", "note", "fail"]
 FLOORS = {"python": (3, 10), "torch": (2, 6), "numpy": (1, 26), "pydantic": (2, 8)}
@@ -142,7 +142,7 @@ def check_switch() -> Check:
 
 def check_port(listen: str) -> Check:
     """Check the port of the endpoint; a taken one is no failure, another is used."""
-    from gradwatch.endpoint.listen import listening_socket, parse_listen
+    from gradwatch.endpoint.listen_address import listening_socket, parse_listen
 
     address = parse_listen(listen)
     try:
@@ -176,7 +176,7 @@ def check_directory(path: str) -> Check:
 
 def check_newest_run(path: str) -> Iterator[Check]:
     """Summary of the newest run, while it runs too: steps watched of steps taken, what was not seen."""
-    from gradwatch.cli.last_run import newest_account
+    from gradwatch.cli.doctor_last_run import newest_account
 
     found = newest_account(Path(path))
     if found is not None:

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradwatch.cli.runs import add_directory, chosen_run, journals
+from gradwatch.cli.run_argument import add_directory, chosen_run, journals
 from gradwatch.cli.terminal import paint
 from gradwatch.errors import GradwatchError
 
@@ -77,7 +77,7 @@ def handle(arguments: argparse.Namespace) -> int:
         )
         print(json.dumps({"run": str(where), "findings": documents, **fired}, indent=2, allow_nan=False))
     elif arguments.markdown:
-        from gradwatch.incidents.page import markdown
+        from gradwatch.incidents.incident_page import markdown
 
         print("\n".join([*(markdown(page(one)) for one in best), *listed(audit)]), end="")
     else:
@@ -106,7 +106,7 @@ def audited(where: Path) -> Audit:
 def listed(audit: Audit | None) -> Iterable[str]:
     """As `summary`, in Markdown."""
     from gradwatch.cli.audit import without_end
-    from gradwatch.incidents.page import markdown
+    from gradwatch.incidents.incident_page import markdown
 
     if audit is not None:
         rules = (
@@ -140,8 +140,8 @@ def chosen(where: Path, name: str | None) -> list[Incident]:
 
 def explained(where: Path, incident: Incident) -> Explained:
     """The incident with its bundle, if there is one: that of the rank with the cause, else any."""
-    from gradwatch.incidents.bundle.folders import bundles_of
-    from gradwatch.incidents.bundle.reading import BundleError, read_document
+    from gradwatch.incidents.bundle.bundle_folders import bundles_of
+    from gradwatch.incidents.bundle.bundle_reader import BundleError, read_document
 
     kept = bundles_of(where if where.is_dir() else where.parent, incident.name)
     kept.sort(key=lambda path: f"-rank{incident.rank}" not in path.name)
@@ -156,7 +156,7 @@ def explained(where: Path, incident: Incident) -> Explained:
 
 def document(one: Explained) -> dict[str, Any]:
     """The cause with its suggested fix, and everything else that is known, JSON-safe."""
-    from gradwatch.incidents.page import reproduce
+    from gradwatch.incidents.incident_page import reproduce
 
     shown = one.incident.to_dict()
     finding = shown.pop("finding") or {}
@@ -174,7 +174,7 @@ def document(one: Explained) -> dict[str, Any]:
 
 def page(one: Explained) -> Iterable[str]:
     """The page, line by line."""
-    from gradwatch.incidents import page as incident_page
+    from gradwatch.incidents import incident_page as incident_page
 
     bundle = "" if one.bundle is None else str(one.bundle)
     return incident_page.page(one.incident, bundle, one.obstacle, one.missing)

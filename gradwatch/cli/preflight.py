@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from gradwatch.errors import AttachError
 
 if TYPE_CHECKING:
-    from gradwatch.rules.model import RuleSet
+    from gradwatch.rules.rule_set import RuleSet
 
 
 def load(source: str, run: str = "") -> RuleSet:

@@ -18,7 +18,7 @@ from gradwatch.errors import GradwatchError
 if TYPE_CHECKING:
     from torch import nn
 
-    from gradwatch.incidents.bundle.document import Document
+    from gradwatch.incidents.bundle.incident_json import Document
     from gradwatch.localise.replay.bundle_replay import LossFn
     from gradwatch.records.finding import Finding
 
@@ -55,7 +55,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def handle(arguments: argparse.Namespace) -> int:
     """Run the step again and print the page of what was found; 1 where no cause is known."""
-    from gradwatch.incidents.bundle.reading import read_document
+    from gradwatch.incidents.bundle.bundle_reader import read_document
 
     if arguments.checkpoint is not None and not arguments.script:
         raise GradwatchError("--checkpoint needs --script MODULE:FUNCTION, which builds the model it is for")
@@ -71,7 +71,7 @@ def handle(arguments: argparse.Namespace) -> int:
 
 def again(document: Document, arguments: argparse.Namespace) -> Finding:
     """Run the step on the model that the user's function builds. What it prints does not mix with a document."""
-    from gradwatch.incidents.bundle.reading import load_tensors, read_tensors
+    from gradwatch.incidents.bundle.bundle_reader import load_tensors, read_tensors
     from gradwatch.localise.replay.bundle_replay import Rerun
 
     stored = read_tensors(arguments.bundle)
@@ -129,7 +129,7 @@ def described(document: Document, found: Finding | None, arguments: argparse.Nam
 def text(document: Document, found: Finding | None, arguments: argparse.Namespace) -> str:
     """The outcome for a person: the same page as `gradwatch explain` prints."""
     from gradwatch.incidents.explanation import sentence
-    from gradwatch.incidents.page import page
+    from gradwatch.incidents.incident_page import page
 
     incident = replace(document.incident, finding=found)
     lines = list(page(incident, str(arguments.bundle), document.obstacle, map(str, document.left_out)))

@@ -14,7 +14,7 @@ from gradwatch.cli.terminal import complain, framed, paint, plural, table
 from gradwatch.errors import RuleFileError
 
 if TYPE_CHECKING:
-    from gradwatch.rules.model import Rule, RuleSet
+    from gradwatch.rules.rule_set import Rule, RuleSet
 
 
 SAMPLED_RULES = (
@@ -127,7 +127,7 @@ def check_one(path: str) -> dict[str, Any]:
 
 def handle_explain(arguments: argparse.Namespace) -> int:
     """Print what a code means; 2 for a code that does not exist."""
-    from gradwatch.rules.codes import CODES
+    from gradwatch.rules.problem_codes import CODES
 
     if arguments.code is None:
         if arguments.json:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradwatch.cli.terminal import complain, framed, paint, plural
 from gradwatch.errors import AttachError, Problem, RuleFileError
-from gradwatch.runtime.numbers import json_ready
+from gradwatch.runtime.json_numbers import json_ready
 
 if TYPE_CHECKING:
     from gradwatch.rule_tests import Case, Outcome, RuleTests

@@ -13,7 +13,7 @@ from gradwatch.cli.terminal import complain, paint
 from gradwatch.errors import AttachError, GradwatchError, RuleFileError
 
 if TYPE_CHECKING:
-    from gradwatch.rules.model import RuleSet
+    from gradwatch.rules.rule_set import RuleSet
 
 DESCRIPTION = """Run a command with gradwatch watching every PyTorch training in it.
 
@@ -100,7 +100,7 @@ def check(source: str, arguments: argparse.Namespace) -> str:
         RuleFileError: with everything wrong in the rule file, and what of it cannot be had here.
         AttachError: for a run folder that cannot be made, and an address that is none.
     """
-    from gradwatch.endpoint.listen import parse_listen
+    from gradwatch.endpoint.listen_address import parse_listen
     from gradwatch.session.settings import DEFAULT_SINKS, Settings, check_directory
 
     given = Settings.resolve(source, env={**os.environ, **settings(arguments)})
@@ -118,8 +118,8 @@ def check(source: str, arguments: argparse.Namespace) -> str:
 
 def checked(source: str, run: str) -> RuleSet:
     """The rule set of a file, as far as `check` asks for it. Raises `RuleFileError` with everything wrong in it."""
-    from gradwatch.rules.model import RuleSet
     from gradwatch.rules.packs import pack_path
+    from gradwatch.rules.rule_set import RuleSet
 
     # Packs are right, and leave sinks to the defaults (tests/rules/test_packs.py): to read one takes 0.2 s, and the
     # script's own process reads it anyway.
@@ -180,7 +180,7 @@ def exec_command(argv: tuple[str, ...], env: Mapping[str, str]) -> NoReturn:
 
 def listen_address(text: str) -> str:
     """`HOST:PORT`, as argparse's `type`."""
-    from gradwatch.endpoint.listen import parse_listen
+    from gradwatch.endpoint.listen_address import parse_listen
 
     try:
         parse_listen(text)

@@ -77,12 +77,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def handle(arguments: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C; exit 2 where that cannot begin."""
-    from gradwatch.endpoint.listen import parse_listen
+    from gradwatch.endpoint.listen_address import parse_listen
     from gradwatch.serve.allowed_targets import AllowedTargets
+    from gradwatch.serve.ended_run_counters import Summaries
+    from gradwatch.serve.fleet import Scanner
     from gradwatch.serve.responses import runs
-    from gradwatch.serve.scanner import Scanner
     from gradwatch.serve.server import DEFAULT_LISTEN, Server, cache_folder
-    from gradwatch.serve.summary import Summaries
 
     if not 0.1 <= arguments.every <= 3600 or not 0 <= arguments.ended_for < float("inf"):
         raise GradwatchError("--every must be between 0.1 and 3600 seconds, --ended-for 0 or more")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
-from gradwatch.records.snapshot import Event
+from gradwatch.records.event import Event
 
 STEPS_PER_SECOND = 9.0  # of train.py on two ordinary cores; fixes the plan, so that a run is reproducible
 SHORTEST = 170  # steps: warm-up of the slowest rule, and each fault long enough for its `for`

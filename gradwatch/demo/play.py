@@ -17,7 +17,7 @@ from typing import IO
 import gradwatch
 from gradwatch.demo.faults import Plan
 from gradwatch.journal import EventsEntry, JournalReader, StepsEntry
-from gradwatch.records.snapshot import Event
+from gradwatch.records.event import Event
 
 SCRIPT = Path(__file__).with_name("train.py")
 RECENT = 200  # steps over which the speed is averaged

@@ -1,14 +1,10 @@
 """Detectors: pure, vectorised judgements of gradient series, and the registry that `detect: {kind: …}` names.
 
-One file per family: `finiteness` (NaN, Inf), `constant` (a value against a bound), `presence` (gradients
-that do not come or move nothing), `level` and `trend` (a series against its past), `jump` (against
-the largest so far), `share` (a site against
-the others), `rank` (a rank against the others), `scale` (a GradScaler's loss scale).
+One file per family; `baseline` is what `spike` and `drift` learn of the past of a series.
 """
 
 from __future__ import annotations
 
-from gradwatch.detectors.baseline import LossSpike, Spike
 from gradwatch.detectors.detector import (
     DETECTORS,
     ENTRY_POINT_GROUP,
@@ -25,14 +21,15 @@ from gradwatch.detectors.detector import (
     register_detector,
     rule_keys,
 )
+from gradwatch.detectors.drift import Drift
 from gradwatch.detectors.finiteness import LossNonFinite, NonFinite, NormOverflow
 from gradwatch.detectors.jump import Jump
 from gradwatch.detectors.loss_scale import ScaleCollapse
-from gradwatch.detectors.presence import AllZero, Never, Stale, Stuck
-from gradwatch.detectors.rank import RankMismatch, RankOutlier
-from gradwatch.detectors.share import DepthRatio, Drop
+from gradwatch.detectors.missing_gradients import AllZero, Never, Stale, Stuck
+from gradwatch.detectors.rank_outlier import RankMismatch, RankOutlier
+from gradwatch.detectors.share_and_depth import DepthRatio, Drop
+from gradwatch.detectors.spike import LossSpike, Spike
 from gradwatch.detectors.thresholds import Above, Below, Dead, UpdateRatio
-from gradwatch.detectors.trend import Drift
 
 __all__ = [
     "DETECTORS",

@@ -1,23 +1,21 @@
-"""Spikes and drifts of one series against its own past.
+"""Baselines: level and spread of a series over its past, into which no NaN enters, and outliers only up to a bound.
 
-All work on x = ln value (of a loss, which may be negative: asinh), so "ten times the usual" means the same at
+All are of x = ln value (of a loss, which may be negative: asinh), so "ten times the usual" means the same at
 any scale. The state is float32: x is known to no more, and half the bytes are half the time.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 from functools import cache
-from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast
+from typing import Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from gradwatch.detectors.detector import STRICT, Exceeding, NormColumn, Sample, State, register_detector
-from gradwatch.detectors.thresholds import Finite, Positive
-from gradwatch.records.snapshot import BoolArray, FloatArray
+from gradwatch.detectors.detector import Exceeding, Sample
+from gradwatch.records.snapshot import BoolArray
 
 RING = 20
 """Samples after which m and s restart from median and MAD, and from which on outliers are winsorised."""
@@ -168,11 +166,6 @@ def restart_level(state: LevelState, mask: BoolArray, warmup: int, keep_judging:
     return LevelState(n, m, s, held, ring)
 
 
-def _z(state: LevelState, x: Array32, sigma: Array32, warmup: int) -> Array32:
-    """float32[K]: (x - m)/σ̂; NaN without a baseline or a finite x."""
-    return np.where(judged(state, warmup) & np.isfinite(x), (x - state.m) / sigma, np.float32(np.nan))
-
-
 class Robust(Exceeding):
     """Base of all kinds with a robust z: when they fire and clear, and whose baseline they share."""
 
@@ -194,130 +187,3 @@ class Robust(Exceeding):
     def init(self, size: int) -> LevelState:
         """No sample seen."""
         return empty_level(size)
-
-
-class _Level(Robust):
-    """The recursion shared by `spike` (x = ln value) and `loss_spike` (x = asinh value)."""
-
-    __slots__ = ()
-    invertible: ClassVar[bool] = True
-
-    def scale(self, sample: Sample) -> Array32:
-        """x[K] in nats; not finite where there is nothing to judge or learn."""
-        raise NotImplementedError
-
-    def value(self, x: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The inverse of `scale`."""
-        raise NotImplementedError
-
-    def score(self, state: State, sample: Sample) -> NDArray[np.float64]:
-        """z = (x - m)/σ̂; NaN while warming up, and for a missing or non-finite sample."""
-        level = cast(LevelState, state)
-        x = self.scale(sample)
-        return _z(level, x, deviation(level), self.warmup).astype(np.float64)
-
-    def learn(self, state: State, sample: Sample) -> LevelState:
-        """Absorb the sample, winsorised once 20 are known."""
-        level = cast(LevelState, state)
-        enough = mature(self.half_life, self.warmup)
-        return absorb(level, self.scale(sample), deviation(level), self.half_life, enough)
-
-    def advance(self, state: State, sample: Sample) -> tuple[FloatArray | None, State]:
-        """As `score` and `learn`, in few passes when every series is present, finite and warmed up."""
-        return self.advance_logs(state, self.scale(sample))
-
-    def advance_logs(self, state: State, x: Array32) -> tuple[FloatArray | None, State]:
-        """As `advance`; x may hold anything that `scale` gives."""
-        level, enough = cast(LevelState, state), mature(self.half_life, self.warmup)
-        sigma = deviation(level)
-        d = x - level.m
-        z = d / sigma
-        worst = float(np.maximum.reduce(z))  # NaN if any is, and then not steady
-        pace = common_pace(level.n, max(RING, self.warmup), self.half_life, enough)
-        if pace is None or not worst < math.inf:
-            after = absorb(level, x, sigma, self.half_life, enough)
-            return _z(level, x, sigma, self.warmup), after
-        if worst > WINSOR or float(np.minimum.reduce(z)) < -WINSOR:
-            bound = WINSOR * sigma
-            np.clip(d, -bound, bound, out=d)
-        a, n = pace
-        spread = np.abs(d)
-        spread -= level.s
-        spread *= a
-        spread += level.s
-        d *= a
-        d += level.m
-        return (z if worst > self.above else None), LevelState(n, d, spread, level.held, level.ring[:0])
-
-    def limit(self, state: State) -> NDArray[np.float64]:
-        """The value at which z is the threshold: the inverse of m + above·σ̂; inf while warming up."""
-        return self.usual(state, self.above)
-
-    def usual(self, state: State, sigmas: float) -> NDArray[np.float64]:
-        """The inverse of m + sigmas·σ̂; inf while warming up."""
-        level = cast(LevelState, state)
-        x = level.m.astype(np.float64) + sigmas * deviation(level).astype(np.float64)
-        with np.errstate(over="ignore"):
-            return np.where(judged(level, self.warmup), self.value(x), np.inf)
-
-    def rebaseline(self, state: State, mask: BoolArray, keep_judging: bool) -> LevelState:
-        """Warm up again."""
-        return restart_level(cast(LevelState, state), mask, self.warmup, keep_judging)
-
-
-@register_detector
-@dataclass(frozen=True, slots=True)
-class Spike(_Level):
-    """Robust z of the logarithm: a value far above its own recent past.
-
-    x = ln value; σ̂ = max(1.2533·s, 0.10); z = (x - m)/σ̂; then m += a·clip(x - m, ±3σ̂) and s += a·(|clip|
-    - s) with a = max(1 - 2^(-1/half_life), 1/(n + 1)); winsorised once n >= 20; at n = 20 m and s restart
-    from the median and the MAD of those samples. Blind to growth below about 5 % a step (use `drift`), to
-    falls (use `drop`), and to NaN (use `nonfinite`). Default: per parameter z > 10, clears at z < 3.
-    """
-
-    __pydantic_config__: ClassVar = STRICT
-    kind: ClassVar[str] = "spike"
-    takes_logs: ClassVar[bool] = True
-
-    of: NormColumn = "norm"
-    above: Positive = 10.0
-    clear_below: Finite | None = None
-    half_life: HalfLife = field(default=100, metadata={"rule_key": True})
-    warmup: Warmup = field(default=20, metadata={"rule_key": True})
-
-    def scale(self, sample: Sample) -> Array32:
-        """ln value."""
-        return log_of(sample)
-
-    def value(self, x: NDArray[np.float64]) -> NDArray[np.float64]:
-        """e^x."""
-        return np.exp(x)
-
-
-@register_detector
-@dataclass(frozen=True, slots=True)
-class LossSpike(_Level):
-    """`spike` on the loss. It is the value `backward` started from, or what `gw.observe(loss=…)` gave.
-
-    The scale is asinh(loss), which is ln(2·loss) for large losses, linear below 1 (a converged loss of
-    0.001 may well be 0.01 on the next batch), and defined for negative ones.
-    """
-
-    __pydantic_config__: ClassVar = STRICT
-    kind: ClassVar[str] = "loss_spike"
-
-    of: Literal["loss"] = "loss"
-    above: Positive = 10.0
-    clear_below: Finite | None = None
-    half_life: HalfLife = field(default=100, metadata={"rule_key": True})
-    warmup: Warmup = field(default=20, metadata={"rule_key": True})
-
-    def scale(self, sample: Sample) -> Array32:
-        """asinh value; NaN where missing or not finite."""
-        usable = sample.present & np.isfinite(sample.values)
-        return np.arcsinh(np.where(usable, sample.values, np.nan)).astype(np.float32, copy=False)
-
-    def value(self, x: NDArray[np.float64]) -> NDArray[np.float64]:
-        """sinh x."""
-        return np.sinh(x)

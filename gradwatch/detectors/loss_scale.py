@@ -14,14 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from gradwatch.detectors.detector import (
-    STRICT,
-    Comparison,
-    Detector,
-    Sample,
-    State,
-    register_detector,
-)
+from gradwatch.detectors.detector import STRICT, Comparison, Detector, Sample, State, register_detector
 from gradwatch.detectors.thresholds import Positive
 from gradwatch.records.snapshot import BoolArray
 

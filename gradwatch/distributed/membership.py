@@ -9,9 +9,9 @@ import numpy as np
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gradwatch.distributed.group import Group
-from gradwatch.distributed.rank_facts import Usual
-from gradwatch.distributed.reduced_facts import Layout, ReducedFacts
+from gradwatch.distributed.all_reduced_facts import Layout, ReducedFacts
+from gradwatch.distributed.facts_of_this_rank import Usual
+from gradwatch.distributed.process_group import Group
 from gradwatch.records.snapshot import Sites
 
 

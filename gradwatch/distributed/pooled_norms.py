@@ -12,7 +12,7 @@ import numpy as np
 
 from gradwatch.capture.columns.update_ratio import WEIGHT_NORM_FLOOR
 from gradwatch.capture.window_norms import Norms, WindowNorms
-from gradwatch.distributed.reduced_facts import Layout, ReducedFacts, Vector, plain, size_of
+from gradwatch.distributed.all_reduced_facts import Layout, ReducedFacts, Vector, plain, size_of
 from gradwatch.reading.batched import FLOAT32_MAX, Detail
 from gradwatch.reading.cpu import CpuNorms
 from gradwatch.records.snapshot import Column

@@ -20,16 +20,11 @@ from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.shards import placements, whole
 from gradwatch.capture.snapshot_assembly import Extras, appended
 from gradwatch.capture.window_norms import WindowNorms
-from gradwatch.distributed import (
-    pooled_norms,
-    rank_facts,
-    reduced_facts,
-    replica_divergence,
-)
-from gradwatch.distributed.group import AloneError, Group, place
-from gradwatch.distributed.meeting import RankMeeting, RankRequirements
+from gradwatch.distributed import facts_of_this_rank, pooled_norms, replica_divergence
+from gradwatch.distributed.all_reduced_facts import Layout, ReducedFacts, Vector, blind, size_of
+from gradwatch.distributed.handshake import RankMeeting, RankRequirements
 from gradwatch.distributed.membership import RankMembership
-from gradwatch.distributed.reduced_facts import Layout, ReducedFacts
+from gradwatch.distributed.process_group import AloneError, Group, place
 from gradwatch.records.snapshot import Column, Sites
 
 Report = Callable[[str, BaseException], None]
@@ -207,11 +202,13 @@ class Ranks:
         columns = {name: column for one in extras.params for name, column in one.columns().items()}
         columns |= _sizes(extras, columns)
         local = columns.get("norm_local")
-        vector = rank_facts.encode(layout, window, window.wait(), values, columns, local, membership.usual)
+        vector = facts_of_this_rank.encode(
+            layout, window, window.wait(), values, columns, local, membership.usual
+        )
         return self._send(membership, layout, group, vector)
 
     def _send(
-        self, membership: RankMembership, layout: Layout, group: Group, vector: reduced_facts.Vector
+        self, membership: RankMembership, layout: Layout, group: Group, vector: Vector
     ) -> ReducedFacts | None:
         membership.owes, membership.reduced = False, None
         layout.part(vector, "parted")[layout.rank], membership.diverged = float(membership.diverged), False
@@ -274,7 +271,7 @@ class Ranks:
         membership.owes = False
         if membership.layout is not None and membership.group is not None:
             # A device's numbers are sent one step late: on its first step there are none, by no failure.
-            vector = reduced_facts.blind(membership.layout) if captured.on_cpu else membership.layout.empty()
+            vector = blind(membership.layout) if captured.on_cpu else membership.layout.empty()
             self._send(membership, membership.layout, membership.group, vector)
 
 
@@ -318,7 +315,7 @@ def _norms_seen_by_all(reduced: ReducedFacts, window: WindowNorms, values: Mappi
 def _sizes(extras: Extras, columns: Mapping[str, Column]) -> dict[str, Column]:
     """‖w‖ behind a sampled ‖Δw‖/‖w‖, without which shards' ratios do not add up."""
     return {
-        reduced_facts.size_of(name): Column(ratio.size(), columns[name].present)
+        size_of(name): Column(ratio.size(), columns[name].present)
         for one in extras.params
         if isinstance(one, PendingColumns)
         for name, ratio in one.parts.items()

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.capture.window_norms import Norms
-from gradwatch.distributed.reduced_facts import Layout, ReducedFacts, Vector
+from gradwatch.distributed.all_reduced_facts import Layout, ReducedFacts, Vector
 from gradwatch.errors import GradwatchError
 from gradwatch.records.snapshot import Column
 

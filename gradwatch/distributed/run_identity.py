@@ -9,8 +9,8 @@ from datetime import timedelta
 
 import torch.distributed as dist
 
-from gradwatch.distributed.group import default_store
-from gradwatch.records.snapshot import RunInfo
+from gradwatch.distributed.process_group import default_store
+from gradwatch.records.run_info import RunInfo
 
 WAIT_SECONDS = 10.0
 """How long a rank waits, once, for rank 0 to name the run; ranks of one training attach together."""

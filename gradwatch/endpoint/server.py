@@ -18,8 +18,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
-from gradwatch.endpoint.listen import Address
-from gradwatch.endpoint.protocol import (
+from gradwatch.endpoint.http_protocol import (
     Content,
     RequestError,
     is_complete,
@@ -29,6 +28,7 @@ from gradwatch.endpoint.protocol import (
     plain,
     respond,
 )
+from gradwatch.endpoint.listen_address import Address
 from gradwatch.runtime.backoff import Backoff
 
 THREAD_NAME = "gradwatch-endpoint"

@@ -11,14 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.engine.baseline_bounds import bounds_of_rules, own_state
+from gradwatch.engine.engine_state import EngineState
 from gradwatch.engine.rule_plan import Plan, RulePlan
-from gradwatch.engine.state import EngineState
 from gradwatch.policies import ElementwisePolicy
 from gradwatch.policies.norm_bound import Bound
 from gradwatch.records.columns import MODULE_COLUMNS
 from gradwatch.records.snapshot import BoolArray
-from gradwatch.rules.model import Action, RuleSet
 from gradwatch.rules.objections import BOUNDED, at_backward
+from gradwatch.rules.rule_set import Action, RuleSet
 
 
 @dataclass(frozen=True, slots=True, eq=False)

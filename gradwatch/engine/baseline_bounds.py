@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.detectors import Detector, State
+from gradwatch.engine.engine_state import EngineState
 from gradwatch.engine.rule_plan import NO_BANK, Plan, RulePlan
-from gradwatch.engine.state import EngineState
 from gradwatch.policies.norm_bound import Bound
-from gradwatch.rules.model import Action
+from gradwatch.rules.rule_set import Action
 
 BASELINE_SIGMAS = 2.0
 """`clip: {to: baseline}` brings a spike down to exp(m + 2σ̂): what the parameter reached now and then."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from gradwatch.rules.model import SAMPLED, Rule
+from gradwatch.rules.rule_set import SAMPLED, Rule
 
 BURSTS = ":bursts"
 """After the name of a column that holds what was read in bursts."""

@@ -11,7 +11,7 @@ from functools import cache
 from gradwatch.engine.firing import Track
 from gradwatch.engine.rule_plan import RulePlan
 from gradwatch.rules.action_kinds import ACTIONS
-from gradwatch.rules.model import Action
+from gradwatch.rules.rule_set import Action
 
 
 @cache

@@ -12,8 +12,9 @@ from numpy.typing import NDArray
 
 from gradwatch.engine.series import Series
 from gradwatch.records.columns import RANK_COLUMNS
-from gradwatch.records.snapshot import BoolArray, Event, EventKind, FloatArray, Severity, Snapshot
-from gradwatch.rules.model import Rule
+from gradwatch.records.event import Event, EventKind, Severity
+from gradwatch.records.snapshot import BoolArray, FloatArray, Snapshot
+from gradwatch.rules.rule_set import Rule
 
 NAMED = 5
 """Sites an Event names; the rest are counted."""

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from gradwatch.records.snapshot import PARTLY, Decision, Event, OnError, Record, Snapshot
-from gradwatch.rules.model import Rule
+from gradwatch.records.decision import PARTLY, Decision, OnError
+from gradwatch.records.event import Event
+from gradwatch.records.record import Record
+from gradwatch.records.snapshot import Snapshot
+from gradwatch.rules.rule_set import Rule
 
 INSTEAD = {
     "pass": "the gradient passed unchanged",

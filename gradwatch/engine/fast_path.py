@@ -21,9 +21,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.detectors import Detector, State, first_crossed, may_breach
+from gradwatch.engine.engine_state import EngineState
 from gradwatch.engine.rule_plan import NO_BANK, Bank, Plan, RulePlan
-from gradwatch.engine.series import COUNT_COLUMNS, Reader
-from gradwatch.engine.state import EngineState
+from gradwatch.engine.series import COUNT_COLUMNS
+from gradwatch.engine.snapshot_reader import Reader
 from gradwatch.records.columns import RANK_COLUMNS, SCALAR_COLUMNS
 from gradwatch.records.snapshot import Snapshot
 

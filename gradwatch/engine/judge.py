@@ -16,22 +16,15 @@ import numpy as np
 
 from gradwatch.detectors import Sample, State, breaches, clears, may_breach
 from gradwatch.engine.baseline_bounds import BASELINE_SIGMAS, part_of
+from gradwatch.engine.engine_state import EngineState
 from gradwatch.engine.escalation import alarm_due, climbed, ordered, remembered
 from gradwatch.engine.events import Notice, Scored, build_event, worst_first
 from gradwatch.engine.firing import NEVER, Moved, Track, at_rest, move
 from gradwatch.engine.rule_plan import NO_BANK, Bank, Plan, RulePlan
-from gradwatch.engine.series import Reader
-from gradwatch.engine.state import EngineState
-from gradwatch.records.snapshot import (
-    BoolArray,
-    Due,
-    Event,
-    EventKind,
-    FloatArray,
-    Severity,
-    Snapshot,
-    Verdict,
-)
+from gradwatch.engine.snapshot_reader import Reader
+from gradwatch.records.event import Event, EventKind, Severity
+from gradwatch.records.snapshot import BoolArray, FloatArray, Snapshot
+from gradwatch.records.verdict import Due, Verdict
 
 HEALTHY_POSITIVE = frozenset({"norm", "rms", "calls", "total_norm"})
 

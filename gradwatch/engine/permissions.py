@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from gradwatch.errors import AttachError
-from gradwatch.records.snapshot import Decision
+from gradwatch.records.decision import Decision
 
 OBSERVED = (
     "an action was not carried out: the optimizer steps inside backward, so the weights are updated before the "

@@ -10,12 +10,13 @@ from types import MappingProxyType
 import numpy as np
 
 from gradwatch.detectors import Detector, Sample
-from gradwatch.engine.clipping import NO_CLIPPING, Clipping, bind_clipping
+from gradwatch.engine.bound_clip_policies import NO_CLIPPING, Clipping, bind_clipping
 from gradwatch.engine.columns_needed import Needs, needs_of
-from gradwatch.engine.series import FREE_COLUMNS, Reader, Series, roots_of, series_of
+from gradwatch.engine.series import FREE_COLUMNS, Series, roots_of, series_of
+from gradwatch.engine.snapshot_reader import Reader
 from gradwatch.records.columns import MODULE_COLUMNS, RANK_COLUMNS
 from gradwatch.records.snapshot import FloatArray, Sites
-from gradwatch.rules.model import Action, Rule, RuleSet
+from gradwatch.rules.rule_set import Action, Rule, RuleSet
 
 NO_BANK = -1
 ONE_RANK = "needs several ranks, all of them watching and with the same parameters (DDP, FSDP2)"

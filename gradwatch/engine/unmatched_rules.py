@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from gradwatch.engine.clipping import misfits
+from gradwatch.engine.bound_clip_policies import misfits
 from gradwatch.engine.rule_plan import idle_reason
 from gradwatch.engine.series import group_masks, labels, series_of
 from gradwatch.engine.unsupported_rules import Refusal, refuse
 from gradwatch.errors import UnmatchedRulesError
 from gradwatch.records.columns import RANK_COLUMNS
 from gradwatch.records.snapshot import Sites
-from gradwatch.rules.model import Rule, RuleSet
 from gradwatch.rules.objections import objections
+from gradwatch.rules.rule_set import Rule, RuleSet
 
 GROUP = "group:"
 """Before the name of a group, where rules and groups that judge nothing are listed: no rule id holds a colon."""

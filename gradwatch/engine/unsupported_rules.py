@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from gradwatch.account import NOT_ARMED
 from gradwatch.errors import UnfitRulesError
-from gradwatch.rules.model import Action, Clip, RuleSet
 from gradwatch.rules.objections import TOTAL, clip_places
+from gradwatch.rules.rule_set import Action, Clip, RuleSet
 
 CLIP = "clip:"
 """Before a place of `clip:`, where rules that are off are listed: no rule id holds a colon."""

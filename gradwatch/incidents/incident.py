@@ -1,7 +1,7 @@
 """An incident as a whole: what fired, what the cause was, what was done about it, the steps that led there.
 
 Made from a Record while it happens (for a bundle) and from a journal afterwards (`gradwatch explain`): one noun, one
-page (`gradwatch.incidents.page`).
+page (`gradwatch.incidents.incident_page`).
 """
 
 from __future__ import annotations
@@ -12,9 +12,10 @@ from typing import Any
 
 from gradwatch.incidents.explanation import sentence
 from gradwatch.incidents.suggestions import suggestion_for
+from gradwatch.records.decision import Decision, Order
+from gradwatch.records.event import Event
 from gradwatch.records.finding import Finding
-from gradwatch.records.snapshot import Decision, Event, Order
-from gradwatch.runtime.numbers import json_ready
+from gradwatch.runtime.json_numbers import json_ready
 
 AROUND = 8
 """Steps before an incident whose norms are shown with it."""

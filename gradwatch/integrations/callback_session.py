@@ -16,7 +16,7 @@ from gradwatch.session.watch import Watch, session_of
 if TYPE_CHECKING:
     import os
 
-    from gradwatch.rules.model import RuleSet
+    from gradwatch.rules.rule_set import RuleSet
     from gradwatch.sinks import Sink
 
 

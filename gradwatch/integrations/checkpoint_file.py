@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwatch.integrations.callback_session import resume
-from gradwatch.runtime.files import write_whole
+from gradwatch.runtime.atomic_files import write_whole
 from gradwatch.session.watch import Watch, session_of
 
 NAME = "gradwatch.json"

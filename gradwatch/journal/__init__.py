@@ -23,6 +23,7 @@ stay within the cap; the head never is. What belongs to one step is written with
 Readers skip unknown kinds and keys, and step over damage.
 """
 
+from gradwatch.journal.columnar_steps import StepRow, StepsEntry
 from gradwatch.journal.entries import (
     EndEntry,
     Entry,
@@ -34,8 +35,7 @@ from gradwatch.journal.entries import (
 )
 from gradwatch.journal.frames import Damage
 from gradwatch.journal.reader import JournalReader, read_journal
-from gradwatch.journal.replay import RecordedStep
-from gradwatch.journal.steps import StepRow, StepsEntry
+from gradwatch.journal.records_of_steps import RecordedStep
 
 __all__ = [
     "Damage",

@@ -17,10 +17,11 @@ from gradwatch.account.launch_total import Part, by_launch, launch_total
 from gradwatch.incidents.explanation import sentence
 from gradwatch.journal import EventsEntry, JournalReader, StepsEntry
 from gradwatch.journal.incidents import better
-from gradwatch.journal.process_summary import Recorded
+from gradwatch.journal.process_account import Recorded
+from gradwatch.records.decision import Order
+from gradwatch.records.event import Event
 from gradwatch.records.finding import Finding
-from gradwatch.records.snapshot import Event, Order
-from gradwatch.runtime.process import alive
+from gradwatch.runtime.process_identity import alive
 
 _CLIPPED = 1 - 1e-6
 _MOST_SITES = 5

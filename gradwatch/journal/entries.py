@@ -14,11 +14,13 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
+from gradwatch.journal.columnar_steps import StepsEntry, decode_steps
 from gradwatch.journal.payload import Array, Payload, decode_payload, encode_payload
-from gradwatch.journal.steps import StepsEntry, decode_steps
+from gradwatch.records.event import Event
 from gradwatch.records.finding import Finding
-from gradwatch.records.snapshot import Column, Event, RunInfo, Sites
-from gradwatch.runtime.numbers import json_number
+from gradwatch.records.run_info import RunInfo
+from gradwatch.records.snapshot import Column, Sites
+from gradwatch.runtime.json_numbers import json_number
 
 FORMAT = 1
 Reason = Literal["first", "incident", "sample", "full", "firing"]

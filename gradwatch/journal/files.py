@@ -14,7 +14,7 @@ from pathlib import Path
 from gradwatch.journal.frames import encode_frame
 from gradwatch.journal.reader import JournalName
 from gradwatch.journal.retention import RESERVE, Retention
-from gradwatch.runtime.files import make_directory
+from gradwatch.runtime.atomic_files import make_directory
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _NO_FALLOCATE = {errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL}

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from gradwatch.checkpoint import joined, write_tag
-from gradwatch.records.snapshot import CheckpointHealth, Record
+from gradwatch.records.record import CheckpointHealth, Record
 
 SECONDS = 1.0
 """While a checkpoint stays as healthy or unhealthy as it is, the file is written no more often than this."""

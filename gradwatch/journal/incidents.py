@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gradwatch.incidents.incident import AROUND, Incident, StepNorms, ordered
+from gradwatch.journal.columnar_steps import StepRow, StepsEntry
 from gradwatch.journal.entries import EventsEntry, RunEntry
 from gradwatch.journal.reader import JournalReader
-from gradwatch.journal.steps import StepRow, StepsEntry
+from gradwatch.records.event import Event
 from gradwatch.records.finding import Finding
-from gradwatch.records.snapshot import Event, RunInfo
+from gradwatch.records.run_info import RunInfo
 
 AFTER = 3
 """Steps after an incident whose norms are shown with it."""

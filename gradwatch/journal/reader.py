@@ -16,9 +16,9 @@ from pathlib import Path
 
 from gradwatch.journal.entries import EndEntry, Entry, EventsEntry, RunEntry, decode_entry
 from gradwatch.journal.frames import Damage, FrameScanner
-from gradwatch.journal.replay import RecordedStep, join_records
+from gradwatch.journal.records_of_steps import RecordedStep, join_records
+from gradwatch.records.event import Event
 from gradwatch.records.finding import Finding
-from gradwatch.records.snapshot import Event
 
 _TAIL = 1 << 20
 _NAME = re.compile(r"(?P<stem>rank(?P<rank>\d+)-attempt(?P<attempt>\d+))(?:\.(?P<segment>\d+))?\.gwj")

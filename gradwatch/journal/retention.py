@@ -16,7 +16,7 @@ from pathlib import Path
 from gradwatch.journal.frames import Damage, Frame, FrameScanner, encode_frame
 from gradwatch.journal.payload import Payload, decode_payload, encode_payload
 from gradwatch.journal.reader import opened
-from gradwatch.runtime.files import replacing
+from gradwatch.runtime.atomic_files import replacing
 
 RESERVE = 64 << 10
 SMALLEST = 512 << 10

@@ -32,8 +32,8 @@ from gradwatch.runtime.locks import ForkSafeLock
 from gradwatch.taps import backward_entry, clip_functions, grad_scaler, step_hooks
 from gradwatch.taps.clip_functions import Clip
 from gradwatch.taps.module_registry import ModuleRegistry
-from gradwatch.taps.optimizers import init as optimizer_init
-from gradwatch.taps.optimizers.groups import params_of
+from gradwatch.taps.optimizers import creation as optimizer_init
+from gradwatch.taps.optimizers.param_groups import params_of
 from gradwatch.taps.process_totals import count_backwards
 
 if TYPE_CHECKING:

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from gradwatch.account import NOTHING_TAKEN, Account, lines
+from gradwatch.account.account_line import nothing_seen
 from gradwatch.account.exit_reason import how_it_ends, printed_at_exit
-from gradwatch.account.text import nothing_seen
 from gradwatch.launch import processes
 from gradwatch.runtime import stderr
-from gradwatch.runtime.process import alive, here
+from gradwatch.runtime.process_identity import alive, here
 from gradwatch.session.settings import LAUNCHED_IN, quiet_asked, told_by
 
 _reasons: list[str] = []

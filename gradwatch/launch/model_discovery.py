@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradwatch.taps.module_registry import ModuleRegistry
-from gradwatch.taps.optimizers.groups import params_of
+from gradwatch.taps.optimizers.param_groups import params_of
 
 
 class Found(NamedTuple):

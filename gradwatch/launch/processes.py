@@ -17,7 +17,7 @@ from pathlib import Path
 
 from gradwatch.account import Account
 from gradwatch.account.launch_total import Part, launch_total
-from gradwatch.runtime.process import alive
+from gradwatch.runtime.process_identity import alive
 from gradwatch.session.settings import DEFAULT_DIR, ROOT, TELLER, told_by
 
 _CLOCKS = 60.0  # seconds that the clock of a file server may be behind
@@ -83,7 +83,7 @@ def _parts() -> Iterator[Part]:
         return
     # Here, not at the top: this is for processes that train, or whose children do.
     from gradwatch.journal import JournalReader
-    from gradwatch.journal.process_summary import part_of
+    from gradwatch.journal.process_account import part_of
 
     for path in found:
         try:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from gradwatch.launch.state_lock import StateLock, command, of_another_command
 from gradwatch.runtime import stderr
-from gradwatch.runtime.files import write_whole
+from gradwatch.runtime.atomic_files import write_whole
 
 if TYPE_CHECKING:
     from gradwatch.capture.optimizer_capture import OptimizerCapture

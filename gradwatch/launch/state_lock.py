@@ -13,7 +13,7 @@ import hashlib
 import os
 import sys
 
-from gradwatch.records.snapshot import RunInfo
+from gradwatch.records.run_info import RunInfo
 from gradwatch.session.settings import told_by
 
 WORKER = "a process started by multiprocessing saves none, unless it is one of several ranks"

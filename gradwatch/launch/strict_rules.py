@@ -7,7 +7,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from gradwatch.distributed.group import default_store
+from gradwatch.distributed.process_group import default_store
 
 WAIT_SECONDS = 2.0
 """How long a rank that is about to end waits for the words of rank 0; ranks of one training attach together."""

@@ -17,7 +17,7 @@ import gradwatch
 from gradwatch.capture.parameter_names import named_parameters
 from gradwatch.engine import Engine
 from gradwatch.records.snapshot import Sites
-from gradwatch.rules.model import RuleSet
+from gradwatch.rules.rule_set import RuleSet
 from gradwatch.sinks.journal import JournalSink
 from gradwatch.sinks.prometheus.sink import PrometheusSink
 

@@ -13,23 +13,22 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-from gradwatch.localise.diagnosis.diagnose import diagnose, warned
+from gradwatch.localise.diagnosis.diagnose import diagnose
 from gradwatch.localise.diagnosis.loss_terms import amended_by_loss
-from gradwatch.localise.diagnosis.module_gain import Profile, suspect
-from gradwatch.localise.hold.batch_hash import fingerprint
 from gradwatch.localise.hold.calls_before_attach import PreAttachRecorder
 from gradwatch.localise.hold.model_recorder import Call, inner
 from gradwatch.localise.hold.module_attributes import Refused
 from gradwatch.localise.hold.step_recorder import StepRecorder
-from gradwatch.localise.replay.all_gathered import gather, is_spread, refuse_gathering
 from gradwatch.localise.replay.anomaly_mode import Raising
-from gradwatch.localise.replay.closure import ReplayableClosure, run_again
+from gradwatch.localise.replay.batch_at_fault import batch_at_fault
+from gradwatch.localise.replay.cause_among_ranks import RankAgreement
+from gradwatch.localise.replay.closure_replay import ReplayableClosure, run_again
+from gradwatch.localise.replay.diagnosed_replay import DiagnosedReplay
+from gradwatch.localise.replay.fsdp2_all_gather import is_spread
 from gradwatch.localise.replay.live_recording import Live
-from gradwatch.localise.replay.rank_agreement import RankAgreement
-from gradwatch.localise.replay.replay import Trace, refuse, replay, within
 from gradwatch.records.finding import Batch, Finding
 from gradwatch.taps import backward, step_hooks
 
@@ -250,14 +249,9 @@ class Localiser:
         return finding if finding.found else None
 
     def _of_calls(self, held: list[tuple[nn.Module, Call]], suspicion: Suspicion) -> Finding:
-        whole = self._gathered(held)
-        if suspicion == "nonfinite":
-            return _unless_skipped(replay(held, self.models(), self._fault, None, self._max_bytes, whole))
-        profile = Profile(self.models(), self._fault)
-        traces = replay(held, self.models(), self._fault, profile, self._max_bytes, whole)
-        finding = diagnose(traces)
-        found = None if finding.found else suspect(profile.layers(), suspicion == "exploding")
-        return finding if found is None else warned(found, traces)
+        refusal = self.refusal(held)
+        step = DiagnosedReplay(self.models(), held, refusal, self._agreement, self._fault, self._max_bytes)
+        return step.nonfinite() if suspicion == "nonfinite" else step.growing(suspicion == "exploding")
 
     def _of_loop(self, held: list[tuple[nn.Module, Call]], finding: Finding) -> Finding:
         """Amend a Finding by the loop's own tensors, for a loss that was computed in it."""
@@ -266,27 +260,6 @@ class Localiser:
         except Exception as error:
             self._failed("localise", error)
             return finding
-
-    def _gathered(self, held: list[tuple[nn.Module, Call]]) -> dict[int, dict[str, Tensor]]:
-        """The whole parameters of models that are spread over ranks, if all ranks can run their step again."""
-        spread = [model for model in self.models() if is_spread(model)]
-        if not spread:
-            self._check(held)
-            return {}
-        if self._agreement is None:
-            raise Refused(
-                "its parameters are sharded over ranks, and the ranks do not evaluate this step together"
-            )
-        refusal = ""
-        try:
-            self._check(held)
-            if any(is_spread(model) and inner(model) not in spread for model, _ in held):
-                raise Refused("the loop calls parts of a model that is sharded over ranks")
-            refuse_gathering(spread)
-        except Refused as refused:
-            refusal = str(refused)
-        self._agreement.agree(refusal)
-        return {id(model): gather(model) for model in spread}
 
     def _agreed(self, agreement: RankAgreement, own: Finding) -> Finding:
         """The Finding that the ranks agree on; where one knows the cause, the next steps need not be recorded."""
@@ -323,27 +296,9 @@ class Localiser:
             why = _joined(why, f"the next {ask.record_steps} steps are recorded")
         return found.amended(note=_joined(found.note, why))
 
-    def _check(self, held: list[tuple[nn.Module, Call]]) -> None:
-        if refusal := self.refusal(held):
-            raise Refused(refusal)
-
     def _batch_of(self, finding: Finding) -> Batch | None:
-        """The batch of the call at fault; None where that is not held, or it is not known which call it was."""
-        if finding.batch is not None:
-            return finding.batch
         try:
-            models = self.models()
-            held = [(model, call, within(inner(model), models)) for model, call in self.held()]
-            at = finding.call if finding.by == "replay" and finding.found else len(held) - 1
-            # Of a criterion the batch is that of the model's call before it.
-            given = [(model, call) for model, call, watched in held[: at + 1] if watched]
-            if not given or (len(given) > 1 and not (finding.by == "replay" and finding.found)):
-                return None
-            model, call = given[-1]
-            refuse(inner(model), call)
-            return fingerprint(call.args, call.kwargs, call.indices)
-        except Refused:  # what is held is no longer what went in
-            return None
+            return batch_at_fault(finding, self.held(), self.models())
         except Exception as error:
             self._failed("localise", error)
             return None
@@ -397,19 +352,6 @@ class Localiser:
         except Exception as error:
             self._live = None
             self._failed("localise", error)
-
-
-def _unless_skipped(traces: list[Trace]) -> Finding:
-    """The cause among the calls that were run again; raises Refused where only the others can hold it."""
-    skipped = [trace.skipped for trace in traces if trace.skipped]
-    finding = diagnose(traces)
-    if skipped and not finding.found:
-        raise Refused(skipped[0])
-    if not skipped:
-        return finding
-    return finding.amended(
-        note=_joined(finding.note, f"{len(skipped)} of {len(traces)} calls not run again: {skipped[0]}")
-    )
 
 
 def _of_step(finding: Finding, step: int | None) -> Finding:

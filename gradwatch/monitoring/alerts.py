@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from textwrap import dedent
 from typing import Literal
 
-from gradwatch.monitoring.intervals import Pace
-from gradwatch.records.snapshot import Severity
-from gradwatch.rules.model import Rule, RuleSet
+from gradwatch.monitoring.scrape_interval import Pace
+from gradwatch.records.event import Severity
+from gradwatch.rules.rule_set import Rule, RuleSet
 from gradwatch.sinks.alert_names import FALLBACK, alert_name
 
 JOB = "gradwatch"

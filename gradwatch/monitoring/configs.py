@@ -15,10 +15,10 @@ from gradwatch.monitoring.alerts import (
     rule_alerts,
     run_alerts,
 )
-from gradwatch.monitoring.intervals import Pace
-from gradwatch.monitoring.recording import Recording, recordings
-from gradwatch.monitoring.yamltext import to_yaml
-from gradwatch.rules.model import RuleSet
+from gradwatch.monitoring.recording_rules import Recording, recordings
+from gradwatch.monitoring.scrape_interval import Pace
+from gradwatch.monitoring.yaml_text import to_yaml
+from gradwatch.rules.rule_set import RuleSet
 
 
 @dataclass(frozen=True, slots=True)

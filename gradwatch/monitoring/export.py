@@ -17,10 +17,10 @@ from gradwatch.monitoring.configs import (
     recordings_text,
     server_config,
 )
-from gradwatch.monitoring.intervals import Pace
-from gradwatch.monitoring.yamltext import to_yaml
-from gradwatch.rules.model import RuleSet
-from gradwatch.runtime.files import write_whole
+from gradwatch.monitoring.scrape_interval import Pace
+from gradwatch.monitoring.yaml_text import to_yaml
+from gradwatch.rules.rule_set import RuleSet
+from gradwatch.runtime.atomic_files import write_whole
 from gradwatch.sinks.prometheus.metric_catalogue import SERVE_METRICS, documentation
 
 MADE = "Made by `gradwatch deploy export`; change the rule file and export again, not this file."

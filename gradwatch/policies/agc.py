@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
+from gradwatch.policies.gradient_rows import MARGIN, row_norms
 from gradwatch.policies.policy import ElementwisePolicy, Positive, register_policy
-from gradwatch.policies.rows import MARGIN, row_norms
 from gradwatch.records.snapshot import BoolArray, Sites
 
 if TYPE_CHECKING:

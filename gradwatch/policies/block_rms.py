@@ -8,15 +8,7 @@ from typing import ClassVar, Literal
 import numpy as np
 
 from gradwatch.policies.norm_bound import Bound
-from gradwatch.policies.policy import (
-    Coefficients,
-    Floats,
-    Policy,
-    Positive,
-    State,
-    finite,
-    register_policy,
-)
+from gradwatch.policies.policy import Coefficients, Floats, Policy, Positive, State, finite, register_policy
 from gradwatch.records.snapshot import BoolArray
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
+from gradwatch.policies.gradient_rows import accumulator
 from gradwatch.policies.policy import ElementwisePolicy, register_policy
-from gradwatch.policies.rows import accumulator
 
 if TYPE_CHECKING:
     from torch import Tensor

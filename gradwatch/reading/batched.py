@@ -21,8 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwatch.reading.layouts import REDUCED, dense, flat
-from gradwatch.reading.plan import Plan
-from gradwatch.reading.rows import ROW, NormRows, RowBuffer, SquareRows, fastest, silently
+from gradwatch.reading.read_plan import Plan
+from gradwatch.reading.row_sums import ROW, NormRows, RowBuffer, SquareRows, fastest, silently
 
 FEW = 2048  # row norms whose squares float32 may add up
 PATIENCE = 3  # reads off the plan before a new one is made; doubled each time

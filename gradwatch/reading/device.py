@@ -24,7 +24,7 @@ from torch import Tensor
 from gradwatch.reading import foreach
 from gradwatch.reading.batched import Detail
 from gradwatch.reading.layouts import dense
-from gradwatch.reading.pinned import POOL
+from gradwatch.reading.pinned_buffers import POOL
 
 NO_FLOAT64 = frozenset({"mps"})
 """Devices without float64: there a float32 overflow of the norm still looks like an Inf element."""

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-from gradwatch.runtime.numbers import json_ready
+from gradwatch.runtime.json_numbers import json_ready
 
 Phase = Literal[
     "forward", "backward", "loss", "input", "parameter", "buffer", "exploding", "vanishing", "unknown"

@@ -7,7 +7,7 @@ its place; `simulate` the engine over made-up steps; `compare` what was expected
 from __future__ import annotations
 
 from gradwatch.rule_tests.compare import Outcome, compared
-from gradwatch.rule_tests.document import Case, RuleTests, load_tests
 from gradwatch.rule_tests.simulate import Simulation, simulate
+from gradwatch.rule_tests.yaml_document import Case, RuleTests, load_tests
 
 __all__ = ["Case", "Outcome", "RuleTests", "Simulation", "compared", "load_tests", "simulate"]

@@ -7,9 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gradwatch.records.snapshot import Event, Order
-from gradwatch.rule_tests.document import Case, Expected
+from gradwatch.records.decision import Order
+from gradwatch.records.event import Event
 from gradwatch.rule_tests.simulate import Simulation
+from gradwatch.rule_tests.yaml_document import Case, Expected
 
 TOLERANCE = 1e-3  # relative, of numbers that a person wrote down
 ON_REQUEST = ("pending", "repeat")

@@ -16,13 +16,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.engine import Engine
-from gradwatch.engine.action_outcome import reshaped, unclipped, with_clip_order
 from gradwatch.engine.columns_needed import BURSTS
+from gradwatch.engine.norms_after_actions import reshaped, unclipped, with_clip_order
 from gradwatch.engine.permissions import permitted
 from gradwatch.policies.norm_bound import Bound, at_site, factor_of
-from gradwatch.records.snapshot import Column, Decision, Event, Order, Snapshot
-from gradwatch.rule_tests.document import Case, Samples
-from gradwatch.rules.model import SAMPLED, RuleSet
+from gradwatch.records.decision import Decision, Order
+from gradwatch.records.event import Event
+from gradwatch.records.snapshot import Column, Snapshot
+from gradwatch.rule_tests.yaml_document import Case, Samples
+from gradwatch.rules.rule_set import SAMPLED, RuleSet
 
 NORM_OF_THE_HEALTHY = 1.0
 """The norm of every parameter in a test that says nothing of norms."""

@@ -1,6 +1,6 @@
 """Every action that `do:` may name: its parameters, and the facts that all else asks of it.
 
-What it orders of a step is decided in `gradwatch.engine.actions`.
+What it orders of a step is decided in `gradwatch.engine.rule_actions`.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from typing import Annotated, Literal, NamedTuple
 
 from pydantic import Field
 
-from gradwatch.rules.fields import Count, Model, Positive, Steps
-from gradwatch.rules.model import ClipAt
+from gradwatch.rules.field_types import Count, Model, Positive, Steps
+from gradwatch.rules.rule_set import ClipAt
 
 
 class SkipStep(Model):

@@ -8,7 +8,7 @@ from typing import NamedTuple
 from gradwatch.policies import POLICIES, find_policy
 from gradwatch.records.columns import MODULE_COLUMNS, RANK_COLUMNS
 from gradwatch.rules.action_kinds import changing_gradients
-from gradwatch.rules.model import NOT_BUILT, Action, Clip, Rule, RuleSet
+from gradwatch.rules.rule_set import NOT_BUILT, Action, Clip, Rule, RuleSet
 
 BASELINE_COLUMNS = ("norm", "norm_applied", "norm_local", "rms", "total_norm")
 """Columns of which a baseline is something that a gradient's norm can be brought down to."""

@@ -14,7 +14,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from gradwatch.serve.discover import EndpointFile
+from gradwatch.serve.process_discovery import EndpointFile
 
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 

@@ -6,11 +6,11 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from gradwatch.endpoint.protocol import Content
-from gradwatch.records.snapshot import RunInfo
+from gradwatch.endpoint.http_protocol import Content
+from gradwatch.records.run_info import RunInfo
 from gradwatch.runtime.printable import printable
-from gradwatch.serve.scanner import STATES, Fleet, Member
-from gradwatch.serve.summary import Known
+from gradwatch.serve.ended_run_counters import Known
+from gradwatch.serve.fleet import STATES, Fleet, Member
 from gradwatch.sinks.prometheus.exposition import CONTENT_TYPE, Family, Labels, Series, render
 from gradwatch.sinks.prometheus.final_metrics import final_families, labelled
 from gradwatch.sinks.prometheus.metric_catalogue import METRICS, SERVE_METRICS

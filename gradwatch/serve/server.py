@@ -7,16 +7,16 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from gradwatch.endpoint.listen import Address, listening_socket
-from gradwatch.endpoint.protocol import Content, RequestError, plain
+from gradwatch.endpoint.http_protocol import Content, RequestError, plain
+from gradwatch.endpoint.listen_address import Address, listening_socket
 from gradwatch.endpoint.server import Endpoint, Limits, Route
 from gradwatch.errors import GradwatchError
 from gradwatch.monitoring.export import stack_directory
 from gradwatch.runtime.printable import printable
-from gradwatch.serve.page import fleet_page, reading_page, runbook_index, runbook_page
+from gradwatch.serve.fleet import Member, Scanner
 from gradwatch.serve.responses import metrics, runs, sd
-from gradwatch.serve.scanner import Member, Scanner
-from gradwatch.sinks.prometheus.targets import sweep
+from gradwatch.serve.runs_page import fleet_page, reading_page, runbook_index, runbook_page
+from gradwatch.sinks.prometheus.file_sd import sweep
 
 DEFAULT_LISTEN = "127.0.0.1:29439"
 LIMITS = Limits(connections=256, deadline_seconds=15.0, cpu_share=0.5, cpu_burst_seconds=2.0)

@@ -10,9 +10,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradwatch.errors import AttachError
-from gradwatch.records.snapshot import Event
+from gradwatch.records.event import Event
 from gradwatch.rules.files import load_rules
-from gradwatch.rules.model import RuleSet
+from gradwatch.rules.rule_set import RuleSet
 from gradwatch.session.session import Session, live_sessions
 from gradwatch.session.settings import Settings, enabled
 from gradwatch.session.watch import Watch

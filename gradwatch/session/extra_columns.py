@@ -21,7 +21,7 @@ from gradwatch.errors import AttachError
 from gradwatch.reading.device import host_value, is_ready, start_copy
 from gradwatch.records.columns import RANK_COLUMNS, SCALAR_COLUMNS
 from gradwatch.session.binding.optimizer_rules import ORDINARY, Clock, OptimizerRules
-from gradwatch.session.context import OptimizerContext
+from gradwatch.session.optimizer_context import OptimizerContext
 
 MEASURED = frozenset({*get_args(Column), *SCALAR_COLUMNS, *RANK_COLUMNS}) - {"loss"}
 """Names that no observed value may take."""

@@ -16,8 +16,8 @@ from typing import Any, Generic, Protocol, TypeVar
 
 from gradwatch.account import Ending
 from gradwatch.account.exit_reason import how_it_ends
-from gradwatch.records.snapshot import RunInfo
-from gradwatch.runtime.process import here
+from gradwatch.records.run_info import RunInfo
+from gradwatch.runtime.process_identity import here
 from gradwatch.taps import backward_entry, module_building
 from gradwatch.taps.backward_entry import BackwardCall
 from gradwatch.taps.process_totals import ended_by_exceptions

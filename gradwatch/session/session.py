@@ -21,32 +21,33 @@ from gradwatch.distributed.run_identity import placed
 from gradwatch.engine import Engine
 from gradwatch.errors import AttachError
 from gradwatch.localise.hold.calls_before_attach import PreAttachRecorder
-from gradwatch.records.snapshot import CheckpointHealth, Event, Record, RunInfo
-from gradwatch.rules.model import RuleSet
+from gradwatch.records.event import Event
+from gradwatch.records.record import CheckpointHealth, Record
+from gradwatch.records.run_info import RunInfo
+from gradwatch.rules.rule_set import RuleSet
 from gradwatch.runtime.internal_errors import Health
-from gradwatch.runtime.process import here
-from gradwatch.session.accounting import Accounting, Counted, of_process, steps_concluded
-from gradwatch.session.activity import Activity
-from gradwatch.session.attachments import Attached, Rules, Services
+from gradwatch.runtime.process_identity import here
+from gradwatch.session import saved_state
 from gradwatch.session.binding.refused_rules import Fitting
 from gradwatch.session.live_sessions import LIVE
-from gradwatch.session.notices import Notices
-from gradwatch.session.ownership import Ownership
-from gradwatch.session.publish import Publishing
+from gradwatch.session.logged_once import Notices
+from gradwatch.session.pause_after_errors import Activity
+from gradwatch.session.record_publishing import Publishing
+from gradwatch.session.session_account import Accounting, Counted, of_process, steps_concluded
 from gradwatch.session.settings import Settings, check_directory, quiet_asked, run_info, sink_specs
+from gradwatch.session.watched_optimizers import Ownership
+from gradwatch.session.wiring import Attached, Rules, Services
 from gradwatch.sinks import Sink, make_sink
 from gradwatch.sinks.breaker import Breaker
 from gradwatch.taps.clip_functions import Clip
 from gradwatch.taps.process_totals import TOTALS, count_backwards
-
-NOTHING_SAVED: Mapping[str, Any] = {"version": 1, "lanes": {}}
 
 
 @dataclass(frozen=True, slots=True)
 class Left:
     """State that a closed session still answers from, as of its last step."""
 
-    state: Mapping[str, Any] = field(default_factory=lambda: NOTHING_SAVED)
+    state: Mapping[str, Any] = field(default_factory=lambda: saved_state.NOTHING_SAVED)
     records: Sequence[Record] = ()
     checkpoint: CheckpointHealth = field(default_factory=lambda: joined(()))
     counted: Counted = field(default_factory=Counted)
@@ -369,27 +370,17 @@ class Session:
 
     def state_dict(self) -> dict[str, Any]:
         """Baselines, streaks and step counts."""
-        attached = self.attached
-        if attached is None:
+        if self.attached is None:
             return dict(self._left.state)
         self.catch_up()
-        captures = attached.rule_bindings.saved(attached.capture.captures)
-        return {"version": 1, "lanes": captures, "weights": attached.weights.to_dict()}
+        return saved_state.saved(self.attached)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue from a `state_dict()`; parameters that are new start afresh, by name.
-
-        Raises AttachError for a state of another version.
-        """
-        if state.get("version") != 1:
-            raise AttachError(
-                f"this state was saved by another version: {state.get('version')!r}, expected 1"
-            )
-        if self.attached is None:
-            return
-        self.catch_up()
-        self.attached.rule_bindings.load(state["lanes"], self.captures())
-        self.attached.weights.load(state.get("weights"))
+        """Continue from a `state_dict()`; raises AttachError for a state of another version."""
+        saved_state.check_version(state)
+        if self.attached is not None:
+            self.catch_up()
+            saved_state.load(self.attached, state)
 
     # -- the end -----------------------------------------------------------------------------------------
 
@@ -404,7 +395,7 @@ class Session:
             self.checkpoint()
         except Exception as error:  # a session that cannot tell its state must still release its parts
             self.health.report("close", error)
-            state = dict(NOTHING_SAVED)
+            state = dict(saved_state.NOTHING_SAVED)
         self.conclude()
         self._detach(state)
         self._uncount()

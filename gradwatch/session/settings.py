@@ -15,10 +15,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from gradwatch.errors import AttachError
-from gradwatch.rules.model import RuleSet, SinkSpec
+from gradwatch.rules.rule_set import RuleSet, SinkSpec
 
 if TYPE_CHECKING:
-    from gradwatch.records.snapshot import RuleInfo, RunInfo
+    from gradwatch.records.run_info import RuleInfo, RunInfo
 
 DEFAULT_SINKS = (SinkSpec("prometheus"), SinkSpec("journal"), SinkSpec("log"))
 DEFAULT_DIR = "gradwatch-runs"
@@ -150,7 +150,7 @@ def sink_specs(ruleset: RuleSet, settings: Settings, rank: int) -> tuple[SinkSpe
 
 def run_info(ruleset: RuleSet, rules: tuple[RuleInfo, ...], settings: Settings) -> RunInfo:
     """The identity of this run and rank, from the launcher's environment (torchrun sets RANK and so on)."""
-    from gradwatch.records.snapshot import RunInfo
+    from gradwatch.records.run_info import RunInfo
 
     env = os.environ
     run_id = _as_folder(settings.run_id or _shared_id(env)) or _fresh_id()

@@ -13,7 +13,8 @@ import torch
 from numpy.typing import NDArray
 
 from gradwatch.actions.clip_section import Found, carried_scale
-from gradwatch.actions.step_actions import Outcome, left_by_zeroing
+from gradwatch.actions.step_actions import Outcome
+from gradwatch.actions.zero_and_clip import left_by_zeroing
 from gradwatch.capture.columns.batch_norm_statistics import RunningStatistics
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.read_after_backward import Capture
@@ -21,24 +22,27 @@ from gradwatch.capture.snapshot_assembly import as_float32, assemble, of_norms
 from gradwatch.capture.window_norms import WindowNorms
 from gradwatch.distributed.ranks import Ranks, Shared
 from gradwatch.engine import Engine
-from gradwatch.engine.action_outcome import factors_of, reshaped, unclipped, with_clip_order
-from gradwatch.engine.actions import without_overridden
+from gradwatch.engine.norms_after_actions import factors_of, reshaped, unclipped, with_clip_order
 from gradwatch.engine.permissions import permitted
+from gradwatch.engine.rule_actions import without_overridden
 from gradwatch.errors import GradwatchError, TrainingStopped
 from gradwatch.reading.device import host_value, start_copy
+from gradwatch.records.decision import Decision, Order
+from gradwatch.records.event import Event
 from gradwatch.records.finding import Finding
-from gradwatch.records.snapshot import Decision, Event, Order, Snapshot, Verdict
-from gradwatch.session.activity import Activity
-from gradwatch.session.binding.bindings import RuleBindings
+from gradwatch.records.snapshot import Snapshot
+from gradwatch.records.verdict import Verdict
 from gradwatch.session.binding.optimizer_rules import ORDINARY, ORDINARY_AGAIN, Clock, OptimizerRules
-from gradwatch.session.bundles import Bundles
-from gradwatch.session.causes import Causes
-from gradwatch.session.checkpoints import Checkpoints
-from gradwatch.session.context import OptimizerContext
-from gradwatch.session.deferral import Deferred
+from gradwatch.session.binding.rule_bindings import RuleBindings
+from gradwatch.session.checkpoint_health import Checkpoints
+from gradwatch.session.deferred_steps import Deferred
 from gradwatch.session.extra_columns import ExtraColumns, Measurement
-from gradwatch.session.notices import Notices
-from gradwatch.session.publish import Facts, Judged, Publishing
+from gradwatch.session.localise_action import Causes
+from gradwatch.session.logged_once import Notices
+from gradwatch.session.optimizer_context import OptimizerContext
+from gradwatch.session.pause_after_errors import Activity
+from gradwatch.session.record_publishing import Facts, Judged, Publishing
+from gradwatch.session.snapshot_action import Bundles
 
 UNJUDGED = Verdict()
 """Stands for the verdict of a step on which the engine failed."""

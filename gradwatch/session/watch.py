@@ -10,10 +10,10 @@ from torch import nn
 
 from gradwatch.account.exit_reason import ended_by
 from gradwatch.errors import AttachError
-from gradwatch.records.snapshot import RunInfo
-from gradwatch.rules.model import RuleSet
+from gradwatch.records.run_info import RunInfo
+from gradwatch.rules.rule_set import RuleSet
 from gradwatch.runtime.internal_errors import Health
-from gradwatch.runtime.numbers import json_number
+from gradwatch.runtime.json_numbers import json_number
 from gradwatch.session.session import Session
 
 T = TypeVar("T")

@@ -13,14 +13,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 
-from gradwatch.records.snapshot import Event, Record, RunInfo
+from gradwatch.records.event import Event
+from gradwatch.records.record import Record
+from gradwatch.records.run_info import RunInfo
+from gradwatch.runtime.background_worker import Job, background_worker
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.runtime.printable import one_line, printable
-from gradwatch.runtime.worker import Job, background_worker
 from gradwatch.sinks.alert_names import alert_name
 from gradwatch.sinks.http_post import checked_url, post_json
+from gradwatch.sinks.prometheus.file_sd import target_labels
 from gradwatch.sinks.prometheus.metric_values import NO_OPTIMIZER
-from gradwatch.sinks.prometheus.targets import target_labels
 
 _CLOSE_SECONDS = 2.0
 _MOST_ALERTS = 512

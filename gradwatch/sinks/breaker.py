@@ -9,10 +9,11 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from gradwatch.account import Account
 from gradwatch.errors import TrainingStopped
-from gradwatch.records.snapshot import Record, RunInfo
+from gradwatch.records.record import Record
+from gradwatch.records.run_info import RunInfo
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.runtime.interruption import not_ours
-from gradwatch.sinks import Sink
+from gradwatch.sinks.registry import Sink
 
 P = ParamSpec("P")
 R = TypeVar("R")

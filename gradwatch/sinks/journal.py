@@ -15,11 +15,13 @@ from typing import Literal, NamedTuple
 from weakref import WeakSet
 
 from gradwatch.account import Account
-from gradwatch.journal.cadence import record_bytes
 from gradwatch.journal.entries import EndEntry, LostEntry
-from gradwatch.journal.recorder import Recorder
+from gradwatch.journal.norms_cadence import record_bytes
 from gradwatch.journal.retention import Retention
-from gradwatch.records.snapshot import Event, Record, RunInfo
+from gradwatch.journal.writer import Recorder
+from gradwatch.records.event import Event
+from gradwatch.records.record import Record
+from gradwatch.records.run_info import RunInfo
 from gradwatch.runtime.internal_errors import Health
 
 MAX_QUEUE = 1024

@@ -13,18 +13,21 @@ from functools import cached_property
 from typing import Any, Literal, NamedTuple, TextIO, get_args
 
 from gradwatch.account import Account, gaps
-from gradwatch.account.text import fields
+from gradwatch.account.account_line import fields
 from gradwatch.errors import GradwatchError
 from gradwatch.incidents import explanation
+from gradwatch.records.decision import Order
+from gradwatch.records.event import Event
 from gradwatch.records.finding import Finding
-from gradwatch.records.snapshot import Event, Order, Record, RunInfo
+from gradwatch.records.record import Record
+from gradwatch.records.run_info import RunInfo
 from gradwatch.rules.action_kinds import ACTIONS
 from gradwatch.runtime import stderr
 from gradwatch.runtime.internal_errors import Health
-from gradwatch.runtime.numbers import json_number
+from gradwatch.runtime.json_numbers import json_number
 from gradwatch.runtime.printable import one_line, printable
-from gradwatch.sinks import state_restored
 from gradwatch.sinks.prometheus.metric_values import NO_OPTIMIZER
+from gradwatch.sinks.registry import state_restored
 
 LogFormat = Literal["console", "json"]
 FORMATS: tuple[LogFormat, ...] = get_args(LogFormat)

@@ -15,14 +15,15 @@ import time
 from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from gradwatch.records.snapshot import Record, RunInfo
+from gradwatch.records.record import Record
+from gradwatch.records.run_info import RunInfo
 from gradwatch.runtime.dependencies import require
 from gradwatch.runtime.internal_errors import Health
-from gradwatch.sinks import state_restored
 from gradwatch.sinks.http_post import checked_url, post
 from gradwatch.sinks.prometheus.exposition import Family, Labels
+from gradwatch.sinks.prometheus.file_sd import target_labels
 from gradwatch.sinks.prometheus.periodic_export import PeriodicExport
-from gradwatch.sinks.prometheus.targets import target_labels
+from gradwatch.sinks.registry import state_restored
 
 if TYPE_CHECKING:
     from opentelemetry.sdk.metrics.export import HistogramDataPoint, Metric, MetricsData, NumberDataPoint

@@ -21,7 +21,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradwatch.runtime import guard
 from gradwatch.taps import backward_entry, closure_calls, dispatch_modes
-from gradwatch.taps.optimizers.inner import with_inner
+from gradwatch.taps.optimizers.wrapped_optimizers import with_inner
 from gradwatch.taps.process_totals import TOTALS, step_begins, step_ends
 
 

@@ -13,7 +13,7 @@ import torch
 import gradwatch
 from gradwatch.actions import step_actions
 from gradwatch.errors import RuleFileError, TrainingStopped
-from gradwatch.records.snapshot import Decision, Order
+from gradwatch.records.decision import Decision, Order
 from gradwatch.rules.files import parse_rules
 from tests.support.acting_cases import WARM, Training, kinds, orders, watched
 from tests.support.recorder import Recorder
@@ -378,7 +378,7 @@ rules:
         def broken(*args: Any) -> None:
             raise error
 
-        monkeypatch.setattr(step_actions, "_reshape", broken)
+        monkeypatch.setattr(step_actions, "zero_and_clip", broken)
         training.backward(**{"2__weight": 1000.0})
         plain.backward(**{"2__weight": 1000.0})
         if on_error == "stop":

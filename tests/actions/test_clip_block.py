@@ -16,12 +16,12 @@ from torch import Tensor, nn
 import gradwatch
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.engine import Engine, EngineState
-from gradwatch.engine.clipping import NO_CLIPPING, bind_clipping
+from gradwatch.engine.bound_clip_policies import NO_CLIPPING, bind_clipping
 from gradwatch.errors import AttachError
 from gradwatch.policies import POLICIES, ClipByNorm, Policy
 from gradwatch.records.snapshot import Sites, Snapshot
 from gradwatch.rules.files import load_rules, parse_rules
-from gradwatch.rules.model import Clip, ClipPolicy, Group, RuleSet
+from gradwatch.rules.rule_set import Clip, ClipPolicy, Group, RuleSet
 from gradwatch.testing import draw_norms
 from tests.engine.cases import OptimizerRules, make_sites, make_snapshot
 from tests.reading.test_device import WAITING, Operations

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 import gradwatch
-from gradwatch.actions import step_actions
+from gradwatch.actions import zero_and_clip
 from gradwatch.capture import optimizer_capture as capture
 from gradwatch.errors import TrainingStopped
 from gradwatch.reading import foreach
@@ -28,7 +28,7 @@ clip: {total: {method: norm, max_norm: 1.0}}
 
 def multiplies(monkeypatch: pytest.MonkeyPatch, instead: Any) -> None:
     """Have `instead` called wherever gradients are multiplied at the step."""
-    for module in (step_actions, capture, foreach):
+    for module in (zero_and_clip, capture, foreach):
         monkeypatch.setattr(module, "multiply", instead)
 
 
@@ -90,7 +90,7 @@ def test_what_was_changed_halfway_is_put_back_to_the_bit(
             (model(x).sum() * (float("nan") if step and "zero" in action else 100)).backward()
             found = [param.grad.clone() for param in model.parameters() if param.grad is not None]
             if step:
-                real = step_actions._zero_nonfinite if "zero" in action else foreach.multiply
+                real = zero_and_clip.zero_nonfinite if "zero" in action else foreach.multiply
                 calls: list[int] = []
 
                 def halfway(*args: Any, real: Any = real, calls: list[int] = calls) -> None:
@@ -99,7 +99,7 @@ def test_what_was_changed_halfway_is_put_back_to_the_bit(
                     raise MemoryError("halfway")
 
                 if "zero" in action:
-                    monkeypatch.setattr(step_actions, "_zero_nonfinite", halfway)
+                    monkeypatch.setattr(zero_and_clip, "zero_nonfinite", halfway)
                 else:
                     multiplies(monkeypatch, halfway)
             with pytest.raises(TrainingStopped) if step and on_error == "stop" else nullcontext():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import nn
 
-from gradwatch.records.snapshot import Decision
+from gradwatch.records.decision import Decision
 from tests.reading.test_device import WAITING, Operations
 from tests.support.recorder import Recorder
 

@@ -71,9 +71,9 @@ def _read_clipped_again() -> None:
 
 
 def _read_with_torch() -> None:
-    from gradwatch.reading import batched, rows
+    from gradwatch.reading import batched, row_sums
 
-    _replace(batched, "fastest", lambda: rows.NormRows)
+    _replace(batched, "fastest", lambda: row_sums.NormRows)
     _replace(batched.CpuReader.__init__, "__defaults__", (batched.fastest,))
 
 
@@ -93,7 +93,7 @@ def _observe_no_loss() -> None:
 
 
 def _look_at_no_weights() -> None:
-    from gradwatch.session.checkpoints import Checkpoints
+    from gradwatch.session.checkpoint_health import Checkpoints
 
     _replace(Checkpoints, "check_if_due", _nothing)
 

@@ -15,7 +15,7 @@ import numpy as np
 from gradwatch.detectors import Above, Below, Detector, Drift, Drop, NonFinite, NormOverflow, Spike, Stale
 from gradwatch.engine import Engine
 from gradwatch.rules.files import load_rules
-from gradwatch.rules.model import Rule, RuleSet
+from gradwatch.rules.rule_set import Rule, RuleSet
 from tests.engine.cases import GROUPS, OptimizerRules, default_like, make_sites, make_snapshot, rule
 
 WARM = 200

@@ -29,9 +29,9 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwatch
-from gradwatch.distributed import group
+from gradwatch.distributed import process_group
 from gradwatch.rules.files import parse_rules
-from gradwatch.rules.model import RuleSet
+from gradwatch.rules.rule_set import RuleSet
 from tests.benchmarks import tables
 
 WORLD = 2
@@ -134,7 +134,7 @@ def worker(rank: int, folder: str, rounds: int, width: int, layers: int) -> None
 
 def collective(times: int, length: int) -> float:
     """Median microseconds of one exchange of `length` numbers, both ranks ready."""
-    own = group.Group(group.meet("benchmark", {}, {}))
+    own = process_group.Group(process_group.meet("benchmark", {}, {}))
     taken = []
     for _ in range(times):
         started = time.perf_counter()

@@ -1,7 +1,7 @@
 """Ways of reading one large gradient once, with one thread: `python -m tests.benchmarks.reading`.
 
 Every gradient is out of the caches when its turn comes, as after a backward. What is measured here decided how
-`gradwatch.reading.rows` reads.
+`gradwatch.reading.row_sums` reads.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gradwatch.reading.rows import NormRows, RowBuffer, SquareRows, divided
+from gradwatch.reading.row_sums import NormRows, RowBuffer, SquareRows, divided
 
 ELEMENTS = 1 << 24
 

@@ -12,7 +12,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import gradwatch
 from gradwatch.rules.files import parse_rules
-from gradwatch.rules.model import RuleSet
+from gradwatch.rules.rule_set import RuleSet
 from tests.support.kept import Kept
 from tests.support.recorder import norms_of, seen
 

@@ -16,7 +16,7 @@ import pytest
 import gradwatch
 from gradwatch import policies
 from gradwatch.cli import main
-from gradwatch.rules.codes import CODES
+from gradwatch.rules.problem_codes import CODES
 from tests.support.launch_cases import GRADWATCH
 
 GOOD = "version: 1\nrules:\n  nan: {detect: {kind: nonfinite}, optional: true}\n"

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from gradwatch.cli import COMMANDS, main
+from gradwatch.cli import main
 from gradwatch.cli.completion import SHELLS
+from gradwatch.cli.entry_point import COMMANDS
 from tests.support.launch_cases import GRADWATCH
 
 BASH = """

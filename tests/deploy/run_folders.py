@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
-from gradwatch.records.snapshot import Decision, Record, RunInfo
+from gradwatch.records.decision import Decision
+from gradwatch.records.record import Record
+from gradwatch.records.run_info import RunInfo
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.serve.allowed_targets import AllowedTargets
-from gradwatch.serve.scanner import Fleet, Scanner
-from gradwatch.serve.summary import Summaries
+from gradwatch.serve.ended_run_counters import Summaries
+from gradwatch.serve.fleet import Fleet, Scanner
 from gradwatch.sinks.journal import JournalSink
 from tests.support.sink_records import make_event, make_record, make_run, make_sites, skip
 

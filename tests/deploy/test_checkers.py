@@ -14,7 +14,7 @@ from ruamel.yaml import YAML
 
 from gradwatch.cli import main
 from gradwatch.monitoring.alerts import health_alerts, run_alerts
-from gradwatch.monitoring.intervals import Pace
+from gradwatch.monitoring.scrape_interval import Pace
 from gradwatch.rules.packs import pack_names
 from gradwatch.sinks.alert_names import RULE_ALERTS
 from gradwatch.sinks.prometheus.metric_catalogue import BY_NAME

@@ -15,7 +15,7 @@ from gradwatch.detectors import Above, Jump, LossNonFinite, NonFinite, Sample, b
 from gradwatch.engine import BoundEngine, Engine, EngineState
 from gradwatch.errors import RuleFileError
 from gradwatch.rules.files import load_rules, parse_rules
-from gradwatch.rules.model import RuleSet
+from gradwatch.rules.rule_set import RuleSet
 from tests.engine.cases import SKIP, OptimizerRules, bound, make_sites, rule
 
 Pair = tuple[float | None, float | None]

@@ -12,7 +12,7 @@ from torch.testing._internal.distributed import fake_pg
 
 from gradwatch.distributed import run_identity
 from gradwatch.distributed.run_identity import placed
-from gradwatch.records.snapshot import RunInfo
+from gradwatch.records.run_info import RunInfo
 
 RUN = RunInfo("mine", os.path.join(os.sep, "runs", "mine"), rank=0, world_size=1)
 Join = Callable[[int], None]

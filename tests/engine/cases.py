@@ -27,8 +27,10 @@ from gradwatch.detectors import (
     UpdateRatio,
 )
 from gradwatch.engine import BoundEngine, Engine, EngineState
-from gradwatch.records.snapshot import Column, Decision, Sites, Snapshot, Verdict
-from gradwatch.rules.model import Action, Group, Rule, RuleSet
+from gradwatch.records.decision import Decision
+from gradwatch.records.snapshot import Column, Sites, Snapshot
+from gradwatch.records.verdict import Verdict
+from gradwatch.rules.rule_set import Action, Group, Rule, RuleSet
 
 SKIP = (Action("skip_step", {"max_consecutive": None, "then": "continue"}),)
 GROUPS = (Group("matrices", ("*",), 2), Group("rest", ("*",)))

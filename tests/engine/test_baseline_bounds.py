@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from gradwatch.detectors import Above, Below, Drift, LossSpike, Sample, Spike
 from gradwatch.engine.baseline_bounds import own_state
 from gradwatch.policies.norm_bound import at_site, factor_of
-from gradwatch.rules.model import Action, Group, Rule
+from gradwatch.rules.rule_set import Action, Group, Rule
 from tests.engine.cases import OptimizerRules, bound, make_snapshot, rule
 
 INF = float("inf")

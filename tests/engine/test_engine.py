@@ -25,8 +25,9 @@ from gradwatch.detectors import (
 )
 from gradwatch.engine import Engine, EngineState
 from gradwatch.errors import AttachError, GradwatchError
-from gradwatch.records.snapshot import Column, Order
-from gradwatch.rules.model import Action, Clip, ClipPolicy, Group, Modules, RuleSet
+from gradwatch.records.decision import Order
+from gradwatch.records.snapshot import Column
+from gradwatch.rules.rule_set import Action, Clip, ClipPolicy, Group, Modules, RuleSet
 from tests.engine.cases import GROUPS, SKIP, OptimizerRules, bound, default_like, everywhere, make_sites, rule
 
 HEALTHY = [1.0, 1.0, 1.0, 1.0]

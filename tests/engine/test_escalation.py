@@ -17,9 +17,9 @@ from gradwatch.engine.escalation import climbed, remembered
 from gradwatch.engine.firing import IDLE
 from gradwatch.engine.rule_plan import RulePlan
 from gradwatch.errors import TrainingStopped
-from gradwatch.records.snapshot import Event
+from gradwatch.records.event import Event
 from gradwatch.rules.files import parse_rules
-from gradwatch.rules.model import Action
+from gradwatch.rules.rule_set import Action
 from tests.engine.cases import OptimizerRules, bound, rule
 from tests.support.acting_cases import Training, kinds, orders, watched
 

@@ -27,7 +27,7 @@ from gradwatch.detectors import (
 from gradwatch.engine import BoundEngine, Engine, EngineState
 from gradwatch.records.snapshot import Snapshot
 from gradwatch.rules.files import load_rules
-from gradwatch.rules.model import Rule, RuleSet
+from gradwatch.rules.rule_set import Rule, RuleSet
 from tests.engine.cases import (
     GROUPS,
     OptimizerRules,

@@ -23,8 +23,9 @@ from hypothesis import strategies as st
 from gradwatch.detectors import Above, AllZero, Below, Drift, NonFinite, Spike, Stale
 from gradwatch.engine import Engine, EngineState
 from gradwatch.engine.firing import IDLE, at_rest, move
-from gradwatch.records.snapshot import Decision, Order, Snapshot
-from gradwatch.rules.model import Action, Rule, RuleSet
+from gradwatch.records.decision import Decision, Order
+from gradwatch.records.snapshot import Snapshot
+from gradwatch.rules.rule_set import Action, Rule, RuleSet
 from tests.detectors import reference
 from tests.engine.cases import (
     GROUPS,

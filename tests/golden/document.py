@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from gradwatch.records.snapshot import Record
+from gradwatch.records.record import Record
 
 ROOT = Path(__file__).resolve().parents[2]
 BY_THE_CLOCK = frozenset({"overhead_seconds", "step_seconds", "wall_time", "weights_step"})

@@ -13,7 +13,8 @@ import torch
 
 from gradwatch.cli import main
 from gradwatch.journal import read_journal
-from gradwatch.records.snapshot import CLIP_SECTION, Order, Record
+from gradwatch.records.decision import CLIP_SECTION, Order
+from gradwatch.records.record import Record
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.sinks.journal import JournalSink
 from tests.support import warm

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from gradwatch.journal import JournalReader, LostEntry, read_journal
-from gradwatch.records.snapshot import Event
+from gradwatch.records.event import Event
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.sinks.journal import MAX_QUEUE, JournalSink
 from tests.support.sink_records import make_event, make_record, make_run, make_sites

@@ -28,14 +28,17 @@ from gradwatch.journal import (
     StepsEntry,
     read_journal,
 )
-from gradwatch.journal.cadence import Cadence
+from gradwatch.journal.columnar_steps import GroupNorms, step_row
 from gradwatch.journal.entries import decode_entry
 from gradwatch.journal.frames import MAX_PAYLOAD, Damage, Frame, FrameScanner, encode_frame
+from gradwatch.journal.norms_cadence import Cadence
 from gradwatch.journal.payload import decode_payload, encode_payload
 from gradwatch.journal.reader import JournalName, opened
-from gradwatch.journal.recorder import Recorder
-from gradwatch.journal.steps import GroupNorms, step_row
-from gradwatch.records.snapshot import Column, Decision, Record, RuleInfo, Sites
+from gradwatch.journal.writer import Recorder
+from gradwatch.records.decision import Decision
+from gradwatch.records.record import Record
+from gradwatch.records.run_info import RuleInfo
+from gradwatch.records.snapshot import Column, Sites
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.sinks.journal import JournalSink
 from tests.support.alphabet import UNICODE

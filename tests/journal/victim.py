@@ -19,7 +19,7 @@ import sys
 import time
 from pathlib import Path
 
-from gradwatch.records.snapshot import Event
+from gradwatch.records.event import Event
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.sinks.journal import JournalSink
 from tests.support.sink_records import make_event, make_record, make_run, make_sites

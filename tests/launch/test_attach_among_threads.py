@@ -11,7 +11,7 @@ from torch import nn
 
 import gradwatch
 from gradwatch.journal import read_journal
-from gradwatch.records.snapshot import RunInfo
+from gradwatch.records.run_info import RunInfo
 from gradwatch.runtime.internal_errors import Health
 from tests.support import warm
 from tests.support.kept import Kept

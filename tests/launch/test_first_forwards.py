@@ -12,7 +12,7 @@ from torch import nn
 
 from gradwatch.journal import read_journal
 from gradwatch.records.finding import Finding
-from gradwatch.taps.optimizers import init as optimizer_init
+from gradwatch.taps.optimizers import creation as optimizer_init
 from tests.launch.test_training import execute_warm, run
 
 NET = """

@@ -15,13 +15,13 @@ import torch.distributed as dist
 from gradwatch.account import Account, Taken, Watched, lines
 from gradwatch.cli import main
 from gradwatch.journal import EndEntry, EventsEntry, JournalReader, StepsEntry
+from gradwatch.journal.columnar_steps import step_row
 from gradwatch.journal.entries import RunEntry
 from gradwatch.journal.files import JournalFiles
-from gradwatch.journal.process_summary import Recorded
+from gradwatch.journal.process_account import Recorded
 from gradwatch.journal.retention import Retention
-from gradwatch.journal.steps import step_row
 from gradwatch.launch import processes, strict_rules
-from gradwatch.records.snapshot import RunInfo
+from gradwatch.records.run_info import RunInfo
 from gradwatch.session.settings import ROOT, TELLER, told_by
 from tests.launch.test_training import run
 from tests.support.sink_records import make_event, make_record, make_sites, skip

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import gradwatch
 from gradwatch.journal import read_journal
 from gradwatch.localise import localiser
-from gradwatch.localise.replay import replay
+from gradwatch.localise.replay import diagnosed_replay, step_replay
 from gradwatch.records.finding import Finding
 from gradwatch.rules.files import parse_rules
 from gradwatch.session.watch import Watch
@@ -157,7 +157,7 @@ def test_the_watch_tells_the_cause_and_trains_on() -> None:
 def test_one_localisation_per_incident(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault that stays is localised once, not at every step."""
     runs = []
-    monkeypatch.setattr(localiser, "replay", lambda *args: runs.append(1) or replay.replay(*args))
+    monkeypatch.setattr(diagnosed_replay, "replay", lambda *args: runs.append(1) or step_replay.replay(*args))
     loop = Loop(SqrtAtZero(), bad=(2, 3, 4, 5), steps=7)
     assert len(loop.findings) == len(runs) == 1
 
@@ -175,7 +175,7 @@ def test_faults_of_ours_never_reach_training(
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise error("ours")
 
-    monkeypatch.setattr(localiser, broken_part, fail)
+    monkeypatch.setattr(localiser if broken_part == "Live" else diagnosed_replay, broken_part, fail)
     torch.manual_seed(0)
     model = SqrtAtZero()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 
 import gradwatch
-from gradwatch.localise.replay import live_recording, replay
-from gradwatch.localise.replay.backward import BackwardTracer
+from gradwatch.localise.replay import live_recording, step_replay
+from gradwatch.localise.replay.backward_nodes import BackwardTracer
 from gradwatch.sinks.log import LogSink
 from gradwatch.taps import module_calls
 from tests.localise.models import Faulty, SqrtAtZero
@@ -159,7 +159,7 @@ def test_a_fault_of_the_recording_never_reaches_the_backward(
     def fail(*args: object) -> None:
         raise ValueError("ours")
 
-    monkeypatch.setattr(BackwardTracer if at == "attach" else replay, at, fail)
+    monkeypatch.setattr(BackwardTracer if at == "attach" else step_replay, at, fail)
     torch.manual_seed(0)
     model, kept = nn.Linear(4, 1), Kept()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)

@@ -11,7 +11,7 @@ from torch import nn
 
 from gradwatch.localise.diagnosis.diagnose import diagnose
 from gradwatch.localise.hold.model_recorder import ModelRecorder
-from gradwatch.localise.replay.replay import replay
+from gradwatch.localise.replay.step_replay import replay
 from gradwatch.records.finding import Finding
 from tests.localise.models import BAD, Faulty
 

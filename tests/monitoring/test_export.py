@@ -17,7 +17,7 @@ from gradwatch.detectors import DETECTORS
 from gradwatch.monitoring import Options, files
 from gradwatch.monitoring.alerts import alerts, health_alerts, rule_alerts, run_alerts
 from gradwatch.monitoring.export import stack_directory
-from gradwatch.monitoring.intervals import Pace, duration
+from gradwatch.monitoring.scrape_interval import Pace, duration
 from gradwatch.rules.files import load_rules, parse_rules
 from gradwatch.rules.packs import pack_names
 from gradwatch.sinks.alert_names import FALLBACK, RULE_ALERTS, alert_name

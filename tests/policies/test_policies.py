@@ -38,7 +38,7 @@ from gradwatch.policies.norm import clip_coefficients
 from gradwatch.policies.policy import Coefficients, Floats
 from gradwatch.records.snapshot import BoolArray
 from gradwatch.rules.files import parse_rules
-from gradwatch.rules.model import ClipPolicy
+from gradwatch.rules.rule_set import ClipPolicy
 from gradwatch.testing import ELEMENTWISE_LAWS, POLICY_LAWS, PolicyLaw, check_policy
 
 torch = pytest.importorskip("torch")

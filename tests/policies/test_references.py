@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from gradwatch.actions.elementwise import shaped
+from gradwatch.actions.elementwise_clip import shaped
 from gradwatch.detectors import Sample, Spike
 from gradwatch.policies import (
     AdaGC,

@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 import gradwatch
-from gradwatch.records.snapshot import Event, Record
+from gradwatch.records.event import Event
+from gradwatch.records.record import Record
 from tests.support.kept import Kept
 
 X = torch.randn(6, 3, generator=torch.Generator().manual_seed(11))

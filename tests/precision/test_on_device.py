@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from gradwatch.capture import parameter_names as site_names
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.policies.norm import clip_coefficient
-from gradwatch.reading import device, pinned
-from gradwatch.reading.pinned import PinnedPool, Sending
+from gradwatch.reading import device, pinned_buffers
+from gradwatch.reading.pinned_buffers import PinnedPool, Sending
 from gradwatch.rules.files import parse_rules
 from gradwatch.session.boundary import optimizer_step
-from gradwatch.session.deferral import DEPTH
+from gradwatch.session.deferred_steps import DEPTH
 from tests.precision.loops import ScaledLoop, X, events, exact_norms, net, norms_in, watched
 from tests.reading.test_device import WAITING, Operations
 
@@ -309,7 +309,7 @@ def test_buffers_are_used_again_and_never_while_in_use() -> None:
     assert ring.send(torch.zeros(5, dtype=torch.float64)).numbers().dtype == np.float64
     for _ in range(100):  # nobody comes for these
         ring.send(torch.ones(3))
-    assert sum(map(len, ring._free.values())) <= 2 * pinned.KEPT
+    assert sum(map(len, ring._free.values())) <= 2 * pinned_buffers.KEPT
 
 
 def test_threads_share_the_ring() -> None:

@@ -10,7 +10,8 @@ from pathlib import Path
 
 from gradwatch.journal import read_journal
 from gradwatch.journal.reader import JournalReader
-from gradwatch.records.snapshot import Event, Record
+from gradwatch.records.event import Event
+from gradwatch.records.record import Record
 from tests.support import warm
 from tests.support.launch_cases import GRADWATCH, ROOT
 

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import gradwatch
-from gradwatch.records.snapshot import Record
+from gradwatch.records.record import Record
 from gradwatch.session.watch import session_of
 from tests.support.kept import Kept
 

@@ -19,13 +19,14 @@ from gradwatch.capture.columns import column_reader, module_statistics, norm_loc
 from gradwatch.engine import BoundEngine
 from gradwatch.errors import TrainingStopped
 from gradwatch.reading import cpu
-from gradwatch.records.snapshot import Record, RunInfo
+from gradwatch.records.record import Record
+from gradwatch.records.run_info import RunInfo
 from gradwatch.rules.files import parse_rules
 from gradwatch.runtime import own_time
 from gradwatch.runtime.internal_errors import Health
-from gradwatch.session import activity
+from gradwatch.session import pause_after_errors
 from gradwatch.session import step_pipeline as judging
-from gradwatch.session.boundary import optimizer_step
+from gradwatch.session.boundary import changed_parameters
 from gradwatch.session.watch import session_of
 from gradwatch.sinks.journal import JournalSink
 from gradwatch.sinks.log import LogSink
@@ -60,9 +61,9 @@ SITES: dict[str, tuple[Any, str, str]] = {
     "read": (captured.OptimizerCapture, "read", "capture"),
     "clock": (own_time, "perf_counter", "capture"),
     "settle": (captured.OptimizerCapture, "close_window", "boundary"),
-    "changed": (optimizer_step.Boundary, "_changed", "boundary"),
+    "changed": (changed_parameters.CurrentContexts, "changed", "boundary"),
     "maintain_hooks": (read_after_backward.Capture, "maintain_hooks", "boundary"),
-    "adopt": (optimizer_step.Boundary, "_current", "boundary"),
+    "adopt": (changed_parameters.CurrentContexts, "renewed", "boundary"),
     "measure": (judging.StepPipeline, "measure", "boundary"),
     "sample": (column_reader.ColumnReader, "collect", "boundary"),
     "local_collect": (norm_local.LocalNorms, "collect", "boundary"),
@@ -204,9 +205,9 @@ def test_three_faults_in_a_row_pause_the_watch(tmp_path: Path, monkeypatch: pyte
         with monkeypatch.context() as patch:
             patch.setattr(captured.OptimizerCapture, "close_window", broken)
             train(gw, model, optimizer, skip_nan=False)
-        assert len(calls) == activity.FAILURES
+        assert len(calls) == pause_after_errors.FAILURES
         assert gw.health.up()["boundary"] is False
-        monkeypatch.setattr(activity, "PAUSE_SECONDS", 0.0)
+        monkeypatch.setattr(pause_after_errors, "PAUSE_SECONDS", 0.0)
         session_of(gw)._activity._paused_until = 0.0
         train(gw, model, optimizer, skip_nan=False)
         assert gw.status()["steps"] > 0

@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.modules import module as torch_module
 
 import gradwatch
-from gradwatch.records.snapshot import Record
+from gradwatch.records.record import Record
 from gradwatch.rules.files import parse_rules
 from gradwatch.taps import module_tree
 from tests.support.kept import Kept

@@ -189,7 +189,7 @@ def test_a_sample_of_lines(rules: str, kind: type[BaseException], tmp_path: Path
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_line_that_begins_or_ends_a_recording(kind: type[BaseException], tmp_path: Path) -> None:
     """None of them leaves on in torch what a recording switches on."""
-    files = ("recorder.py", "live_recording.py", "anomaly.py", "dispatch_modes.py", "patch.py")
+    files = ("operation_recorder.py", "live_recording.py", "anomaly.py", "dispatch_modes.py", "patch.py")
     assert escaped("record", kind, 1, tmp_path / "run", files) == []
 
 
@@ -235,8 +235,8 @@ ENTRIES = [
     ("localise/hold/model_recorder.py", "_gradient"),
     ("taps/backward_entry.py", "run_backward"),
     ("taps/graph/around_backward.py", "around"),
-    ("localise/replay/forward.py", "__torch_dispatch__"),
-    ("localise/replay/backward.py", "look"),
+    ("localise/replay/forward_operations.py", "__torch_dispatch__"),
+    ("localise/replay/backward_nodes.py", "look"),
     ("localise/diagnosis/module_attribution.py", "_enters"),
     ("localise/diagnosis/module_attribution.py", "_ran"),
     ("localise/diagnosis/module_attribution.py", "_leaves"),

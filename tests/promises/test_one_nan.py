@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gradwatch.detectors import Drift, NonFinite, Spike
 from gradwatch.engine import EngineState
-from gradwatch.rules.model import Action, Rule
+from gradwatch.rules.rule_set import Action, Rule
 from tests.engine.cases import SKIP, OptimizerRules, bound, rule
 from tests.support.acting_cases import Training, watched
 

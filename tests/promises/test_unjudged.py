@@ -21,7 +21,7 @@ from gradwatch.policies import Policy, State, register_policy
 from gradwatch.policies.policy import POLICIES, Coefficients, Floats
 from gradwatch.records.snapshot import BoolArray
 from gradwatch.rules.files import parse_rules
-from gradwatch.session import publish
+from gradwatch.session import record_publishing
 from gradwatch.session import step_pipeline as judging
 from tests.support.kept import Kept
 
@@ -36,7 +36,7 @@ FAULTS: dict[str, tuple[Any, str, str]] = {
     "health tag": (CheckpointHealthTracker, "after", "boundary"),
     "verdict": (Step, "finish", "engine"),
     "decision": (BoundEngine, "decide", "engine"),
-    "what is told": (publish, "Record", "boundary"),
+    "what is told": (record_publishing, "Record", "boundary"),
     "measured": (judging, "assemble", "boundary"),
 }
 

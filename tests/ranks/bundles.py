@@ -14,7 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwatch
-from gradwatch.incidents.bundle.reading import read_document, read_tensors
+from gradwatch.incidents.bundle.bundle_reader import read_document, read_tensors
 from gradwatch.localise.replay.bundle_replay import Rerun
 from gradwatch.rules.files import parse_rules
 from tests.ranks.situations import Net, batch, fsdp2, loss_of

@@ -13,8 +13,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolic
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from gradwatch.localise import localiser
-from gradwatch.localise.replay import all_gathered
+from gradwatch.localise.replay import diagnosed_replay, fsdp2_all_gather
 from tests.ranks.launch import fingerprint
 from tests.ranks.trials import watched, weights
 
@@ -117,7 +116,7 @@ def told(wrap: Wrap, text: str = "", broken: Callable[[int], None] | None = None
         with watched(model, optimizer, text, strict=broken is None) as (gw, collector):
             hashes = train(model, optimizer, rank, by_hand=False)
             errors = gw.health.errors()
-        localiser.replay = REPLAY
+        diagnosed_replay.replay = REPLAY
         bits = SEEN[STEPS:]
         findings = [one for record in collector.records for one in record.findings]
         return {
@@ -132,7 +131,7 @@ def told(wrap: Wrap, text: str = "", broken: Callable[[int], None] | None = None
     return situation
 
 
-REPLAY = localiser.replay
+REPLAY = diagnosed_replay.replay
 
 
 def fails_on_one(rank: int) -> None:
@@ -142,12 +141,12 @@ def fails_on_one(rank: int) -> None:
         raise MemoryError("ours")
 
     if rank == FAULTY:
-        localiser.replay = fail
+        diagnosed_replay.replay = fail
 
 
 def has_no_room(rank: int) -> None:
     """One rank cannot hold the whole parameters."""
-    all_gathered.HOST_BYTES = 8 if rank == FAULTY else 4 << 30
+    fsdp2_all_gather.HOST_BYTES = 8 if rank == FAULTY else 4 << 30
 
 
 def line() -> int:

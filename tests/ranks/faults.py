@@ -22,10 +22,10 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwatch.capture.columns import norm_local
 from gradwatch.capture.columns.column_reader import ColumnReader
 from gradwatch.capture.optimizer_capture import OptimizerCapture
-from gradwatch.distributed import group, rank_facts, ranks
+from gradwatch.distributed import facts_of_this_rank, process_group, ranks
 from gradwatch.engine import BoundEngine
 from gradwatch.errors import AttachError
-from gradwatch.session import activity, session
+from gradwatch.session import pause_after_errors, session
 from gradwatch.session import step_pipeline as judging
 from gradwatch.session.watch import session_of
 from tests.ranks.launch import TRIALS, fingerprint
@@ -118,7 +118,7 @@ SITES: dict[str, tuple[Any, str]] = {
     "read": (OptimizerCapture, "read"),
     "sample": (ColumnReader, "collect"),
     "local": (norm_local.LocalNorms, "collect"),
-    "encode": (rank_facts, "encode"),
+    "encode": (facts_of_this_rank, "encode"),
     "hear": (ranks, "_seen_by_all"),
     "assemble": (judging, "assemble"),
     "evaluate": (BoundEngine, "evaluate"),
@@ -172,8 +172,8 @@ def without(rank: int, how: str) -> dict[str, Any]:
         text = OBSERVING
     started = time.monotonic()
     with contextlib.ExitStack() as stack:
-        stack.enter_context(mock.patch.object(group, "MEET_SECONDS", 1.0))
-        stack.enter_context(mock.patch.object(group, "WAIT_SECONDS", 1.0))
+        stack.enter_context(mock.patch.object(process_group, "MEET_SECONDS", 1.0))
+        stack.enter_context(mock.patch.object(process_group, "WAIT_SECONDS", 1.0))
         gw = collector = None
         if how == "missing" and rank == 1:
             next(session._ordinal)  # its attach failed
@@ -212,7 +212,7 @@ def paused(rank: int) -> dict[str, Any]:
         return original(*args)
 
     with (
-        mock.patch.object(activity, "PAUSE_SECONDS", 0.2),
+        mock.patch.object(pause_after_errors, "PAUSE_SECONDS", 0.2),
         mock.patch.object(OptimizerCapture, "close_window", failing),
         watched(model, optimizer, ACTING, strict=False) as (gw, collector),
     ):
@@ -269,7 +269,7 @@ def flipped(rank: int, wrap: Callable[[nn.Module], nn.Module] = DistributedDataP
 def silent(rank: int) -> dict[str, Any]:
     """Plain replicas and a rule about norms: no meeting and no collective."""
     _, model, optimizer = made()
-    with mock.patch.object(group.Group, "__init__", side_effect=AssertionError("a group was made")):
+    with mock.patch.object(process_group.Group, "__init__", side_effect=AssertionError("a group was made")):
         with watched(model, optimizer, OBSERVING) as (gw, _):
             for step in range(4):
                 take_step(model, optimizer, step, rank)
@@ -287,13 +287,16 @@ def silent(rank: int) -> dict[str, Any]:
 def one_collective(rank: int) -> dict[str, Any]:
     """How often the ranks talk: once a step and optimizer."""
     _, model, optimizer = made()
-    original, calls = group.Group.total, [0]
+    original, calls = process_group.Group.total, [0]
 
     def counted(*args: Any) -> Any:
         calls[0] += 1
         return original(*args)
 
-    with mock.patch.object(group.Group, "total", counted), watched(model, optimizer, "") as (_, collector):
+    with (
+        mock.patch.object(process_group.Group, "total", counted),
+        watched(model, optimizer, "") as (_, collector),
+    ):
         for step in range(6):
             take_step(model, optimizer, step, rank)
     return {"calls": calls[0], "records": len(collector.records)}

@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwatch.actions import clip_section
 from gradwatch.capture.optimizer_capture import OptimizerCapture
-from gradwatch.distributed import rank_facts, ranks
+from gradwatch.distributed import facts_of_this_rank, ranks
 from gradwatch.engine import BoundEngine
 from gradwatch.errors import AttachError
 from gradwatch.session import step_pipeline as judging
@@ -129,7 +129,7 @@ def raising(owner: Any, name: str) -> Callable[[], Any]:
 
 WRAPS: dict[str, Wrap] = {"ddp": DistributedDataParallel, "fsdp2": fsdp2}
 AFTER_THE_EXCHANGE = {"assemble": (judging, "assemble"), "hear": (ranks, "_seen_by_all")}
-BEFORE_THE_EXCHANGE = {"settle": (OptimizerCapture, "close_window"), "encode": (rank_facts, "encode")}
+BEFORE_THE_EXCHANGE = {"settle": (OptimizerCapture, "close_window"), "encode": (facts_of_this_rank, "encode")}
 
 SITUATIONS: dict[str, Callable[[int], Any]] = {
     "ddp": lambda rank: trained(rank, DistributedDataParallel, EVERYWHERE),

@@ -21,8 +21,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
 import gradwatch
-from gradwatch.records.snapshot import Record
-from gradwatch.rules.model import RuleSet
+from gradwatch.records.record import Record
+from gradwatch.rules.rule_set import RuleSet
 
 WORLD = 2
 STEPS = 7

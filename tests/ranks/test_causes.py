@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gradwatch.localise.replay.rank_agreement import chosen
+from gradwatch.localise.replay.cause_among_ranks import chosen
 from gradwatch.records.finding import Finding
 from tests.ranks import causes
 from tests.ranks.launch import launch

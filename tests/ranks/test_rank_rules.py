@@ -17,7 +17,7 @@ from gradwatch.engine.unsupported_rules import refuse
 from gradwatch.errors import AttachError, RuleFileError
 from gradwatch.records.snapshot import Column, Snapshot
 from gradwatch.rules.files import load_rules, parse_rules
-from gradwatch.session.binding.rank_rules import rank_requirements, refused_on_ranks, refused_on_shards
+from gradwatch.session.binding.rank_requirements import rank_requirements, refused_on_ranks, refused_on_shards
 from tests.engine.cases import make_sites, make_snapshot
 
 SIZE, WORLD = 6, 4

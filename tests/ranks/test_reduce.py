@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from gradwatch.capture.shards import ShardPlacement
 from gradwatch.capture.window_norms import WindowNorms
-from gradwatch.distributed import pooled_norms, rank_facts, reduced_facts, replica_divergence
-from gradwatch.distributed.rank_facts import Usual
-from gradwatch.distributed.reduced_facts import Layout, ReducedFacts
+from gradwatch.distributed import all_reduced_facts, facts_of_this_rank, pooled_norms, replica_divergence
+from gradwatch.distributed.all_reduced_facts import Layout, ReducedFacts
+from gradwatch.distributed.facts_of_this_rank import Usual
 from gradwatch.reading.batched import FLOAT32_MAX, Detail
 from gradwatch.reading.cpu import CpuNorms
 from gradwatch.records.snapshot import Column
@@ -48,7 +48,7 @@ def window(norms: np.ndarray, step: int = 3, details: dict[int, Detail] | None =
 def spoken(layouts: list[Layout], windows: list[WindowNorms], **more: object) -> ReducedFacts:
     """What everybody hears."""
     vectors = [
-        rank_facts.encode(one, w, w.wait(), {}, {}, None, Usual(np.full(K, np.nan)))
+        facts_of_this_rank.encode(one, w, w.wait(), {}, {}, None, Usual(np.full(K, np.nan)))
         for one, w in zip(layouts, windows, strict=True)
     ]
     return ReducedFacts(layouts[0], np.sum(vectors, axis=0))
@@ -105,7 +105,9 @@ def test_sampled_columns_add_up(suffix: str) -> None:
             f"size{suffix}": Column(np.full(K, size), here),
         }
         w = window(np.ones(K))
-        vectors.append(rank_facts.encode(one, w, w.wait(), {}, columns, None, Usual(np.full(K, np.nan))))
+        vectors.append(
+            facts_of_this_rank.encode(one, w, w.wait(), {}, columns, None, Usual(np.full(K, np.nan)))
+        )
     found = pooled_norms.pooled_columns(ReducedFacts(layouts[0], np.sum(vectors, axis=0)))
     np.testing.assert_allclose(found["zero_fraction" + suffix].values, 0.4, rtol=1e-6)
     np.testing.assert_allclose(found["weight_norm" + suffix].values, 5.0, rtol=1e-6)
@@ -136,14 +138,14 @@ def test_a_blind_rank_makes_the_facts_incomplete() -> None:
     """All hear that somebody had nothing to tell, and who; steps that do not match are incomplete too."""
     layouts = [layout(rank, 3, True) for rank in range(3)]
     w = window(np.ones(K))
-    vector = rank_facts.encode(layouts[0], w, w.wait(), {}, {}, None, Usual(np.full(K, np.nan)))
-    late = rank_facts.encode(
+    vector = facts_of_this_rank.encode(layouts[0], w, w.wait(), {}, {}, None, Usual(np.full(K, np.nan)))
+    late = facts_of_this_rank.encode(
         layouts[2], window(np.ones(K), step=4), w.wait(), {}, {}, None, Usual(np.zeros(K))
     )
-    told = ReducedFacts(layouts[0], vector + reduced_facts.blind(layouts[1]) + late)
+    told = ReducedFacts(layouts[0], vector + all_reduced_facts.blind(layouts[1]) + late)
     assert not told.complete
     assert told.blind == [1]
-    third = rank_facts.encode(layouts[1], w, w.wait(), {}, {}, None, Usual(np.zeros(K)))
+    third = facts_of_this_rank.encode(layouts[1], w, w.wait(), {}, {}, None, Usual(np.zeros(K)))
     assert not ReducedFacts(layouts[0], vector + late + third).complete
 
 
@@ -155,7 +157,7 @@ def test_the_loss_of_a_step_is_the_mean_of_those_observed() -> None:
         total = np.zeros(1)
         for one, loss in zip(layouts, losses, strict=True):
             values = {} if loss is None else {"loss": loss}
-            total = total + rank_facts.encode(one, w, w.wait(), values, {}, None, Usual(np.zeros(K)))
+            total = total + facts_of_this_rank.encode(one, w, w.wait(), values, {}, None, Usual(np.zeros(K)))
         return ReducedFacts(layouts[0], total).loss
 
     assert heard(1.0, None, 4.0) == 2.5

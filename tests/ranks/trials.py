@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import gradwatch
 from gradwatch.rules.files import parse_rules
-from gradwatch.rules.model import RuleSet
+from gradwatch.rules.rule_set import RuleSet
 from tests.ranks.launch import fingerprint
 from tests.ranks.situations import Collector, Net, batch, loss_of
 

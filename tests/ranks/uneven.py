@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwatch.distributed import group
+from gradwatch.distributed import process_group
 from tests.ranks.launch import fingerprint
 from tests.ranks.situations import Net, batch, loss_of
 from tests.ranks.trials import watched
@@ -40,7 +40,7 @@ def uneven(rank: int, poisoned: int = -1) -> dict[str, Any]:
             "judged": len(collector.records),
             "skipped": [one.snapshot.step for one in collector.records if one.decision.skip],
             "errors": dict(gw.status()["internal_errors"]),
-            "waited": longest >= group.WAIT_SECONDS / 2,
+            "waited": longest >= process_group.WAIT_SECONDS / 2,
         }
 
 

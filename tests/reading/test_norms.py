@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradwatch.reading.batched import PATIENCE, CpuReader, RowNorms, inspect, sum_of_squares, suspicious
-from gradwatch.reading.plan import SMALL
-from gradwatch.reading.rows import ROW, UNDERFLOW, NormRows, RowBuffer, SquareRows, divided, fastest
+from gradwatch.reading.read_plan import SMALL
+from gradwatch.reading.row_sums import ROW, UNDERFLOW, NormRows, RowBuffer, SquareRows, divided, fastest
 
 KINDS = pytest.mark.parametrize(
     "kind", [NormRows, SquareRows]

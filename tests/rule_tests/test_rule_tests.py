@@ -19,14 +19,15 @@ from torch import nn
 import gradwatch
 from gradwatch.cli import main
 from gradwatch.errors import RuleFileError
-from gradwatch.records.snapshot import Order, Record
+from gradwatch.records.decision import Order
+from gradwatch.records.record import Record
 from gradwatch.rule_tests import Case, compared, load_tests, simulate
-from gradwatch.rule_tests.document import sites_of
 from gradwatch.rule_tests.notation import MOST_STEPS, NotationError, expand
-from gradwatch.rules.codes import CODES
+from gradwatch.rule_tests.yaml_document import sites_of
 from gradwatch.rules.files import load_rules, parse_rules
-from gradwatch.rules.model import RuleSet
 from gradwatch.rules.packs import pack_directory, pack_names
+from gradwatch.rules.problem_codes import CODES
+from gradwatch.rules.rule_set import RuleSet
 from gradwatch.rules.yaml.nodes import Mark, Source
 from tests.support.kept import Kept
 

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 import gradwatch
 from gradwatch.cli import preflight
-from gradwatch.records.snapshot import Record
+from gradwatch.records.record import Record
 from gradwatch.rules.files import load_rules
 from gradwatch.rules.packs import pack_names
 from tests.benchmarks.rescue.trainings import TRAININGS, loss_of

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradwatch.errors import RuleFileError
-from gradwatch.rules.codes import CODES, explain
 from gradwatch.rules.files import load_rules, parse_rules
 from gradwatch.rules.packs import pack_directory, pack_names
+from gradwatch.rules.problem_codes import CODES, explain
 from gradwatch.rules.yaml.text import MAX_BYTES, MAX_DEPTH, MAX_LINES, MAX_NODES
 from tests.support.alphabet import UNICODE
 

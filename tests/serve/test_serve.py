@@ -21,12 +21,12 @@ from typing import Any
 import pytest
 
 from gradwatch.cli import main
-from gradwatch.endpoint.listen import Address
-from gradwatch.endpoint.protocol import RequestError
+from gradwatch.endpoint.http_protocol import RequestError
+from gradwatch.endpoint.listen_address import Address
 from gradwatch.serve import Server
-from gradwatch.serve.scanner import Scanner
-from gradwatch.serve.summary import Summaries
-from gradwatch.sinks.prometheus.targets import write_target
+from gradwatch.serve.ended_run_counters import Summaries
+from gradwatch.serve.fleet import Scanner
+from gradwatch.sinks.prometheus.file_sd import write_target
 from tests.deploy.run_folders import a_run, history, record_run
 from tests.deploy.servers import wait_until
 from tests.support.sink_records import make_run

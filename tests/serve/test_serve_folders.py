@@ -12,12 +12,12 @@ from typing import Any
 
 import pytest
 
-from gradwatch.records.snapshot import RunInfo
-from gradwatch.serve.discover import processes, read_endpoint
-from gradwatch.serve.page import fleet_page
+from gradwatch.records.run_info import RunInfo
+from gradwatch.serve.ended_run_counters import Summaries
+from gradwatch.serve.fleet import Scanner
+from gradwatch.serve.process_discovery import processes, read_endpoint
 from gradwatch.serve.responses import metrics
-from gradwatch.serve.scanner import Scanner
-from gradwatch.serve.summary import Summaries
+from gradwatch.serve.runs_page import fleet_page
 from tests.deploy.run_folders import a_run, history, record_run, scan, series
 
 GOOD = {"host": "127.0.0.1", "port": 1, "pid": 1, "run_id": "r", "rank": 0, "attempt": 0, "node": "n"}
@@ -121,9 +121,10 @@ def test_a_restart_reads_no_journal_again(
     (kept,) = (tmp_path / "state").iterdir()
     assert kept.stat().st_mode & 0o077 == 0
     read: list[Any] = []
-    summarise = sys.modules["gradwatch.serve.summary"].summarise
+    summarise = sys.modules["gradwatch.serve.ended_run_counters"].summarise
     monkeypatch.setattr(
-        "gradwatch.serve.summary.summarise", lambda process: read.append(process) or summarise(process)
+        "gradwatch.serve.ended_run_counters.summarise",
+        lambda process: read.append(process) or summarise(process),
     )
     second = scan(tmp_path / "runs", state=state)
     assert read == []
@@ -164,7 +165,7 @@ def test_thousands_of_finished_runs(tmp_path: Path, dead_pid: int) -> None:
     listed: list[Path] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "gradwatch.serve.scanner.processes", lambda folder: listed.append(folder) or processes(folder)
+            "gradwatch.serve.fleet.processes", lambda folder: listed.append(folder) or processes(folder)
         )
         assert len(scanner.scan().members) == 1  # all of them say they are run-1
         assert listed == []

@@ -16,12 +16,12 @@ from pathlib import Path
 import pytest
 
 from gradwatch.journal.entries import LostEntry
-from gradwatch.records.snapshot import Decision
+from gradwatch.records.decision import Decision
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.serve.allowed_targets import AllowedTargets
-from gradwatch.serve.page import fleet_page
+from gradwatch.serve.fleet import Fleet
 from gradwatch.serve.responses import metrics, sd
-from gradwatch.serve.scanner import Fleet
+from gradwatch.serve.runs_page import fleet_page
 from gradwatch.sinks.journal import JournalSink
 from gradwatch.sinks.prometheus.exposition import render
 from gradwatch.sinks.prometheus.final_metrics import final_families

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from gradwatch.errors import AttachError
-from gradwatch.records.snapshot import Decision, Record
+from gradwatch.records.decision import Decision
+from gradwatch.records.record import Record
+from gradwatch.runtime.background_worker import THREAD_NAME, background_worker
 from gradwatch.runtime.internal_errors import Health
-from gradwatch.runtime.worker import THREAD_NAME, background_worker
 from gradwatch.sinks import make_sink
 from gradwatch.sinks.alertmanager import AlertmanagerSink
 from gradwatch.sinks.prometheus.pushgateway import PushgatewaySink

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from gradwatch.errors import TrainingStopped
-from gradwatch.records.snapshot import Record, RunInfo
+from gradwatch.records.record import Record
+from gradwatch.records.run_info import RunInfo
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.sinks import Sink
 from gradwatch.sinks.breaker import Breaker

@@ -21,7 +21,8 @@ from hypothesis import strategies as st
 
 from gradwatch.account.account import Account, Taken, Watched
 from gradwatch.errors import GradwatchError
-from gradwatch.records.snapshot import Decision, Event, Order
+from gradwatch.records.decision import Decision, Order
+from gradwatch.records.event import Event
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.sinks.log import LogFormat, LogSink
 from tests.support.alphabet import UNICODE

@@ -18,7 +18,8 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 import gradwatch
-from gradwatch.records.snapshot import Record, Snapshot
+from gradwatch.records.record import Record
+from gradwatch.records.snapshot import Snapshot
 from gradwatch.rules.files import parse_rules
 from tests.promises.test_bit_identity import digest, tensors
 from tests.situations.catalogue import Situation

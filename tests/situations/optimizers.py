@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from tests.actions.test_closures import SharpnessAware
+from tests.actions.test_lbfgs_and_sam import SharpnessAware
 from tests.situations.training import Training, data, net, plain, sgd, square, turns
 
 

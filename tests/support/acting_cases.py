@@ -12,7 +12,8 @@ import torch
 from torch import Tensor, nn
 
 import gradwatch
-from gradwatch.records.snapshot import Order, Record
+from gradwatch.records.decision import Order
+from gradwatch.records.record import Record
 from gradwatch.rules.files import parse_rules
 from tests.support.kept import Kept
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from gradwatch.records.snapshot import Record, RunInfo
+from gradwatch.records.record import Record
+from gradwatch.records.run_info import RunInfo
 from gradwatch.runtime.internal_errors import Health
 
 

@@ -12,11 +12,12 @@ from torch import nn
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.snapshot_assembly import Extras, assemble
 from gradwatch.reading.device import host_value
-from gradwatch.records.snapshot import Decision, Snapshot
-from gradwatch.rules.model import RuleSet
-from gradwatch.session.context import OptimizerContext
+from gradwatch.records.decision import Decision
+from gradwatch.records.snapshot import Snapshot
+from gradwatch.rules.rule_set import RuleSet
 from gradwatch.session.extra_columns import Measurement
-from gradwatch.session.publish import Judged
+from gradwatch.session.optimizer_context import OptimizerContext
+from gradwatch.session.record_publishing import Judged
 from gradwatch.session.session import Session
 from gradwatch.session.settings import Settings
 from gradwatch.session.step_pipeline import StepPipeline

@@ -10,18 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from gradwatch.records.snapshot import (
-    Column,
-    Decision,
-    Event,
-    Order,
-    Record,
-    RuleInfo,
-    RunInfo,
-    Sites,
-    Snapshot,
-    Verdict,
-)
+from gradwatch.records.decision import Decision, Order
+from gradwatch.records.event import Event
+from gradwatch.records.record import Record
+from gradwatch.records.run_info import RuleInfo, RunInfo
+from gradwatch.records.snapshot import Column, Sites, Snapshot
+from gradwatch.records.verdict import Verdict
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.sinks.prometheus.sink import PrometheusSink
 

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 import gradwatch
 from gradwatch.taps import clip_functions, grad_scaler
 from gradwatch.taps.module_registry import ModuleRegistry
-from gradwatch.taps.optimizers import init
+from gradwatch.taps.optimizers import creation
 from gradwatch.taps.patch import Layer, OnLookup, Patch
 
 Listener = Callable[[], object]
@@ -190,7 +190,7 @@ def test_what_is_looked_up_is_the_method_itself() -> None:
     """`OnLookup` is told of each instance, gives torch's function, and is pickled by the name of its place."""
     found, bare = vars(Optimizer)["__init__"], nn.Module.__setstate__
     made: list[Optimizer | None] = []
-    remove, registered = init.listen(made.append), ModuleRegistry()
+    remove, registered = creation.listen(made.append), ModuleRegistry()
     optimizer = torch.optim.SGD([nn.Parameter(torch.ones(1))], 0.1)
     assert made == [optimizer]
     assert Optimizer.__init__ is found

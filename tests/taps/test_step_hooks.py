@@ -9,7 +9,7 @@ import torch
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 import gradwatch
-from gradwatch.records.snapshot import Record
+from gradwatch.records.record import Record
 from gradwatch.taps import step_hooks
 from tests.session.test_watch import build, step
 from tests.support.kept import Kept

@@ -17,14 +17,14 @@ import torch.distributed as dist
 from torch import Tensor
 
 from gradwatch.actions.backward.pre_clip_norms import Acted
-from gradwatch.actions.elementwise import Elementwise, shaped
+from gradwatch.actions.elementwise_clip import Elementwise, shaped
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.policies.norm_bound import LARGEST, Bound, SiteBound, at_site, factor_of
 from gradwatch.reading.device import capturing, widest
 from gradwatch.reading.layouts import dense
-from gradwatch.reading.plan import SMALL
-from gradwatch.reading.rows import UNDERFLOW
-from gradwatch.reading.single import exact_norm
+from gradwatch.reading.read_plan import SMALL
+from gradwatch.reading.row_sums import UNDERFLOW
+from gradwatch.reading.single_norm import exact_norm
 from gradwatch.taps import backward
 
 WHY = (

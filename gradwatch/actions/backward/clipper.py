@@ -28,13 +28,13 @@ from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from gradwatch.actions.backward.clip_state import BackwardClipState
 from gradwatch.actions.backward.pre_clip_norms import before_acting
-from gradwatch.actions.elementwise import Elementwise
+from gradwatch.actions.elementwise_clip import Elementwise
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.window_norms import WindowNorms
 from gradwatch.policies.norm_bound import Bound
-from gradwatch.reading.plan import SMALL
-from gradwatch.reading.rows import ROW
-from gradwatch.reading.single import exact_norm
+from gradwatch.reading.read_plan import SMALL
+from gradwatch.reading.row_sums import ROW
+from gradwatch.reading.single_norm import exact_norm
 from gradwatch.taps import backward, dispatch_modes, grad_ready
 from gradwatch.taps.dynamo import untraced
 from gradwatch.taps.swap_tensors import contents, revive

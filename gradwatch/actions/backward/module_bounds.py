@@ -20,7 +20,7 @@ from gradwatch.actions.backward.clip_state import SCALED, SEVERAL_RANKS, WHY, fa
 from gradwatch.policies.norm_bound import Bound, at_site, factor_of
 from gradwatch.reading.device import capturing, widest
 from gradwatch.reading.layouts import dense
-from gradwatch.reading.single import exact_norm
+from gradwatch.reading.single_norm import exact_norm
 
 Square = float | Tensor
 """A squared norm, or a ratio of two: on the host, or 0-dim on its device."""

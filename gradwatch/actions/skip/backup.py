@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradwatch.taps.optimizers.groups import params_of
+from gradwatch.taps.optimizers.param_groups import params_of
 
 OBJECTS = 3
 """Plain objects within objects that are followed: an optimizer's own, not those of a trainer that it knows."""

@@ -24,8 +24,8 @@ from torch.utils.hooks import RemovableHandle
 from gradwatch.actions.skip.backup import OptimizerBackup
 from gradwatch.runtime import guard
 from gradwatch.taps import step_hooks
-from gradwatch.taps.optimizers.groups import params_of
-from gradwatch.taps.optimizers.inner import with_inner
+from gradwatch.taps.optimizers.param_groups import params_of
+from gradwatch.taps.optimizers.wrapped_optimizers import with_inner
 
 
 class StepSkipper:

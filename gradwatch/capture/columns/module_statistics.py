@@ -21,7 +21,7 @@ from gradwatch.engine.columns_needed import BURSTS, Needs
 from gradwatch.reading.device import AsyncCopy, Number, capturing
 from gradwatch.reading.layouts import alias, dense
 from gradwatch.records.snapshot import Sites
-from gradwatch.taps import containers, dispatch_modes, module_calls
+from gradwatch.taps import dispatch_modes, module_calls, nested_containers
 from gradwatch.taps.dynamo import untraced
 from gradwatch.taps.graph.full_backward import FullBackward, preflight
 from gradwatch.taps.muted_forwards import is_muted
@@ -148,7 +148,7 @@ class ModuleTaps:
             try:
                 if is_muted() or capturing():
                     return
-                leaves = [leaf for leaf in containers.leaves(output) if isinstance(leaf, Tensor)]
+                leaves = [leaf for leaf in nested_containers.leaves(output) if isinstance(leaf, Tensor)]
                 if module.training and leaves and any(needs.due(name, self._step) for name in needs.columns):
                     self._activation(m, leaves[0])
                 if gradients and torch.is_grad_enabled():

@@ -13,8 +13,8 @@ from torch.utils.hooks import RemovableHandle, unserializable_hook
 from gradwatch.capture.columns.pending_columns import PendingColumns
 from gradwatch.reading.device import AsyncCopy, Number, capturing, widest
 from gradwatch.reading.layouts import alias, dense
-from gradwatch.reading.rows import ROW, UNDERFLOW
-from gradwatch.reading.single import exact_norm
+from gradwatch.reading.row_sums import ROW, UNDERFLOW
+from gradwatch.reading.single_norm import exact_norm
 from gradwatch.taps import backward, dispatch_modes
 from gradwatch.taps.dynamo import untraced
 from gradwatch.taps.swap_tensors import contents, revive

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from gradwatch.localise.replay.backward import Culprit
-from gradwatch.localise.replay.forward import Origin
-from gradwatch.localise.replay.replay import Trace
+from gradwatch.localise.replay.backward_nodes import Culprit
+from gradwatch.localise.replay.forward_operations import Origin
+from gradwatch.localise.replay.step_replay import Trace
 from gradwatch.records.finding import By, Finding, Phase
 
 LOSS_SIDE = (

@@ -18,9 +18,9 @@ from types import FrameType
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from gradwatch.localise.diagnosis.frames import frame_of, is_of_user, locals_of
-from gradwatch.localise.diagnosis.operations import of_node
-from gradwatch.localise.diagnosis.values import describe, state, tensors
+from gradwatch.localise.diagnosis.operation_names import of_node
+from gradwatch.localise.diagnosis.python_frames import frame_of, is_of_user, locals_of
+from gradwatch.localise.diagnosis.tensor_values import describe, state, tensors
 from gradwatch.records.finding import Finding, Frame
 
 OUTWARD = 3  # functions of the user's, from `optimizer.step()` outwards

@@ -15,8 +15,8 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from gradwatch.localise.diagnosis import loss_code
-from gradwatch.localise.diagnosis.frames import NOT_OF_USER, frame_of
-from gradwatch.localise.diagnosis.operations import of_node
+from gradwatch.localise.diagnosis.operation_names import of_node
+from gradwatch.localise.diagnosis.python_frames import NOT_OF_USER, frame_of
 from gradwatch.records.finding import Finding
 from gradwatch.taps.backward_entry import entry_frame
 

@@ -16,7 +16,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 
 from gradwatch.capture.parameter_names import named_modules
 from gradwatch.runtime import guard
-from gradwatch.taps.graph.nodes import next_number
+from gradwatch.taps.graph.node_numbers import next_number
 
 LEAF = 2**63  # AccumulateGrad is numbered beyond every operation
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from gradwatch.capture.parameter_names import named_modules
-from gradwatch.localise.diagnosis.values import tensors
+from gradwatch.localise.diagnosis.tensor_values import tensors
 from gradwatch.reading.layouts import dense
 from gradwatch.records.finding import Finding, Layer, Phase
 

@@ -8,7 +8,7 @@ from typing import Any
 from torch.overrides import TorchFunctionMode
 
 from gradwatch.localise.diagnosis.module_attribution import LEAF
-from gradwatch.taps.graph.nodes import next_number
+from gradwatch.taps.graph.node_numbers import next_number
 
 
 class Calls(TorchFunctionMode):

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwatch.localise.diagnosis.values import tensors
+from gradwatch.localise.diagnosis.tensor_values import tensors
 from gradwatch.reading.layouts import local
 from gradwatch.records.finding import Batch
 

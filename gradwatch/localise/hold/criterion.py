@@ -13,7 +13,7 @@ from typing import Any
 
 from torch import nn
 
-from gradwatch.localise.diagnosis.frames import is_of_user, locals_of
+from gradwatch.localise.diagnosis.python_frames import is_of_user, locals_of
 from gradwatch.taps import module_tree
 
 OUTWARD = 3  # functions of the user's, from the call of the model outwards

@@ -10,8 +10,8 @@ from typing import TypeAlias
 
 from torch import nn
 
-from gradwatch.localise.diagnosis.frames import Callers
 from gradwatch.localise.diagnosis.loss_terms import Losses
+from gradwatch.localise.diagnosis.python_frames import Callers
 from gradwatch.localise.hold.random_generators import Draws
 
 MOST = 64  # kinds remembered

@@ -24,18 +24,18 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradwatch.localise.diagnosis.loss_terms import Losses
-from gradwatch.localise.diagnosis.values import tensors
+from gradwatch.localise.diagnosis.tensor_values import tensors
 from gradwatch.localise.hold.model_kinds import Kind
 from gradwatch.localise.hold.module_buffers import Buffers
 from gradwatch.localise.hold.random_generators import Generators, Held
-from gradwatch.localise.replay.all_gathered import spread, ungatherable
+from gradwatch.localise.replay.fsdp2_all_gather import spread, ungatherable
 from gradwatch.reading.device import capturing
 from gradwatch.reading.layouts import alias
 from gradwatch.taps import backward, dispatch_modes, module_calls, module_tree
-from gradwatch.taps.containers import tensors_replaced
 from gradwatch.taps.dynamo import anything_compiled, untraced
-from gradwatch.taps.graph.nodes import next_number
+from gradwatch.taps.graph.node_numbers import next_number
 from gradwatch.taps.muted_forwards import is_muted
+from gradwatch.taps.nested_containers import tensors_replaced
 
 MAX_BYTES = 64 << 20
 """Held per model beyond the arguments of its latest call: earlier micro-batches, gradients at outputs."""

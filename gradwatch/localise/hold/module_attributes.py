@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.taps import module_tree
-from gradwatch.taps.graph.nodes import set_version
+from gradwatch.taps.graph.node_numbers import set_version
 
 DEPTH = 6  # containers within containers
 CONTAINERS = (list, dict, set)  # whose contents are restored

@@ -10,7 +10,7 @@ import time
 
 import torch
 
-from gradwatch.localise.replay.replay import Trace
+from gradwatch.localise.replay.step_replay import Trace
 
 
 class Raising:

@@ -1,6 +1,6 @@
 """The arguments of a call as JSON, and back: containers of tensors and plain values, and nothing that could run.
 
-What a tree may hold is written down in `gradwatch.incidents.bundle.document`. A value of any other type becomes a
+What a tree may hold is written down in `gradwatch.incidents.bundle.incident_json`. A value of any other type becomes a
 `missing` that names its class: to make one again, code chosen by whoever wrote the file would have to be imported.
 """
 
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwatch.runtime.numbers import json_ready
+from gradwatch.runtime.json_numbers import json_ready
 
 DEPTH = 32
 DICTS = (dict, OrderedDict)

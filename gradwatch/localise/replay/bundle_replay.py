@@ -18,25 +18,25 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.errors import GradwatchError
-from gradwatch.incidents.bundle.document import (
+from gradwatch.incidents.bundle.bundle_reader import BundleError
+from gradwatch.incidents.bundle.incident_json import (
     TENSORS,
     CallDocument,
     Document,
     GeneratorStates,
     ModelDocument,
 )
-from gradwatch.incidents.bundle.reading import BundleError
 from gradwatch.localise.diagnosis.diagnose import diagnose, warned
-from gradwatch.localise.diagnosis.frames import OURS, TORCH
 from gradwatch.localise.diagnosis.module_gain import Profile, suspect
-from gradwatch.localise.diagnosis.values import finite, tensors
+from gradwatch.localise.diagnosis.python_frames import OURS, TORCH
+from gradwatch.localise.diagnosis.tensor_values import finite, tensors
 from gradwatch.localise.hold.batch_hash import fingerprint
 from gradwatch.localise.hold.model_recorder import Call, inner
 from gradwatch.localise.hold.module_attributes import Refused
 from gradwatch.localise.hold.random_generators import CPU, NUMPY, PYTHON, Generators, Source, of_cuda
 from gradwatch.localise.replay.arguments_json import DTYPES, TreeError, decode
-from gradwatch.localise.replay.evidence import NO_GRADIENT
-from gradwatch.localise.replay.replay import replay
+from gradwatch.localise.replay.bundle_evidence import NO_GRADIENT
+from gradwatch.localise.replay.step_replay import replay
 from gradwatch.records.finding import Finding
 
 LossFn = Callable[[Any], Tensor]
@@ -134,7 +134,7 @@ class Rerun:
     def run(self, max_bytes: int) -> Finding:
         """Run the step; its cause, signed with the incident's name.
 
-        `max_bytes` caps copies of tensors in module attributes (see `gradwatch.localise.replay.replay`).
+        `max_bytes` caps copies of tensors in module attributes (see `gradwatch.localise.replay.step_replay`).
 
         Raises:
             BundleError: the document does not fit the tensors or the model.

@@ -13,8 +13,8 @@ from collections.abc import Callable, Sequence
 from torch import Tensor, nn
 
 from gradwatch.localise.hold.module_attributes import Refused
-from gradwatch.localise.replay.recorder import Recorder
-from gradwatch.localise.replay.replay import Trace, blame_backward, sources
+from gradwatch.localise.replay.operation_recorder import Recorder
+from gradwatch.localise.replay.step_replay import Trace, blame_backward, sources
 from gradwatch.taps import dispatch_modes
 from gradwatch.taps.dynamo import anything_compiled
 from gradwatch.taps.graph import around_backward

@@ -7,7 +7,7 @@ from __future__ import annotations
 import os
 import stat
 
-from gradwatch.rules.files.schema import MOST_FILES
+from gradwatch.rules.files.pydantic_models import MOST_FILES
 from gradwatch.rules.packs import SUFFIX, pack_names, pack_path
 from gradwatch.rules.yaml.nodes import Map, Mark, Problems, Scalar, Seq, Source, quoted
 from gradwatch.rules.yaml.text import MAX_BYTES, decode, parse

@@ -15,8 +15,8 @@ from pydantic import BaseModel
 from gradwatch.detectors.detector import DETECTORS, KNOWN_NOT_BUILT
 from gradwatch.policies import POLICIES
 from gradwatch.rules.action_kinds import ACTIONS
-from gradwatch.rules.fields import NAME
-from gradwatch.rules.files.schema import (
+from gradwatch.rules.field_types import NAME
+from gradwatch.rules.files.pydantic_models import (
     ClipEntry,
     Defaults,
     Document,

@@ -10,12 +10,12 @@ from gradwatch.detectors.detector import Detector, rule_keys
 from gradwatch.records.columns import MODULE_COLUMNS, RANK_COLUMNS
 from gradwatch.rules.action_kinds import ACTIONS
 from gradwatch.rules.files.annotations import check_annotations, check_labels
-from gradwatch.rules.files.clips import unknown_group
-from gradwatch.rules.files.detect import Found, build_detector, find_kind
-from gradwatch.rules.files.items import actions
-from gradwatch.rules.files.schema import Defaults, GroupEntry, RuleEntry
+from gradwatch.rules.files.clip_section import unknown_group
+from gradwatch.rules.files.detect_section import Found, build_detector, find_kind
+from gradwatch.rules.files.do_and_sinks import actions
+from gradwatch.rules.files.pydantic_models import Defaults, GroupEntry, RuleEntry
 from gradwatch.rules.files.validation import check, keys_of
-from gradwatch.rules.model import SAMPLED, Action, Group, Rule, whole_optimizer
+from gradwatch.rules.rule_set import SAMPLED, Action, Group, Rule, whole_optimizer
 from gradwatch.rules.yaml.nodes import Map, Mark, Node, Problems, Scalar, Seq, quoted
 
 BUILT_IN: Mapping[str, Any] = {

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from pydantic import Field
 
-from gradwatch.rules.fields import Count, Globs, Model, NotNegative, Positive, Words, unset
+from gradwatch.rules.field_types import Count, Globs, Model, NotNegative, Positive, Words, unset
 
 
 class PrometheusOptions(Model):

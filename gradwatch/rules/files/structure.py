@@ -6,10 +6,10 @@ import re
 from dataclasses import fields
 
 from gradwatch.detectors.detector import DETECTORS
-from gradwatch.rules.fields import NAME, Model
+from gradwatch.rules.field_types import NAME, Model
 from gradwatch.rules.files.annotations import check_annotations, check_labels
-from gradwatch.rules.files.items import actions, sinks
-from gradwatch.rules.files.schema import (
+from gradwatch.rules.files.do_and_sinks import actions, sinks
+from gradwatch.rules.files.pydantic_models import (
     ClipEntry,
     Defaults,
     Document,

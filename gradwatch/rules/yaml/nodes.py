@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from gradwatch.errors import Problem, RuleFileError
-from gradwatch.rules.codes import CODES
+from gradwatch.rules.problem_codes import CODES
 from gradwatch.runtime.spelling import closest
 
 MAX_PROBLEMS = 100

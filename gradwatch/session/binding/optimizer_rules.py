@@ -12,14 +12,15 @@ from numpy.typing import NDArray
 from gradwatch.actions.backward.clipper import BackwardClipper
 from gradwatch.actions.clip_section import ClipSection, NormBound
 from gradwatch.actions.drop_micro import MicroDrop
-from gradwatch.actions.elementwise import Elementwise
+from gradwatch.actions.elementwise_clip import Elementwise
 from gradwatch.capture.columns.column_reader import ColumnReader
 from gradwatch.capture.columns.norm_local import LocalNorms
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.checkpoint import CheckpointHealthTracker
 from gradwatch.engine import BoundEngine, EngineState
-from gradwatch.engine.clipping import Clipping
-from gradwatch.records.snapshot import Record, Sites
+from gradwatch.engine.bound_clip_policies import Clipping
+from gradwatch.records.record import Record
+from gradwatch.records.snapshot import Sites
 
 ORDINARY = 50  # such steps before judging may be put off; beyond every warm-up of the shipped rules
 ORDINARY_AGAIN = 8  # after something unusual in an ordinary loop: no rule is warming up any more

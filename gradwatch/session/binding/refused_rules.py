@@ -14,9 +14,9 @@ from gradwatch.engine import Engine
 from gradwatch.engine.unsupported_rules import Refusal, disarmed, not_armed, refuse
 from gradwatch.errors import AttachError, UnfitRulesError
 from gradwatch.records.snapshot import Sites
-from gradwatch.rules.model import RuleSet
-from gradwatch.session.binding.backward_rules import refused_in_backward
-from gradwatch.session.binding.rank_rules import refused_on_ranks, refused_on_shards
+from gradwatch.rules.rule_set import RuleSet
+from gradwatch.session.binding.backward_actions import refused_in_backward
+from gradwatch.session.binding.rank_requirements import refused_on_ranks, refused_on_shards
 
 OFF = "switched off, everything else stays active (--strict-rules refuses it): "
 

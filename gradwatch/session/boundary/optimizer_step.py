@@ -8,8 +8,6 @@ inside `step`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import chain
-from operator import itemgetter
 from typing import Any
 
 import torch
@@ -23,25 +21,25 @@ from gradwatch.capture.window_norms import WindowNorms
 from gradwatch.distributed.ranks import Ranks
 from gradwatch.errors import TrainingStopped
 from gradwatch.reading.device import capturing, host_value, on_host, start_copy
-from gradwatch.records.snapshot import Decision
+from gradwatch.records.decision import Decision
 from gradwatch.runtime import guard
 from gradwatch.runtime.distinct_count import Distinct
-from gradwatch.session.activity import Activity
-from gradwatch.session.binding.binder import Binder
-from gradwatch.session.boundary.closures import Closures
-from gradwatch.session.boundary.in_backward import InBackward
+from gradwatch.session.binding.bind_optimizer import Binder
+from gradwatch.session.boundary.changed_parameters import CurrentContexts
+from gradwatch.session.boundary.step_in_backward import InBackward
+from gradwatch.session.boundary.step_with_closure import Closures
 from gradwatch.session.boundary.without_optimizer import LoopsWithoutOptimizer
-from gradwatch.session.context import Contexts, OptimizerContext
-from gradwatch.session.notices import Notices
-from gradwatch.session.ownership import Ownership
-from gradwatch.session.publish import Judged
+from gradwatch.session.logged_once import Notices
+from gradwatch.session.optimizer_context import Contexts, OptimizerContext
+from gradwatch.session.pause_after_errors import Activity
+from gradwatch.session.record_publishing import Judged
 from gradwatch.session.step_pipeline import StepPipeline
+from gradwatch.session.watched_optimizers import Ownership
 from gradwatch.taps import backward, closure_calls, dispatch_modes, grad_scaler, process_totals, step_hooks
 from gradwatch.taps.grad_scaler import announces_steps
 
 # By name: to walk torch's module from cold caches costs microseconds.
 _grad_enabled, _set_grad_enabled = torch.is_grad_enabled, dispatch_modes.set_grad_enabled
-_params_of: Callable[[dict[str, Any]], list[Tensor]] = itemgetter("params")
 
 
 class Boundary:
@@ -72,10 +70,12 @@ class Boundary:
         self._activity = activity
         self._notices = notices
         self._reset = reset
-        self._closures = Closures(capture, pipeline, self._context, self._at_step, self._guarded, reset)
         self._in_backward = InBackward(capture, binder, pipeline, self._judging_failed)
         self._without_optimizer = LoopsWithoutOptimizer(capture, binder, pipeline, self._judging_failed)
-        self._registrations = capture.coverage.registrations
+        self._current = CurrentContexts(
+            capture, contexts, binder, self._without_optimizer, self._judging_failed
+        )
+        self._closures = Closures(capture, pipeline, self._current.find, self._at_step, self._guarded, reset)
         self._spent = capture.spent
         self.steps = 0  # measured; an optimizer that wraps another one takes a step together with it
         self.optimizers = Distinct()  # of which a step was measured
@@ -124,7 +124,7 @@ class Boundary:
         closure = kwargs.get("closure") if "closure" in kwargs else (args[1] if len(args) > 1 else None)
         if closure is not None and closure_calls.noticed(closure):
             return None  # a subclass whose step calls super().step(closure): wrapped already
-        ctx = self._context(optimizer)
+        ctx = self._current.find(optimizer)
         nested = ctx is not None and ctx.nested > 0 and self._is_nested(optimizer, ctx.captured)
         if ctx is not None and ctx.closure_calls is not None and not nested:
             self._closures.discard_raised(optimizer, ctx)
@@ -132,21 +132,14 @@ class Boundary:
             self._guarded(self._at_step, optimizer, ctx, nested)
             return None
         if ctx is None and self.owns(optimizer):
-            self._guarded(self._current, optimizer, None)
-            ctx = self._context(optimizer)
+            self._guarded(self._current.renewed, optimizer, None)
+            ctx = self._current.find(optimizer)
         if ctx is None:
             return None  # another watch may own it: what is wrapped once is not wrapped again
         instead = self._closures.wrapped(optimizer, ctx, closure)
         if "closure" in kwargs:
             return args, {**kwargs, "closure": instead}
         return (args[0], instead, *args[2:]), kwargs
-
-    def _context(self, optimizer: Optimizer) -> OptimizerContext | None:
-        """The context of an optimizer; None where nothing was captured of it yet."""
-        for captured in self._capture.captures:  # not by `capture_of`: almost every step has but one
-            if captured.optimizer is not None and captured.optimizer() is optimizer:
-                return self._contexts.of(captured)
-        return None
 
     def _guarded(self, call: Callable[..., Any], *args: Any) -> None:
         graded = _grad_enabled()
@@ -201,13 +194,15 @@ class Boundary:
         if self._capture.ready:
             self._capture.drain()
         if known is None:
-            known = self._context(optimizer)  # the drain may have made it
+            known = self._current.find(optimizer)  # the drain may have made it
         elif not known.captured.on_cpu and capturing():
             known.captured.discard()
             self._notices.captured()
             return
         outer = known.nested if known is not None and nested else 0
-        changed = known is not None and known.needs_no_ranks and self._changed(optimizer, known.captured)
+        changed = (
+            known is not None and known.needs_no_ranks and self._current.changed(optimizer, known.captured)
+        )
         if known is not None and known.needs_no_ranks and not changed:
             self._close(optimizer, known, outer)
         else:
@@ -227,7 +222,7 @@ class Boundary:
         try:
             close(optimizer, *args)
         finally:
-            ctx = known or self._context(optimizer)
+            ctx = known or self._current.find(optimizer)
             if ctx is not None and self._activity.serving:
                 self._ranks.depart(ctx.captured, ctx.membership)
 
@@ -235,7 +230,7 @@ class Boundary:
         self, optimizer: Optimizer, known: OptimizerContext | None, outer: int, changed: bool
     ) -> None:
         """As `_close`, where the capture may have to be made (anew: `changed`), and other ranks may be met."""
-        ctx = self._current(optimizer, known, changed)
+        ctx = self._current.renewed(optimizer, known, changed)
         if not ctx.captured.on_cpu and capturing():
             ctx.captured.discard()
             self._notices.captured()
@@ -327,36 +322,6 @@ class Boundary:
             self._binder.bind(captured)  # tensor hooks on its parameters were disabled with gradwatch's
         return window
 
-    def _current(
-        self, optimizer: Optimizer, known: OptimizerContext | None, changed: bool = False
-    ) -> OptimizerContext:
-        """The context to be judged: the one known, its capture made anew if the optimizer has other parameters."""
-        if known is None or changed or self._changed(optimizer, known.captured):
-            if known is not None:
-                known.deferral.flush(self._judging_failed)  # before rules are bound anew
-            former = self._capture.capture_of(optimizer) if known is None else known.captured
-            captured = self._capture.adopt(optimizer, former)
-            self._without_optimizer.flush()  # its parameters now have an optimizer
-            return self._binder.bind(captured)
-        return known
-
-    def _changed(self, optimizer: Optimizer, captured: OptimizerCapture) -> bool:
-        """True if the optimizer has other parameters than when the capture was built."""
-        if sum(map(len, map(_params_of, optimizer.param_groups))) != len(captured.watched_ids):
-            return True
-        if captured.frozen and any(param.requires_grad for param in captured.frozen):
-            return True
-        disturbed = captured.compared != self._registrations[0]
-        pruning = captured.pruning
-        if pruning.pruned and not disturbed and pruning.shows_replaced(captured.step):
-            return False
-        if disturbed:
-            captured.compared_at(self._registrations[0])
-        return (
-            list(map(id, chain.from_iterable(map(_params_of, optimizer.param_groups))))
-            != captured.watched_ids
-        )
-
     def _must_wait(self, ctx: OptimizerContext, optimizer: Optimizer) -> bool:
         fused = grad_scaler.supports_scaling(optimizer)
         return self._pipeline.needs_host(ctx) or (self._pipeline.skips_nonfinite and not fused)
@@ -365,7 +330,7 @@ class Boundary:
 
     def unscaled(self, optimizer: Optimizer, scale: Tensor) -> None:
         """The gradients are about to lose the loss scale; what was read of them loses it too."""
-        ctx = self._context(optimizer)
+        ctx = self._current.find(optimizer)
         if (ctx is None or not ctx.captured.on_cpu) and capturing():
             return
         if ctx is None and not self.owns(optimizer):
@@ -375,7 +340,7 @@ class Boundary:
             self._without_optimizer.unscaled(optimizer, number)
             return
         if ctx is None:
-            ctx = self._current(optimizer, None)
+            ctx = self._current.renewed(optimizer, None)
         else:
             self._capture.drain()
         ctx.scale_removed = number
@@ -388,10 +353,10 @@ class Boundary:
     def _at_rejected(self, optimizer: Optimizer) -> None:
         if self.owns(optimizer) and not capturing():
             self._capture.drain()
-            self._among_ranks(self._context(optimizer), optimizer, self._close_rejected)
+            self._among_ranks(self._current.find(optimizer), optimizer, self._close_rejected)
 
     def _close_rejected(self, optimizer: Optimizer) -> None:
-        ctx = self._current(optimizer, self._context(optimizer))
+        ctx = self._current.renewed(optimizer, self._current.find(optimizer))
         self._binder.enter(ctx)
         captured = ctx.captured
         if ctx.nested:
@@ -439,7 +404,7 @@ class Boundary:
             self._activity.failed("boundary", error)
 
     def _after_step(self, optimizer: Optimizer) -> None:
-        ctx = self._context(optimizer)
+        ctx = self._current.find(optimizer)
         if ctx is None:
             return
         evaluations = ctx.closure_calls

@@ -26,11 +26,11 @@ from gradwatch.capture.columns.loss import Root
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.read_after_backward import Capture
 from gradwatch.reading.device import Number
-from gradwatch.session.binding.binder import Binder
+from gradwatch.session.binding.bind_optimizer import Binder
 from gradwatch.session.step_pipeline import StepPipeline
 from gradwatch.taps import backward_entry, clip_functions
 from gradwatch.taps.clip_functions import Clip
-from gradwatch.taps.optimizers.groups import params_of
+from gradwatch.taps.optimizers.param_groups import params_of
 
 PROBED = 8  # parameters compared, and elements of each
 MOST = 1 << 22  # elements of a gradient of which the largest is looked for

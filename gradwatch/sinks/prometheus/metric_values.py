@@ -13,12 +13,13 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.records.snapshot import Record, RunInfo
+from gradwatch.records.record import Record
+from gradwatch.records.run_info import RunInfo
 from gradwatch.runtime.printable import distinct, printable
 from gradwatch.sinks.prometheus.exposition import Block, Family, Labels, Lines, Series, number
 from gradwatch.sinks.prometheus.metric_catalogue import METRICS, Metric
+from gradwatch.sinks.prometheus.parameter_selection import Chosen
 from gradwatch.sinks.prometheus.run_totals import Histogram, RunTotals
-from gradwatch.sinks.prometheus.selection import Chosen
 
 Value = tuple[tuple[str, ...], float]
 """Label values in the order of `Metric.labels`, and the number."""

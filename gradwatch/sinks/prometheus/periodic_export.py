@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from gradwatch.records.snapshot import Record, RunInfo
+from gradwatch.records.record import Record
+from gradwatch.records.run_info import RunInfo
+from gradwatch.runtime.background_worker import Job, background_worker
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.runtime.printable import printable
-from gradwatch.runtime.worker import Job, background_worker
 from gradwatch.sinks.prometheus.exposition import Family, Labels
+from gradwatch.sinks.prometheus.file_sd import target_labels
 from gradwatch.sinks.prometheus.final_metrics import labelled
 from gradwatch.sinks.prometheus.metric_values import families
 from gradwatch.sinks.prometheus.sink import PrometheusSink
-from gradwatch.sinks.prometheus.targets import target_labels
 
 
 class PeriodicExport:

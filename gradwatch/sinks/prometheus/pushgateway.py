@@ -16,10 +16,11 @@ from prometheus_client.metrics_core import Metric as ClientMetric
 from prometheus_client.registry import Collector
 
 from gradwatch.account import Account
-from gradwatch.records.snapshot import Record, RunInfo
+from gradwatch.records.record import Record
+from gradwatch.records.run_info import RunInfo
+from gradwatch.runtime.background_worker import Job, background_worker
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.runtime.printable import printable
-from gradwatch.runtime.worker import Job, background_worker
 from gradwatch.sinks.http_post import TIMEOUT_SECONDS, checked_url
 from gradwatch.sinks.prometheus.collector import client_metric
 from gradwatch.sinks.prometheus.final_metrics import final_families

@@ -15,7 +15,9 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gradwatch.records.snapshot import Record, RuleInfo, Snapshot
+from gradwatch.records.record import Record
+from gradwatch.records.run_info import RuleInfo
+from gradwatch.records.snapshot import Snapshot
 from gradwatch.sinks.prometheus.metric_catalogue import NORM_BUCKETS, OBSERVE_BUCKETS, STEP_BUCKETS
 
 STALL_FLOOR_SECONDS = 300.0

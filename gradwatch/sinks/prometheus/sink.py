@@ -10,7 +10,8 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from gradwatch.endpoint.listen import (
+from gradwatch.endpoint.http_protocol import Content, plain
+from gradwatch.endpoint.listen_address import (
     DEFAULT_LISTEN,
     listening_socket,
     parse_listen,
@@ -18,17 +19,17 @@ from gradwatch.endpoint.listen import (
     remove_endpoint,
     write_endpoint,
 )
-from gradwatch.endpoint.protocol import Content, plain
 from gradwatch.endpoint.server import Endpoint, Limits
-from gradwatch.records.snapshot import Record, RunInfo
+from gradwatch.records.record import Record
+from gradwatch.records.run_info import RunInfo
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.runtime.printable import printable
 from gradwatch.sinks.prometheus.exposition import CONTENT_TYPE, render
+from gradwatch.sinks.prometheus.file_sd import remove_target, strangers, write_target
 from gradwatch.sinks.prometheus.metric_values import Layout, OptimizerView, View, families, optimizer_labels
-from gradwatch.sinks.prometheus.page import status_page
+from gradwatch.sinks.prometheus.parameter_selection import MODES, ParamsMode, Selection, SeriesBudget
 from gradwatch.sinks.prometheus.run_totals import STALL_FLOOR_SECONDS, RunTotals
-from gradwatch.sinks.prometheus.selection import MODES, ParamsMode, Selection, SeriesBudget
-from gradwatch.sinks.prometheus.targets import remove_target, strangers, write_target
+from gradwatch.sinks.prometheus.start_page import status_page
 
 if TYPE_CHECKING:
     from gradwatch.sinks.prometheus.collector import RecordCollector

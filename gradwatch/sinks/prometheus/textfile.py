@@ -10,8 +10,9 @@ import re
 import time
 from pathlib import Path
 
-from gradwatch.records.snapshot import Record, RunInfo
-from gradwatch.runtime.files import write_whole
+from gradwatch.records.record import Record
+from gradwatch.records.run_info import RunInfo
+from gradwatch.runtime.atomic_files import write_whole
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.sinks.prometheus.exposition import render
 from gradwatch.sinks.prometheus.periodic_export import PeriodicExport

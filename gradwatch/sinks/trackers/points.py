@@ -18,7 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.incidents import explanation
-from gradwatch.records.snapshot import Event, Record, RuleInfo, Severity, Sites, Snapshot
+from gradwatch.records.event import Event, Severity
+from gradwatch.records.record import Record
+from gradwatch.records.run_info import RuleInfo
+from gradwatch.records.snapshot import Sites, Snapshot
 from gradwatch.runtime.printable import distinct, one_line, printable
 from gradwatch.sinks.prometheus.run_totals import RunTotals
 

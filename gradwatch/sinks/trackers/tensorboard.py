@@ -14,9 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from gradwatch.records.snapshot import RunInfo
+from gradwatch.records.run_info import RunInfo
+from gradwatch.runtime.background_worker import background_worker
 from gradwatch.runtime.dependencies import require
-from gradwatch.runtime.worker import background_worker
 from gradwatch.sinks.trackers.points import Note, Point
 from gradwatch.sinks.trackers.tracker import DEFAULT_EVERY, Tracker
 

@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import islice
 
-from gradwatch.records.snapshot import Record, RunInfo
+from gradwatch.records.record import Record
+from gradwatch.records.run_info import RunInfo
+from gradwatch.runtime.background_worker import BackgroundWorker, Job
 from gradwatch.runtime.internal_errors import Health
-from gradwatch.runtime.worker import BackgroundWorker, Job
-from gradwatch.sinks import state_restored
+from gradwatch.sinks.registry import state_restored
 from gradwatch.sinks.trackers.points import Point, Points
 
 MAX_QUEUE = 1024

@@ -10,9 +10,9 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
-from gradwatch.records.snapshot import RunInfo
+from gradwatch.records.run_info import RunInfo
+from gradwatch.runtime.background_worker import BackgroundWorker
 from gradwatch.runtime.dependencies import require
-from gradwatch.runtime.worker import BackgroundWorker
 from gradwatch.sinks.trackers.points import PREFIX, Point
 from gradwatch.sinks.trackers.tracker import DEFAULT_EVERY, Tracker
 

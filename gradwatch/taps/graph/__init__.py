@@ -1,1 +1,1 @@
-"""The autograd graph: `leaves` that a backward fills, `nodes` and numbers, backwards run `around`, `anomaly` mode."""
+"""The autograd graph: leaves that a backward fills, numbers of nodes, a function around each backward, anomaly mode."""

@@ -1,1 +1,1 @@
-"""Optimizers: `init` their making; `inner` those that another one wraps."""
+"""Optimizers: their creation, their param groups, those that another one wraps."""

@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint
 
 import gradwatch
 from gradwatch.capture.optimizer_capture import OptimizerCapture
-from gradwatch.engine.action_outcome import unclipped, with_clip_order
-from gradwatch.records.snapshot import Decision
+from gradwatch.engine.norms_after_actions import unclipped, with_clip_order
+from gradwatch.records.decision import Decision
 from gradwatch.rules.files import parse_rules
 from tests.reading.test_device import WAITING, Operations
 from tests.support.backward_jobs import BASELINE, CONSTANT, METHODS, POLICY, Job, X, same

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from gradwatch.actions.skip.backup import OptimizerBackup
-from gradwatch.records.snapshot import Decision
+from gradwatch.records.decision import Decision
 from tests.actions.skip.test_skip import digest
 from tests.support.recorder import Recorder
 

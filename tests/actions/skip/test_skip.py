@@ -18,7 +18,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from gradwatch.records.snapshot import Decision
+from gradwatch.records.decision import Decision
 from tests.support.recorder import Recorder
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(3))

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradwatch.records.snapshot import Record, RunInfo
+from gradwatch.records.record import Record
+from gradwatch.records.run_info import RunInfo
 from gradwatch.rules.files import load_rules
-from gradwatch.rules.model import NOT_BUILT, RuleSet
+from gradwatch.rules.rule_set import NOT_BUILT, RuleSet
 from gradwatch.runtime.internal_errors import Health
 from tests.benchmarks.rescue.faults import Fault
 

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradwatch
 from gradwatch.capture.columns.loss import Losses
-from gradwatch.rules.model import RuleSet
+from gradwatch.rules.rule_set import RuleSet
 from gradwatch.session.watch import session_of
 from tests.support.kept import Kept
 

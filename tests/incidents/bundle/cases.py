@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 import gradwatch
-from gradwatch.incidents.bundle.document import Document
-from gradwatch.incidents.bundle.reading import read_document, read_tensors
+from gradwatch.incidents.bundle.bundle_reader import read_document, read_tensors
+from gradwatch.incidents.bundle.incident_json import Document
 from gradwatch.records.finding import Finding
 from gradwatch.rules.files import parse_rules
-from gradwatch.rules.model import RuleSet
+from gradwatch.rules.rule_set import RuleSet
 from gradwatch.session.watch import session_of
 
 BAD = 77.0

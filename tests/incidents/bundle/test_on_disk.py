@@ -16,12 +16,12 @@ from torch import nn
 
 import gradwatch
 from gradwatch.errors import TrainingStopped
-from gradwatch.incidents.bundle import writing
-from gradwatch.incidents.bundle.background import Background
-from gradwatch.incidents.bundle.reading import read_document
-from gradwatch.localise.replay import evidence
+from gradwatch.incidents.bundle import bundle_writer
+from gradwatch.incidents.bundle.background_jobs import Background
+from gradwatch.incidents.bundle.bundle_reader import read_document
+from gradwatch.localise.replay import bundle_evidence
 from gradwatch.rules.files import parse_rules
-from gradwatch.session import bundles
+from gradwatch.session import snapshot_action
 from tests.incidents.bundle.cases import Fragile, Run, batch, rules
 
 
@@ -54,18 +54,18 @@ def test_a_second_attempt_counts_those_of_the_first_and_overwrites_none(tmp_path
 
 
 FAULTS: dict[str, tuple[Any, str]] = {
-    "gather": (bundles, "gather"),
-    "copied": (evidence, "copied"),
-    "fingerprint": (evidence, "fingerprint"),
-    "encode": (bundles.Document, "encode"),
-    "save": (bundles, "_save"),
-    "write": (writing, "_write"),
-    "rename": (writing.os, "rename"),
-    "mkdir": (writing, "make_directory"),
-    "incident": (bundles.Bundles, "_incident"),
+    "gather": (snapshot_action, "gather"),
+    "copied": (bundle_evidence, "copied"),
+    "fingerprint": (bundle_evidence, "fingerprint"),
+    "encode": (snapshot_action.Document, "encode"),
+    "save": (snapshot_action, "_save"),
+    "write": (bundle_writer, "_write"),
+    "rename": (bundle_writer.os, "rename"),
+    "mkdir": (bundle_writer, "make_directory"),
+    "incident": (snapshot_action.Bundles, "_incident"),
     "submit": (Background, "submit"),
-    "norms": (bundles, "norms_of"),
-    "take": (bundles, "incident_of"),
+    "norms": (snapshot_action, "norms_of"),
+    "take": (snapshot_action, "incident_of"),
 }
 
 
@@ -110,7 +110,7 @@ def test_after_a_full_disk_the_next_incident_has_its_bundle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A bundle that could not be written does not count against `keep`."""
-    real, failed = writing._write, []
+    real, failed = bundle_writer._write, []
 
     def once(path: Path, content: bytes) -> None:
         if not failed:
@@ -118,7 +118,7 @@ def test_after_a_full_disk_the_next_incident_has_its_bundle(
             raise OSError(errno.ENOSPC, "full")
         real(path, content)
 
-    monkeypatch.setattr(writing, "_write", once)
+    monkeypatch.setattr(bundle_writer, "_write", once)
     run = Run(
         tmp_path, rules("keep: 1"), bad=(2, 6), steps=9, strict=False, after=lambda gw, step: gw.flush(30)
     )
@@ -131,8 +131,10 @@ def test_a_disk_that_hangs_stalls_no_step_and_loses_what_comes_meanwhile(
 ) -> None:
     """Two bundles wait at most; the third is counted as lost, and training has long gone on."""
     answer = threading.Event()
-    real = bundles._save
-    monkeypatch.setattr(bundles, "_save", lambda tensors, path: (answer.wait(60), real(tensors, path)))
+    real = snapshot_action._save
+    monkeypatch.setattr(
+        snapshot_action, "_save", lambda tensors, path: (answer.wait(60), real(tensors, path))
+    )
     steps: list[int] = []
 
     def after(gw: Any, step: int) -> None:
@@ -230,10 +232,10 @@ def test_a_link_in_the_way_is_not_followed(name: str, tmp_path: Path) -> None:
 )
 def test_any_incident_is_one_folder_inside_the_run(incident: str, tmp_path: Path) -> None:
     """Rules made in code may be called anything; two names stay two folders."""
-    from gradwatch.incidents.bundle.folders import bundles_of, folder_name
+    from gradwatch.incidents.bundle.bundle_folders import bundles_of, folder_name
 
     name = folder_name(incident)
-    found = writing.write_bundle(tmp_path, name, {}, lambda path: None)
+    found = bundle_writer.write_bundle(tmp_path, name, {}, lambda path: None)
     assert found.parent == tmp_path / "bundles"
     assert not found.name.startswith(".")
     assert bundles_of(tmp_path, incident) == [found]

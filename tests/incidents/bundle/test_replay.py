@@ -18,10 +18,10 @@ from torch import Tensor, nn
 
 from gradwatch.cli import main
 from gradwatch.errors import GradwatchError
-from gradwatch.incidents.bundle.reading import BundleError, read_document, read_tensors
+from gradwatch.incidents.bundle.bundle_reader import BundleError, read_document, read_tensors
 from gradwatch.localise.hold.model_recorder import inner
+from gradwatch.localise.replay.bundle_evidence import NO_GRADIENT
 from gradwatch.localise.replay.bundle_replay import Rerun, load_weights
-from gradwatch.localise.replay.evidence import NO_GRADIENT
 from gradwatch.records.finding import Finding
 from gradwatch.rules.files import parse_rules
 from gradwatch.session.watch import session_of

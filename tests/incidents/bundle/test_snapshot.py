@@ -14,11 +14,11 @@ from torch import nn
 
 import gradwatch
 from gradwatch.errors import AttachError
-from gradwatch.incidents.bundle.background import Background
-from gradwatch.incidents.bundle.reading import read_document
-from gradwatch.localise.replay import evidence
+from gradwatch.incidents.bundle.background_jobs import Background
+from gradwatch.incidents.bundle.bundle_reader import read_document
+from gradwatch.localise.replay import bundle_evidence
 from gradwatch.rules.files import parse_rules
-from gradwatch.session import bundles
+from gradwatch.session import snapshot_action
 from gradwatch.session.watch import session_of
 from gradwatch.taps import module_calls
 from tests.incidents.bundle.cases import RULES, Fragile, Run, batch, rules
@@ -169,7 +169,7 @@ def test_a_snapshot_changes_no_bit(
 ) -> None:
     """Bundles of healthy steps, batch and weights and all: losses, weights, optimizer, generators as without us."""
     monkeypatch.setattr(
-        bundles, "Background", functools.partial(Background, most=9)
+        snapshot_action, "Background", functools.partial(Background, most=9)
     )  # the steps take no time
     text = FIRES.replace("OPTIONS", "batch: true, parameters: true, keep: 9")
 
@@ -292,7 +292,7 @@ def test_every_dtype_goes_to_the_disk_and_back_bit_for_bit(dtype: torch.dtype, t
     """Also empty, without dimensions, transposed, expanded."""
     plain = torch.arange(12).reshape(3, 4).to(dtype)
     shapes = {"t": plain.t(), "e": plain[:0], "s": plain[1, 2], "x": plain[:1].expand(3, 4)}
-    kept = evidence.Evidence(1 << 20)
+    kept = bundle_evidence.Evidence(1 << 20)
     for name, tensor in shapes.items():
         assert kept.keep(name, tensor) == name
     save_file(kept.tensors, tmp_path / "x.safetensors")

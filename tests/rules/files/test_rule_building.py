@@ -23,7 +23,8 @@ from gradwatch.rules.files import canonical, json_schema, load_rules, parse_rule
 from gradwatch.rules.files.annotations import PLACEHOLDERS
 from gradwatch.rules.files.rule_building import BUILT_IN
 from gradwatch.rules.files.sink_kinds import SINKS, SinkKind
-from gradwatch.rules.model import (
+from gradwatch.rules.packs import pack_names
+from gradwatch.rules.rule_set import (
     NOT_BUILT,
     Action,
     Clip,
@@ -33,7 +34,6 @@ from gradwatch.rules.model import (
     RuleSet,
     SinkSpec,
 )
-from gradwatch.rules.packs import pack_names
 
 SPIKE = "version: 1\nrules:\n  r:\n    detect: {kind: spike}\n"
 
@@ -270,7 +270,7 @@ def test_origins(tmp_path: Path) -> None:
 
 def test_known_kinds_that_are_not_built(monkeypatch: pytest.MonkeyPatch) -> None:
     """Such a rule is an error, unless it is optional or disabled: then it is kept as inactive."""
-    monkeypatch.setattr("gradwatch.rules.files.detect.KNOWN_NOT_BUILT", frozenset({"planned"}))
+    monkeypatch.setattr("gradwatch.rules.files.detect_section.KNOWN_NOT_BUILT", frozenset({"planned"}))
     text = "version: 1\nrules:\n  r:\n    detect: {{kind: planned}}\n    {}\n"
     assert refusals(text.format("for: 1")) == [("GW202", 4)]
     for key in ("optional: true", "enabled: false"):
@@ -362,7 +362,7 @@ def test_a_kind_that_does_not_load_is_refused(monkeypatch: pytest.MonkeyPatch) -
     def broken(kind: str) -> None:
         raise ImportError(kind)
 
-    monkeypatch.setattr("gradwatch.rules.files.detect.find_detector", broken)
+    monkeypatch.setattr("gradwatch.rules.files.detect_section.find_detector", broken)
     assert refusals("version: 1\nrules: {r: {detect: {kind: theirs}}}") == [("GW201", 2)]
 
 

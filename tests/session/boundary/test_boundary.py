@@ -13,7 +13,8 @@ from torch import nn
 
 from gradwatch.errors import TrainingStopped
 from gradwatch.policies.norm import clip_coefficient
-from gradwatch.records.snapshot import Decision, Order, Snapshot
+from gradwatch.records.decision import Decision, Order
+from gradwatch.records.snapshot import Snapshot
 from tests.support.recorder import Recorder
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(3))

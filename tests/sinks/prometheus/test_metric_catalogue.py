@@ -14,7 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwatch.account import Taken
-from gradwatch.records.snapshot import CheckpointHealth, Column, Record
+from gradwatch.records.record import CheckpointHealth, Record
+from gradwatch.records.snapshot import Column
 from gradwatch.sinks.prometheus.exposition import render
 from gradwatch.sinks.prometheus.metric_catalogue import BY_NAME, METRICS, Metric, documentation
 from gradwatch.sinks.prometheus.metric_values import RunEnd, families

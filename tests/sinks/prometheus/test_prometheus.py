@@ -23,10 +23,10 @@ from hypothesis import strategies as st
 from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
-from gradwatch.endpoint.listen import Address, rank_address
+from gradwatch.endpoint.listen_address import Address, rank_address
 from gradwatch.endpoint.server import THREAD_NAME
 from gradwatch.errors import AttachError
-from gradwatch.records.snapshot import RuleInfo
+from gradwatch.records.run_info import RuleInfo
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.runtime.printable import LONGEST_LABEL, distinct, printable
 from gradwatch.sinks.prometheus.sink import PrometheusSink

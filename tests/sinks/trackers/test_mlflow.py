@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from gradwatch.records.snapshot import Decision
+from gradwatch.records.decision import Decision
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.sinks.trackers.mlflow import MLflowSink
 from tests.support.sink_records import make_event, make_record, make_run, make_sites, skip

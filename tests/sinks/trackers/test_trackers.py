@@ -17,9 +17,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradwatch.errors import AttachError
-from gradwatch.records.snapshot import RunInfo
+from gradwatch.records.run_info import RunInfo
+from gradwatch.runtime.background_worker import BackgroundWorker
 from gradwatch.runtime.internal_errors import Health
-from gradwatch.runtime.worker import BackgroundWorker
 from gradwatch.sinks import make_sink
 from gradwatch.sinks.prometheus.run_totals import RunTotals
 from gradwatch.sinks.trackers.points import MOST_OPTIMIZERS, Point, Points

@@ -1,0 +1,76 @@
+"""Facts of a step that one rank gives to the others, written into the vector that is added up over all ranks.
+
+Axes: K parameters of this rank's capture, W ranks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from gradwatch.capture.window_norms import Norms, WindowNorms
+from gradwatch.distributed.all_reduced_facts import Layout, Vector
+from gradwatch.distributed.pooled_norms import pool
+from gradwatch.distributed.replica_divergence import compare
+from gradwatch.records.snapshot import Column
+
+PACE = 0.05
+"""Weight of a new sample in a rank's own idea of a parameter's usual local norm."""
+
+
+@dataclass(slots=True)
+class Usual:
+    """A rank's own idea of its usual local norms, float64[K] in nats: only to name a parameter, never to judge."""
+
+    level: Vector
+
+    def strangest(self, local: Column) -> int:
+        """The parameter that explains this rank's local gradients best: not finite, or farthest from usual."""
+        values = local.values.astype(np.float64)
+        broken = local.present & ~np.isfinite(values)
+        if broken.any():
+            return int(np.flatnonzero(broken)[-1])
+        usable = local.present & (values > 0)
+        x = np.log(np.where(usable, values, 1.0))
+        distance = np.where(usable & np.isfinite(self.level), np.abs(x - self.level), -1.0)
+        strangest = int(np.argmax(distance))
+        moved = np.where(np.isfinite(self.level), self.level + PACE * (x - self.level), x)
+        self.level = np.where(usable, moved, self.level)
+        return strangest
+
+
+def encode(
+    layout: Layout,
+    window: WindowNorms,
+    norms: tuple[Norms, Norms],
+    values: Mapping[str, float],
+    columns: Mapping[str, Column],
+    local: Column | None,
+    usual: Usual,
+) -> Vector:
+    """The facts of one window: `norms` raw and applied, `values` by scalar, `columns` sampled, local norms."""
+    vector = layout.empty()
+
+    def put(name: str, value: float) -> None:
+        layout.part(vector, name)[0] = value
+
+    put("facts", 1)
+    put("provisional", float(window.provisional))
+    put("rejected", float(bool(values.get("scaler_skip"))))
+    if "loss" in values:
+        put("loss", values["loss"])
+        put("losses", 1)
+    layout.part(vector, "step")[layout.rank] = window.step + 1
+    if local is not None and local.present.any():
+        there = local.values[local.present].astype(np.float64)
+        layout.part(vector, "norm_local")[layout.rank] = math.sqrt(np.dot(there, there))
+        layout.part(vector, "nonfinite")[layout.rank] = np.count_nonzero(~np.isfinite(there))
+        layout.part(vector, "site")[layout.rank] = layout.own[usual.strangest(local)] + 1
+    if layout.pooled:
+        pool(layout, vector, window, norms, columns)
+    else:
+        compare(layout, vector, norms[0])
+    return vector

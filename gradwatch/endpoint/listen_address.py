@@ -1,0 +1,128 @@
+"""The listening address of the endpoint, and the file that publishes it.
+
+Addresses are numbers: looking a name up took 8 s under a DNS black hole, at the start of the training.
+"""
+
+from __future__ import annotations
+
+import errno
+import ipaddress
+import json
+import os
+import socket
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from gradwatch.runtime.atomic_files import make_directory, read_regular, write_whole
+from gradwatch.runtime.process_identity import start_ticks
+
+if TYPE_CHECKING:  # numpy, which `gradwatch run` does without
+    from gradwatch.records.run_info import RunInfo
+
+DEFAULT_LISTEN = "127.0.0.1:29440"
+_BACKLOG = 128
+"""Peers whose turn has not come. In a longer queue an honest scrape waits behind a flood: 7 s at 1,024."""
+_SEND_BUFFER_BYTES = 1 << 15
+_PORT_TROUBLE = (errno.EADDRINUSE, errno.EACCES, errno.EPERM)
+
+
+class Address(NamedTuple):
+    """A numeric IP address and a port; port 0 is any free one."""
+
+    host: str
+    port: int
+
+    @property
+    def is_loopback(self) -> bool:
+        """True if only this machine can connect."""
+        return ipaddress.ip_address(self.host).is_loopback
+
+    def __str__(self) -> str:
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def parse_listen(text: str) -> Address:
+    """An Address from `HOST:PORT`: HOST is numeric (v6 in brackets) or localhost; raises ValueError."""
+    host, colon, port = text.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = host[1:-1]
+    if host == "localhost":
+        host = "127.0.0.1"
+    advice = f"listen: {text!r} is not HOST:PORT; write for example {DEFAULT_LISTEN}"
+    if not colon or not (port.isascii() and port.isdigit()) or int(port) > 65535:
+        raise ValueError(f"{advice} (a port is a number up to 65535)")
+    try:
+        ipaddress.ip_address(host)
+    except ValueError:
+        raise ValueError(f"{advice}, or 0.0.0.0:PORT to be reached from other machines") from None
+    return Address(host, int(port))
+
+
+def listening_socket(address: Address) -> socket.socket:
+    """A non-blocking listener on `address`, or on a free port of the same host where that port cannot be had.
+
+    Raises OSError when the host is not an address of this machine, or there are no file descriptors left.
+    """
+    try:
+        return _bound(address)
+    except OSError as error:
+        if error.errno not in _PORT_TROUBLE or not address.port:
+            raise
+    return _bound(address._replace(port=0))
+
+
+def rank_address(address: Address, local_rank: int) -> Address:
+    """Every process of a machine has its own port: base port plus LOCAL_RANK; any free one beyond 65535."""
+    port = address.port + local_rank if address.port else 0
+    return address._replace(port=port if port <= 65535 else 0)
+
+
+def write_endpoint(run: RunInfo, address: Address, url: str) -> str:
+    """Say in `endpoint-rank{rank}.json` where this process listens, and return that file's path.
+
+    Written whole or not at all (temp + rename), mode 0600, in the run's own directory, which is made with
+    mode 0700 if need be. Raises OSError.
+    """
+    make_directory(Path(run.directory))
+    path = os.path.join(run.directory, f"endpoint-rank{run.rank}.json")
+    says = {
+        "url": url,
+        "host": address.host,
+        "port": address.port,
+        "node": run.host,
+        "pid": os.getpid(),
+        "started": start_ticks(os.getpid()),
+        "run_id": run.run_id,
+        "rank": run.rank,
+        "local_rank": run.local_rank,
+        "attempt": run.attempt,
+    }
+    write_whole(path, json.dumps(says) + "\n")
+    return path
+
+
+def remove_endpoint(path: str) -> None:
+    """Take the file away at a clean exit, unless a later process (a restart) has written its own."""
+    try:
+        mine = json.loads(read_regular(path, 1 << 16)).get("pid") == os.getpid()
+        if mine:
+            os.unlink(path)
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return  # gone, unreadable or not ours: nothing to take away
+
+
+def _bound(address: Address) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        # Without it a restart would find the port in TIME_WAIT; two listeners on one port stay impossible.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Inherited by every connection: a peer that does not read ties up this much kernel memory, no more.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, _SEND_BUFFER_BYTES)
+        listener.bind((address.host, address.port))
+        listener.listen(_BACKLOG)
+        listener.setblocking(False)
+    except BaseException:
+        listener.close()
+        raise
+    return listener

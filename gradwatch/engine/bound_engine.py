@@ -1,0 +1,339 @@
+"""Engine: a rule file ready to judge; BoundEngine: the same, bound to the sites of one optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import replace
+
+import numpy as np
+
+from gradwatch.detectors import State
+from gradwatch.engine.backward_clips import Asked, asked, bounds, module_bounds, only_in_backward
+from gradwatch.engine.bound_clip_policies import Failed, clips_only_total, needs_host
+from gradwatch.engine.columns_needed import Needs, needs_of
+from gradwatch.engine.engine_state import EngineState, empty_state
+from gradwatch.engine.fast_path import FastPath
+from gradwatch.engine.judge import Step, firing_now
+from gradwatch.engine.rule_actions import by_rule, orders, rescaled, without_overridden
+from gradwatch.engine.rule_plan import NO_BANK, Plan, make_plan
+from gradwatch.engine.series import FREE_COLUMNS, labels
+from gradwatch.engine.unmatched_rules import admit, may_miss, refusals, unmatched
+from gradwatch.engine.unsupported_rules import Refusal
+from gradwatch.errors import GradwatchError
+from gradwatch.policies.norm_bound import Bound
+from gradwatch.records.decision import Decision
+from gradwatch.records.run_info import RuleInfo
+from gradwatch.records.snapshot import BoolArray, Sites, Snapshot
+from gradwatch.records.verdict import Due, Verdict
+from gradwatch.rules.rule_set import Rule, RuleSet
+
+LR_JUMP = 3.0
+"""A learning rate that changes by more than this factor in a step re-baselines the gradients it steers."""
+
+STEERED_BY_USER = frozenset({"loss", "lr", "loss_scale", "scaler_skip"})
+"""Scalars that are not made of gradients: a jump of the learning rate does not re-baseline them."""
+
+
+OF_SCALER = frozenset({"loss_scale", "scaler_skip"})
+"""Scalars that a GradScaler makes: their rules are judged on the steps it rejects too."""
+
+
+def raised(error: Exception) -> None:
+    """An error of a policy that is not counted."""
+    raise error
+
+
+class Engine:
+    """A rule file ready to be bound to models. Immutable; all memory is in the `EngineState`s it hands out.
+
+    `rank` is only told to annotations (`{rank}`).
+    """
+
+    def __init__(self, ruleset: RuleSet, rank: int = 0) -> None:
+        self.ruleset = ruleset
+        self._clip_needs_host = needs_host(ruleset.clip)
+        self.may_miss = may_miss(ruleset)  # whether `unmatched` could ever list anything
+        self.rank = rank
+
+    @property
+    def rule_infos(self) -> tuple[RuleInfo, ...]:
+        """Descriptions of the enabled rules for sinks, by id."""
+        return tuple(
+            RuleInfo(rule.id, rule.kind, rule.severity, _named(rule), getattr(rule.detect, "of", ""))
+            for rule in self._enabled()
+        )
+
+    @property
+    def columns(self) -> frozenset[str]:
+        """Every column that an enabled rule reads, free or not."""
+        return frozenset(name for rule in self._enabled() for name in rule.detect.columns)
+
+    @property
+    def needs(self) -> Needs:
+        """Columns that the enabled rules need, whatever the model."""
+        return needs_of(self._enabled(), FREE_COLUMNS)
+
+    @property
+    def skips_nonfinite(self) -> bool:
+        """True if some rule skips steps with non-finite gradients, as a fused optimizer can on the device."""
+        return any(_skips_on_device(rule) for rule in self._enabled())
+
+    @property
+    def acts_on_host(self) -> bool:
+        """True if some rule or policy acts otherwise, so that norms must be on the host before the step."""
+        rules = any(
+            rule.acts and not (_skips_on_device(rule) or only_in_backward(self.ruleset, rule.id))
+            for rule in self._enabled()
+        )
+        return rules or self._clip_needs_host
+
+    @property
+    def clips_only_total(self) -> bool:
+        """True if `clip:` asks for nothing, or for nothing but a bound on the total norm at the step."""
+        return clips_only_total(self.ruleset.clip)
+
+    def _enabled(self) -> list[Rule]:
+        return sorted((rule for rule in self.ruleset.rules if rule.enabled), key=lambda rule: rule.id)
+
+    def check(self, sites: Sites, strict: bool = False) -> None:
+        """Raise `UnfitRulesError` unless all that is asked of these sites (all the model's) can be carried out.
+
+        With `strict`, rules and groups that match nothing raise `UnmatchedRulesError`; see `unmatched`.
+        """
+        admit(self.ruleset, sites, strict)
+
+    def refusals(self, sites: Sites) -> list[Refusal]:
+        """Refusals of what cannot be carried out on these sites; what `check` raises for, item by item."""
+        return list(refusals(self.ruleset, sites.labelled(labels(self.ruleset.groups, sites))))
+
+    def unmatched(self, sites: Sites) -> dict[str, str]:
+        """Reasons, by rule id or group (`group:NAME`), for matching no site here; `optional` ones are left out."""
+        return unmatched(self.ruleset, sites.labelled(labels(self.ruleset.groups, sites)))
+
+    def bind(self, sites: Sites) -> BoundEngine:
+        """The engine for the sites of one optimizer; a rule that matches none of them is simply inactive."""
+        labelled = sites.labelled(labels(self.ruleset.groups, sites))
+        return BoundEngine(make_plan(self.ruleset, labelled), self.rank)
+
+
+class BoundEngine:
+    """Rules bound to sites: `evaluate` and `decide` are pure; `init` and `adopt` make their states."""
+
+    def __init__(self, plan: Plan, rank: int) -> None:
+        self.plan = plan
+        self.rank = rank
+        self._size = len(plan.sites)
+        self.clipping = plan.clipping
+        self.max_norm = plan.clipping.max_norm
+        facts = [number for number, one in enumerate(plan.rules) if one.detector.finiteness]
+        # A loss is not finite with its gradients more often than alone: those are asked first.
+        self._facts = tuple(sorted(facts, key=lambda number: plan.rules[number].series.column == "loss"))
+        self._fast_path = FastPath(plan)
+        self._every_step = Decision(
+            max_norm=self.max_norm, elementwise=bool(self.clipping.elementwise) and self.clipping.at == "step"
+        )
+        self._of_scaler = tuple(n for n, one in enumerate(plan.rules) if one.series.column in OF_SCALER)
+        self._others = tuple(number for number in range(len(plan.rules)) if number not in set(facts))
+
+    @property
+    def sites(self) -> Sites:
+        """The sites, carrying the rule file's label groups."""
+        return self.plan.sites
+
+    @property
+    def needs(self) -> Needs:
+        """The columns the capture must read, and at which steps."""
+        return self.plan.needs
+
+    @property
+    def inactive(self) -> Mapping[str, str]:
+        """The reason why a rule of the file judges nothing here, by rule id."""
+        return self.plan.inactive
+
+    def warming_up(self, state: EngineState) -> dict[str, str]:
+        """The rules none of whose baselines has the samples it needs to judge, with how many the fullest has."""
+        found = {}
+        for one in self.plan.rules:
+            seen = None if one.bank == NO_BANK else getattr(state.baselines[one.bank], "n", None)
+            needed = getattr(one.detector, "warmup", 0)
+            if seen is not None and needed and int(seen[one.part].max(initial=0)) < needed:
+                found[one.rule.id] = (
+                    f"warm-up not over: {int(seen[one.part].max(initial=0))} of {needed} samples"
+                )
+        return found
+
+    def init(self) -> EngineState:
+        """The state of a run that has not taken a step."""
+        return empty_state(self.plan)
+
+    def adopt(self, state: EngineState, previous: BoundEngine | None = None) -> EngineState:
+        """The state carried over to these sites and rules by name; what is new starts empty."""
+        return EngineState.from_dict(state.to_dict(), self.plan)
+
+    def evaluate(self, state: EngineState, snapshot: Snapshot) -> tuple[Verdict, EngineState]:
+        """Judge one step. Pure; raises `GradwatchError` for a snapshot or a state of other sites.
+
+        Facts (NaN, Inf, overflow) are judged first, because no baseline learns a step that is skipped
+        for them. A provisional snapshot is judged for facts only. A step that the GradScaler itself rejected
+        (`scalars["scaler_skip"]` not 0) is judged only by the rules on the scaler; for all others it did not
+        happen.
+        """
+        if state.plan is not self.plan or len(snapshot.norm) != self._size:
+            raise GradwatchError("state or snapshot belongs to other sites; use adopt()")
+        if snapshot.scalars.get("scaler_skip"):
+            return self._rejected(state, snapshot)
+        lr = snapshot.scalars.get("lr", state.lr)
+        if state.ordinary is not None and not snapshot.provisional and not jumped(state.lr, lr):
+            learned = self._fast_path.learn(state, snapshot)
+            if learned is not None:
+                tracks, consecutive = state.tracks, state.consecutive
+                known = state.ordinary, state.done
+                after = EngineState(self.plan, learned, tracks, consecutive, lr, *known, state.clips)
+                return state.ordinary, after
+        return self._judge(state, snapshot, lr)
+
+    def _rejected(self, state: EngineState, snapshot: Snapshot) -> tuple[Verdict, EngineState]:
+        """A step that the GradScaler rejected: its gradients are the scaler's own affair."""
+        if not self._of_scaler:
+            return Verdict(firing_now(state)), state
+        step = Step(state, snapshot, self.rank)
+        baselines = step.learn(state.baselines, learning=True, only=OF_SCALER)
+        for number in self._of_scaler:
+            step.judge(number)
+        return step.finish(baselines, state.lr)
+
+    def _judge(self, state: EngineState, snapshot: Snapshot, lr: float | None) -> tuple[Verdict, EngineState]:
+        """Rule by rule."""
+        baselines, step = state.baselines, Step(state, snapshot, self.rank)
+        for number in self._facts:
+            step.judge(number)
+        if not snapshot.provisional:
+            if jumped(state.lr, lr):
+                baselines = self._restarted(state, np.ones(len(self.plan.sites), np.bool_), keep_judging=True)
+            baselines = step.learn(baselines, learning=not self._will_skip(step))
+            for number in self._others:
+                step.judge(number)
+        return step.finish(baselines, lr)
+
+    def _will_skip(self, step: Step) -> bool:
+        """True if a fact leads to a skip, of its own or of its ladder."""
+        rules = (self.plan.rules[number] for number in self._facts)
+        return bool(step.acting) and any(
+            one.skip is not None or "skip_step" in step.due[one.rule.id].climbed
+            for one in rules
+            if one.rule.mode == "act" and one.rule.id in step.acting
+        )
+
+    @property
+    def asked(self) -> Asked:
+        """Actions inside the backward, and their sites."""
+        return asked(self.plan)
+
+    def bounds(self, state: EngineState) -> tuple[Bound, ...]:
+        """Bounds for the hooks on parameters in the next backward."""
+        return bounds(self.plan, state)
+
+    def module_bounds(self, state: EngineState) -> tuple[Bound, ...]:
+        """Bounds for the hooks on modules in the next backward."""
+        return module_bounds(self.plan, state)
+
+    def decide(
+        self, state: EngineState, verdict: Verdict, snapshot: Snapshot, failed: Failed = raised
+    ) -> tuple[Decision, EngineState]:
+        """The orders that follow from a verdict, joined over all rules; `state` is the one `evaluate`
+        returned for this snapshot, and the one returned here has learned what was decided of it.
+
+        The standing clips of the rule file hold on every step; a non-finite norm gets the coefficient 1
+        (`gradwatch.policies`).
+        """
+        decision = self._every_step
+        if verdict.acting or verdict.standing:
+            for number, one in by_rule(self.plan, verdict.acting):
+                due = verdict.due.get(one.rule.id, Due(np.zeros(len(one.shown), np.bool_)))
+                decision |= orders(one, due, state.consecutive[number], snapshot, self.plan)
+            for _, one in by_rule(self.plan, verdict.standing):
+                decision |= rescaled(one, verdict.standing[one.rule.id], snapshot)
+            decision = without_overridden(decision)
+        return self.clip(decision, state, snapshot, failed) if self.clipping.policies else (decision, state)
+
+    def clip(
+        self, decision: Decision, state: EngineState, snapshot: Snapshot, failed: Failed = raised
+    ) -> tuple[Decision, EngineState]:
+        """The decision with the factors of the standing policies, and the state that has learned this step.
+
+        A step that is skipped, that the GradScaler rejected or that is provisional is learned by none of them.
+        `failed` is called for a policy at fault, which then does nothing on this step; without it the fault is raised.
+        """
+        if not self.clipping.policies or snapshot.scalars.get("scaler_skip"):
+            return decision, state
+        at_step = self.clipping.at == "step"  # else the hooks have done it
+        coef = self.clipping.coefficients(state.clips, snapshot, failed) if at_step else None
+        decision = decision if coef is None else decision | Decision(coef=coef)
+        if decision.skip or snapshot.provisional:
+            return decision, state
+        return decision, replace(state, clips=self.clipping.learn(state.clips, snapshot, failed))
+
+    def again(self, state: EngineState, snapshot: Snapshot, failed: Failed = raised) -> Decision:
+        """Clipping of one more gradient of a step that has been judged; it updates no state."""
+        if self.clipping.at == "backward":
+            return Decision()  # the hooks have done it
+        coef = self.clipping.coefficients(state.clips, snapshot, failed) if self.clipping.policies else None
+        return self._every_step if coef is None else self._every_step | Decision(coef=coef)
+
+    def fallback(self, total_norm: float) -> Decision:
+        """The orders that hold without a verdict, should `evaluate` fail.
+
+        The standing clip of the total (`clip` adds the others), and the skip of a step whose gradients are not
+        finite where a rule asks for it.
+        """
+        broken = not math.isfinite(total_norm)
+        skips = any(
+            one.detector.kind == "nonfinite" and one.rule.acts and one.skip for one in self.plan.rules
+        )
+        return replace(self._every_step, skip=broken and skips)
+
+    def rebaseline(self, state: EngineState, glob: str = "*") -> EngineState:
+        """The state with the baselines of all sites that match `glob` forgotten, and of totals they are
+        part of; those of clip policies too.
+
+        For changes made on purpose: those series are blind until they have warmed up again.
+        """
+        mask_S = self.sites.select(glob)
+        baselines = self._restarted(state, mask_S, keep_judging=False)
+        clips = self.clipping.reset(state.clips, mask_S)
+        return EngineState(self.plan, baselines, state.tracks, state.consecutive, state.lr, clips=clips)
+
+    def _restarted(self, state: EngineState, mask_S: BoolArray, keep_judging: bool) -> tuple[State, ...]:
+        after = []
+        for bank, baseline in zip(self.plan.banks, state.baselines, strict=True):
+            exempt = STEERED_BY_USER if keep_judging else frozenset()
+            touched = [one.touched(self.sites, mask_S) & (one.column not in exempt) for one in bank.segments]
+            mask = np.concatenate(touched)
+            after.append(bank.detector.rebaseline(baseline, mask, keep_judging) if mask.any() else baseline)
+        return tuple(after)
+
+
+def _named(rule: Rule) -> tuple[str, ...]:
+    """The actions a rule may carry out, those of its ladder included."""
+    return tuple(dict.fromkeys(action.does for action in rule.do))
+
+
+def _skips_on_device(rule: Rule) -> bool:
+    """True if a rule only skips non-finite gradients, for ever: `found_inf` does that without the host."""
+    done = [
+        action for action in rule.do if action.name != "localise"
+    ]  # it changes nothing, and may come late
+    skips = [action for action in done if action.name == "skip_step"]
+    forever = all(
+        action.params.get("max_consecutive") is None or action.params.get("then") != "stop"
+        for action in skips
+    )
+    return rule.acts and rule.kind == "nonfinite" and 0 < len(skips) == len(done) and forever
+
+
+def jumped(before: float | None, now: float | None) -> bool:
+    """True if the learning rate changed by more than a factor of 3; to or from 0 is no jump but a pause."""
+    if before is None or now is None or before == now or not (before > 0 and now > 0):
+        return False
+    return not 1 / LR_JUMP <= now / before <= LR_JUMP

@@ -1,0 +1,165 @@
+"""State of an engine between steps, and how it is saved and restored: by site name, through JSON, to other sites.
+
+Axes: K series of a bank or a rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from gradwatch.detectors import State
+from gradwatch.engine.firing import IDLE, NEVER, Track, awake
+from gradwatch.engine.rule_plan import Plan
+from gradwatch.engine.series import Series
+from gradwatch.errors import GradwatchError
+from gradwatch.records.verdict import Verdict
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, eq=False, repr=False)
+class EngineState:
+    """Immutable by convention: `evaluate` returns a new one and never writes to the old.
+
+    `plan` the rules and series it belongs to; `baselines` one detector state per bank; `tracks` one per rule;
+    `consecutive` steps in a row on which each rule asked for an action; `lr` the last learning rate seen.
+    `clips` one state per policy of `clip:`.
+    What follows is only known of a state that `evaluate` made, and follows from the rest: `ordinary` the verdict
+    on a healthy step, None while a rule on columns of every step is pending or firing; `done` by bank (see
+    `Detector.done`).
+    """
+
+    plan: Plan
+    baselines: tuple[State, ...]
+    tracks: tuple[Track, ...]
+    consecutive: tuple[int, ...]
+    lr: float | None = None
+    ordinary: Verdict | None = None
+    done: tuple[bool, ...] = ()
+    clips: tuple[State, ...] = ()
+
+    def __repr__(self) -> str:
+        firing = [
+            one.rule.id for one, track in zip(self.plan.rules, self.tracks, strict=True) if not track.idle
+        ]
+        return f"EngineState({len(self.plan.rules)} rules, {len(self.plan.sites)} sites, not idle: {firing})"
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dicts, lists, strings and numbers (no NaN), by site name: for JSON and for checkpoints."""
+        plan = self.plan
+        baselines = {}
+        for bank, state in zip(plan.banks, self.baselines, strict=True):
+            for segment, part in zip(bank.segments, bank.parts, strict=True):
+                baselines[f"{bank.key}|{segment.key}"] = _rows(segment, state, part)
+        rules = zip(plan.rules, self.tracks, self.consecutive, strict=True)
+        return {
+            "format": FORMAT,
+            "lr": self.lr,
+            "baselines": baselines,
+            "rules": {one.rule.id: _track_rows(one.shown, track, count) for one, track, count in rules},
+            "clips": plan.clipping.to_dict(self.clips),
+        }
+
+    @classmethod
+    def from_dict(cls, saved: Mapping[str, Any], plan: Any) -> EngineState:
+        """The state for a bound engine (or a Plan): what is known by name is kept, what is new starts empty.
+
+        Survives renamed rules (baselines stay), changed thresholds, and parameters that came or went. Raises
+        `GradwatchError` for a dict that no `to_dict` of this format wrote.
+        """
+        plan = getattr(plan, "plan", plan)
+        if saved.get("format") != FORMAT:
+            raise GradwatchError(
+                f"engine state of format {saved.get('format')!r}; this version reads {FORMAT}"
+            )
+        try:
+            return _restored(saved, plan)
+        except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+            raise GradwatchError(f"not an engine state: {type(error).__name__}: {error}") from error
+
+
+def empty_state(plan: Plan) -> EngineState:
+    """Nothing seen, nothing pending."""
+    return EngineState(
+        plan,
+        tuple(bank.detector.init(bank.size) for bank in plan.banks),
+        (IDLE,) * len(plan.rules),
+        (0,) * len(plan.rules),
+        clips=plan.clipping.init(),
+    )
+
+
+def _rows(segment: Series, state: State, part: slice) -> dict[str, Any]:
+    names = state._fields  # type: ignore[attr-defined]  # every state is a NamedTuple
+    fields = {name: array[..., part].tolist() for name, array in zip(names, state, strict=True)}
+    return {"names": list(segment.names), "fields": fields}
+
+
+def _track_rows(series: Series, track: Track, consecutive: int) -> dict[str, Any]:
+    return {
+        "names": [] if track.idle else list(series.names),
+        "streak": track.streak.tolist(),
+        "firing": track.firing.tolist(),
+        "quiet_since": track.quiet_since.tolist(),
+        "incident": track.incident,
+        "resolved_at": track.resolved_at,
+        "acted": list(track.acted),
+        "consecutive": consecutive,
+    }
+
+
+def _restored(saved: Mapping[str, Any], plan: Plan) -> EngineState:
+    baselines = []
+    for bank in plan.banks:
+        state = bank.detector.init(bank.size)
+        for segment, part in zip(bank.segments, bank.parts, strict=True):
+            rows = saved["baselines"].get(f"{bank.key}|{segment.key}")
+            if rows is not None:
+                _fill(state, segment, part, rows)
+        baselines.append(state)
+    rules = [saved["rules"].get(one.rule.id) for one in plan.rules]
+    tracks = [_track(one.shown, rows) for one, rows in zip(plan.rules, rules, strict=True)]
+    consecutive = [0 if rows is None else int(rows["consecutive"]) for rows in rules]
+    lr = None if saved["lr"] is None else float(saved["lr"])
+    clips = plan.clipping.restored(saved.get("clips", {}))  # none in what an earlier version saved
+    return EngineState(plan, tuple(baselines), tuple(tracks), tuple(consecutive), lr, clips=clips)
+
+
+def _matches(names: tuple[str, ...], saved: list[str]) -> tuple[list[int], list[int]]:
+    """Positions of the names known to both sides: here, and in the saved state."""
+    place = {name: k for k, name in enumerate(saved)}
+    here = [k for k, name in enumerate(names) if name in place]
+    return here, [place[names[k]] for k in here]
+
+
+def _fill(state: State, segment: Series, part: slice, rows: Mapping[str, Any]) -> None:
+    """Write the saved rows into a state that `init` has just made and nothing else refers to."""
+    here, there = _matches(segment.names, rows["names"])
+    if not here:
+        return
+    for name, array in zip(state._fields, state, strict=True):  # type: ignore[attr-defined]
+        values, target = np.asarray(rows["fields"][name], array.dtype), array[..., part]
+        if values.shape[:-1] == target.shape[:-1]:  # a warm-up ring that had been dropped stays empty
+            target[..., here] = values[..., there]
+
+
+def _track(series: Series, rows: Mapping[str, Any] | None) -> Track:
+    if rows is None:
+        return IDLE
+    acted = tuple(map(int, rows.get("acted", ())))  # earlier versions had no ladders
+    track = IDLE._replace(incident=str(rows["incident"]), resolved_at=int(rows["resolved_at"]), acted=acted)
+    here, there = _matches(series.names, rows["names"])
+    if not here:
+        return track._replace(resolved_at=track.resolved_at if track.incident else NEVER)
+    track = awake(track, len(series))
+    for target, name in (
+        (track.streak, "streak"),
+        (track.firing, "firing"),
+        (track.quiet_since, "quiet_since"),
+    ):
+        target[here] = np.asarray(rows[name], target.dtype)[there]
+    return track

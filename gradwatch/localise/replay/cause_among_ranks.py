@@ -1,0 +1,79 @@
+"""Several ranks and one cause: what all of them must agree on, and whose step it was.
+
+A NaN of one rank is in everybody's gradients once they are reduced, so all ranks judge alike and localise alike, each
+its own step. They exchange what they found, and all report the same cause, with its rank. Nothing
+here is a collective of torch's: ranks meet in the store that `init_process_group` made, all of them or none, and wait
+for one another for a bounded time (`distributed.group`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from gradwatch.distributed.process_group import AloneError, meet
+from gradwatch.localise.hold.module_attributes import Refused
+from gradwatch.records.finding import Finding
+
+SURE = ("unknown", "loss")  # from the least sure; every other phase names an operation, a tensor or a module
+MET = "the ranks could not compare causes: {why}; this is the cause found on rank {rank} alone"
+
+
+class RankAgreement:
+    """The ranks at one boundary whose verdict they share; `name` is the same on all, and of no other boundary."""
+
+    def __init__(self, name: str, rank: int) -> None:
+        self._name = name
+        self._rank = rank
+
+    def agree(self, refusal: str) -> None:
+        """Raise `Refused`, on all ranks, where one of them has a `refusal` ("" = it has none)."""
+        try:
+            reports = meet(f"{self._name}/agreed", {"refusal": refusal}, {}).hellos
+        except AloneError as error:
+            raise Refused(f"the collective failed: {error}") from error
+        for rank, report in enumerate(reports):
+            if report["refusal"]:
+                raise Refused(f"on rank {rank}: {report['refusal']}")
+
+    def share(self, finding: Finding) -> Finding:
+        """The Finding of the rank that knows most, on all ranks; this rank's own where they do not meet."""
+        try:
+            reports = meet(f"{self._name}/found", finding.to_dict(), {}).hellos
+        except AloneError as error:
+            return finding.amended(note=_joined(finding.note, MET.format(why=error, rank=self._rank)))
+        return chosen([Finding.from_dict(report) for report in reports])
+
+
+def chosen(findings: Sequence[Finding]) -> Finding:
+    """The surest of what the ranks found, the lowest rank's where several are; it says what became of the others'."""
+    rank = max(range(len(findings)), key=lambda k: (_sureness(findings[k]), -k))
+    best = findings[rank]
+    alike = [k for k, one in enumerate(findings) if _sureness(one) == _sureness(best)]
+    others = [k for k in range(len(findings)) if k not in alike]
+    if not best.found:
+        return best.amended(rank=rank, note=_each(findings))
+    note = f"on {_ranks(alike)}" + (f", not on {_ranks(others)}" if others else "")
+    return best.amended(rank=rank, note=_joined(best.note, note))
+
+
+def _each(findings: Sequence[Finding]) -> str:
+    """The reason why the cause is not known; rank by rank where they say different things."""
+    said: dict[str, list[int]] = {}
+    for rank, finding in enumerate(findings):
+        said.setdefault(finding.note, []).append(rank)
+    if len(said) == 1:
+        return findings[0].note
+    return _joined(*(f"{_ranks(ranks)}: {note}" for note, ranks in said.items()))
+
+
+def _sureness(finding: Finding) -> int:
+    return SURE.index(finding.phase) if finding.phase in SURE else len(SURE)
+
+
+def _ranks(numbers: Sequence[int]) -> str:
+    """`rank 1`, `ranks 0, 2`."""
+    return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:16]))}"
+
+
+def _joined(*notes: str) -> str:
+    return "; ".join(note for note in notes if note)

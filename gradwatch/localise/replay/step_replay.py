@@ -1,0 +1,275 @@
+"""A step run again from what was held of it: forward under the recorder, backward from the gradient at its outputs.
+
+The user's loss function is not needed, and nothing of the job is touched: not `.grad`, not the buffers, not the
+generators (see `state_restored`). Must run before the optimizer steps, while the weights are what they were.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import CheckpointFunction
+
+from gradwatch.localise.diagnosis.python_frames import frame_of
+from gradwatch.localise.diagnosis.tensor_values import describe, finite, state, tensors
+from gradwatch.localise.hold.model_recorder import MAX_BYTES, Call, inner
+from gradwatch.localise.hold.module_attributes import Refused, written_in_place
+from gradwatch.localise.replay.backward_nodes import Culprit
+from gradwatch.localise.replay.forward_operations import Origin, key_of
+from gradwatch.localise.replay.fsdp2_all_gather import without_fsdp
+from gradwatch.localise.replay.operation_recorder import Recorder
+from gradwatch.localise.replay.state_restored import aliases, state_restored
+from gradwatch.records.finding import Frame, Operand
+from gradwatch.taps import dynamo, module_calls, nested_containers
+from gradwatch.taps.muted_forwards import transforming
+from gradwatch.taps.process_totals import uncounted
+
+
+@dataclass(slots=True, eq=False)
+class Trace:
+    """Result of one forward call and its backward.
+
+    `origin`: where a non-finite output came from; `has_nan`: that output is NaN. `culprits`: nodes of the
+    backward. `inside`: the operation at fault within a custom Function. `incoming`: the gradient at the outputs
+    was finite, else `gradient` describes it. `sources`: what an external origin is called, by its key. `caller`:
+    the line that called the model. `stray`: an operation that wrote where the old values are not restored.
+    `skipped`: why this call was not run again; "" where it was.
+    """
+
+    caller: tuple[Frame, ...] = ()
+    origin: Origin | None = None
+    has_nan: bool = False
+    culprits: list[Culprit] = field(default_factory=list)
+    inside: Origin | None = None
+    incoming: bool = True
+    gradient: Operand | None = None
+    sources: Mapping[int, tuple[str, str]] = field(default_factory=dict)
+    stray: str = ""
+    skipped: str = ""
+
+    @property
+    def blamed(self) -> bool:
+        """True if some operation is at fault."""
+        return self.origin is not None or bool(self.culprits)
+
+
+def replay(
+    held: Sequence[tuple[nn.Module, Call]],
+    models: Sequence[nn.Module],
+    failed: Callable[[BaseException], None],
+    around: AbstractContextManager[Any] | None = None,
+    max_bytes: int = MAX_BYTES,
+    whole: Mapping[int, Mapping[str, Tensor]] | None = None,
+) -> list[Trace]:
+    """Run the calls of one step again, in their order: (the model called, its call).
+
+    Modules are named by their place in `models`. `around` is entered around every forward. `max_bytes` caps the
+    copies of tensors in module attributes. `whole` has the parameters of spread models, by the id of the model (see
+    `gathered`). A call that could not be what it was is skipped. Raises `Refused` beyond the cap, and where no call is
+    left; what the forward itself raises passes, and everything is as before all the same.
+    """
+    refused = [_refusal(inner(model), call) for model, call in held]
+    if any(refused) and (all(refused) or any(call.buffers for _, call in held)):
+        raise Refused(next(filter(None, refused)))  # a call skipped would leave the next one other buffers
+    buffers: dict[int, dict[str, Tensor]] = {}
+    traces = []
+    for (model, call), why in zip(held, refused, strict=True):
+        if why:
+            traces.append(Trace(frame_of(call.caller), skipped=why))
+            continue
+        base = inner(model)
+        given = aliases(base, buffers.get(id(base), call.buffers), (whole or {}).get(id(base)))
+        recorder = Recorder(models if within(base, models) else [base], failed)
+        traces.append(_again(base, call, given, recorder, around or nullcontext(), max_bytes))
+        buffers[id(base)] = {name: given[name] for name, _ in base.named_buffers(remove_duplicate=False)}
+    return traces
+
+
+def within(base: nn.Module, models: Sequence[nn.Module]) -> bool:
+    """True if it is one of the watched modules, rather than a criterion beside them."""
+    return any(base is module for model in models for module in model.modules())
+
+
+def _refusal(model: nn.Module, call: Call) -> str:
+    try:
+        refuse(model, call)
+    except Refused as refusal:
+        return str(refusal)
+    return ""
+
+
+def refuse(model: nn.Module, call: Call) -> None:
+    """Raise `Refused` where a call cannot be run again exactly."""
+    if call.reason:
+        raise Refused(call.reason)
+    if call.training != model.training:
+        raise Refused("the model was switched between train() and eval() since its forward")
+    given = tensors((call.args, call.kwargs))
+    if [tensor._version for tensor in given] != call.versions:
+        raise Refused("an input was written into since the forward began")
+
+
+class _Step(nn.Module):
+    """Forward and backward in one call, so that both see the stand-ins: a checkpoint runs its forward twice."""
+
+    def __init__(self, model: nn.Module, run: Callable[[nn.Module], None]) -> None:
+        super().__init__()
+        self.model = model
+        self.run = run
+
+    def forward(self) -> None:
+        """Run it."""
+        self.run(self.model)
+
+
+def _again(
+    model: nn.Module,
+    call: Call,
+    given: dict[str, Tensor],
+    recorder: Recorder,
+    around: AbstractContextManager[Any],
+    max_bytes: int,
+) -> Trace:
+    trace = Trace(frame_of(call.caller))
+    recorder.expect((*given.values(), *written_in_place(model)[0]))
+
+    def run(substitute: nn.Module) -> None:
+        args, kwargs = _fresh((call.args, call.kwargs))
+        trace.sources = sources(given, args, kwargs)
+        call.generators.restore()
+        with call.recorded_modes(), recorder.forward(), around:
+            outputs = _outputs(substitute, args, kwargs)
+        if len(outputs) != call.outputs:
+            raise Refused(f"the forward gave {len(outputs)} tensors, and {call.outputs} when it ran")
+        used = [outputs[position] for position in call.gradients]
+        blame_outputs(trace, used or outputs, recorder)
+        _backward(trace, used, list(call.gradients.values()), recorder)
+
+    named = {f"model.{name}": tensor for name, tensor in given.items()}
+    with state_restored(model, max_bytes), without_fsdp(model), eager(), unchecked():
+        torch.func.functional_call(_Step(model, run), named, ())
+    trace.stray = recorder.stray
+    return trace
+
+
+def _outputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """Of one call of the model: what its forward returned, before hooks of its own, as the gradients held are of."""
+    made: list[Any] = []
+
+    def after(module: nn.Module, args: Any, output: Any) -> None:
+        made.append(output)
+
+    ignore = module_calls.listen(model, after=after)
+    try:
+        returned = model(*args, **kwargs)
+    finally:
+        ignore()
+    return tensors(made[-1] if made else returned)
+
+
+def blame_backward(trace: Trace, recorder: Recorder, roots: Sequence[Tensor]) -> Callable[[], None]:
+    """Look at a backward that is about to start at `roots`; the returned call, after it, ends that.
+
+    What made them or a gradient non-finite is noted, unless that is known.
+    """
+    looking = contextlib.ExitStack()
+    if trace.blamed or transforming():
+        return looking.close
+    with torch.no_grad():
+        blame_outputs(trace, roots, recorder)
+    looking.callback(blame_nodes, trace, recorder)
+    looking.enter_context(recorder.backward(roots))
+    return looking.close
+
+
+def blame_outputs(trace: Trace, outputs: Sequence[Tensor], recorder: Recorder) -> None:
+    """The origin of what is not finite among outputs, NaN before Inf."""
+    found = []
+    for tensor in outputs:
+        origin = recorder.origin_of(tensor)
+        if origin is not None and not origin.intended:
+            nan = state(tensor).nan
+            found.append((not nan, origin.order, origin))
+            trace.has_nan |= nan
+    if found:
+        trace.origin = min(found, key=lambda one: one[:2])[2]
+
+
+def _backward(trace: Trace, roots: list[Tensor], seeds: list[Tensor], recorder: Recorder) -> None:
+    for root, seed in zip(roots, seeds, strict=True):
+        if not root.requires_grad or root.shape != seed.shape:
+            raise Refused("the outputs are not those that the loss was computed from")
+        # An output computed from another one: what reached it, all told, is what was held.
+        root.register_hook(lambda grad, seed=seed: seed)
+    broken = [seed for seed in seeds if not finite((seed,))]
+    if broken:
+        trace.incoming, trace.gradient = False, describe("gradient at the outputs", broken[0])
+    with recorder.backward(roots) as leaves:
+        if leaves:
+            with uncounted():
+                torch.autograd.grad(roots, leaves, seeds, allow_unused=True)
+    blame_nodes(trace, recorder)
+
+
+def blame_nodes(trace: Trace, recorder: Recorder) -> None:
+    """Attribute the backward that has just run."""
+    trace.culprits = list(recorder.culprits)
+    if trace.culprits:
+        trace.inside = recorder.inside(trace.culprits[0])
+
+
+def _fresh(tree: Any) -> Any:
+    """The arguments as leaves of a graph of their own."""
+
+    def fresh(leaf: Any) -> Any:
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            return leaf.detach().requires_grad_()
+        return leaf
+
+    return nested_containers.replaced(fresh, tree)
+
+
+def sources(given: Mapping[str, Tensor], args: Any = (), kwargs: Any = None) -> dict[int, tuple[str, str]]:
+    """("parameter" | "buffer" | "input", name) by the key of the tensor's memory."""
+    found = {
+        key_of(tensor): ("parameter" if isinstance(tensor, nn.Parameter) else "buffer", name)
+        for name, tensor in given.items()
+    }
+    for name, leaf in nested_containers.named_leaves(args, kwargs or {}):
+        if isinstance(leaf, Tensor):
+            found[key_of(leaf)] = ("input", name)
+    return found
+
+
+@contextlib.contextmanager
+def eager() -> Iterator[None]:
+    """Compiled regions run as they are written: inside them nothing could be told apart."""
+    if not dynamo.imported():
+        yield
+        return
+    with torch.compiler.set_stance("force_eager"):
+        yield
+
+
+@contextlib.contextmanager
+def unchecked() -> Iterator[None]:
+    """Reentrant checkpoints keep their activations: such a one allows no `autograd.grad`, and hides its nodes."""
+    apply, thread = CheckpointFunction.apply, threading.get_ident()
+
+    def direct(function: Callable[..., Any], preserve: bool, *args: Any) -> Any:
+        if threading.get_ident() == thread:
+            return function(*args)
+        return apply(function, preserve, *args)  # type: ignore[no-untyped-call]
+
+    CheckpointFunction.apply = staticmethod(direct)  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        del CheckpointFunction.apply  # what it inherits comes to light again

@@ -1,0 +1,42 @@
+"""A transition of one rule, as sinks are given it: pending, firing, resolved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Literal
+
+Severity = Literal["info", "warning", "critical"]
+EventKind = Literal["pending", "firing", "resolved", "repeat", "escalated", "failed"]
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """A transition of one rule: pending, firing, resolved; `repeat` = acted again while already firing;
+    `escalated` = a rung of its ladder was reached; `failed` = its action could not be carried out.
+
+    One per rule and transition, however many sites are involved: `sites` names the worst five (largest score
+    first), `count` says how many there are, `first_cause` is the first of them in backward order (the
+    deepest). `value` and `score` belong to `sites[0]`; `threshold` is what `score` was compared with.
+    `incident` identifies the firing period (same id from firing to resolved, also over a re-fire within
+    `cooldown`); `notify` is False where that re-fire must not alert again.
+    """
+
+    kind: EventKind
+    rule: str
+    detector: str
+    severity: Severity
+    optimizer: int
+    step: int
+    incident: str
+    sites: tuple[str, ...] = ()
+    count: int = 0
+    first_cause: str = ""
+    value: float = 0.0
+    score: float = 0.0
+    threshold: float = 0.0
+    actions: tuple[str, ...] = ()
+    notify: bool = True
+    summary: str = ""
+    description: str = ""
+    labels: Mapping[str, str] = field(default_factory=dict)

@@ -1,0 +1,47 @@
+"""Identity of a run: which process of which launch, and its rules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from gradwatch.records.event import Severity
+
+
+@dataclass(frozen=True, slots=True)
+class RuleInfo:
+    """Description of a rule for sinks: enough to create its series at 0 before anything happened.
+
+    `of` is the column the rule reads ("" = not said): the journal records it at every step the rule is firing.
+    """
+
+    id: str
+    kind: str
+    severity: Severity
+    actions: tuple[str, ...] = ()
+    of: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RunInfo:
+    """Identity of a run, fixed at attach. `directory` is the run's own folder (it may not exist yet).
+
+    `told_by` is the process whose account, printed at its end, includes this one's (0 = this process prints its own);
+    `launch` is the same in all processes whose accounts are printed as one ("" = not known).
+    """
+
+    run_id: str
+    directory: str
+    rank: int = 0
+    local_rank: int = 0
+    world_size: int = 1
+    attempt: int = 0
+    pid: int = 0
+    host: str = ""
+    start_time: float = 0.0
+    script: str = ""
+    versions: Mapping[str, str] = field(default_factory=dict)
+    rules: tuple[RuleInfo, ...] = ()
+    rules_digest: str = ""
+    told_by: int = 0
+    launch: str = ""

@@ -1,0 +1,83 @@
+"""`detect:` -> a detector: any registered kind is validated by being registered."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import gradwatch.detectors  # noqa: F401  (registers the built-in kinds)
+from gradwatch.detectors.detector import DETECTORS, KNOWN_NOT_BUILT, Detector, find_detector, rule_keys
+from gradwatch.rules.files.pydantic_models import RuleEntry, detector_model
+from gradwatch.rules.files.validation import check, keys_of
+from gradwatch.rules.yaml.nodes import Map, Mark, Problems, Scalar, quoted, shown, without
+
+_IN_RULE = dict.fromkeys(keys_of(RuleEntry), "a key of the rule: write it beside `detect:`")
+
+
+@dataclass(slots=True)
+class Found:
+    """A detector's class and validated values; `cls` None: not to be had in this version, `reason` says
+    why.
+    """
+
+    cls: type[Detector] | None
+    values: dict[str, Any]
+    reason: str = ""
+
+
+def find_kind(node: Map, at: Mark, where: str, problems: Problems) -> Found | None:
+    """The detector that `detect:` asks for, or None after reporting what is wrong."""
+    kind = node.get("kind")
+    if kind is None:
+        if "kind" not in node.dropped:
+            known = ", ".join(sorted(DETECTORS))
+            problems.add(at, "GW102", f"`detect` of {where} lacks the key 'kind'", f"kinds: {known}")
+        return None
+    if not isinstance(kind, Scalar) or not isinstance(kind.value, str):
+        mark = kind.mark if isinstance(kind, Scalar) else node.key_mark("kind")
+        problems.add(mark, "GW103", f"'kind' must be text, not {shown(kind)}")
+        return None
+    if kind.text in KNOWN_NOT_BUILT and kind.text not in DETECTORS:
+        return Found(None, {}, f"the detector '{kind.text}' is not built yet")
+    cls = _kind(kind, problems)
+    if cls is None:
+        return None
+    model = check(without(node, "kind"), detector_model(cls), problems, at, f"detect '{kind.text}'", _IN_RULE)
+    if model is None:
+        return None
+    return Found(cls, {name: getattr(model, name) for name in type(model).model_fields})
+
+
+def _kind(kind: Scalar, problems: Problems) -> type[Detector] | None:
+    hint = ""
+    try:
+        cls = find_detector(kind.text) if len(kind.text) <= 100 else None
+    except (
+        Exception
+    ) as error:  # a third-party package that does not import is the file's problem, not a crash
+        cls, hint = None, f"the package that provides it does not load: {type(error).__name__}"
+    if cls is None:
+        known = sorted({*DETECTORS, *KNOWN_NOT_BUILT})
+        message = f"unknown detector kind {quoted(kind.text)}{problems.meant(kind.text, known)}"
+        problems.add(kind.mark, "GW201", message, hint or f"kinds: {', '.join(known)}")
+    return cls
+
+
+def build_detector(
+    found: Found, node: Map, at: Mark, rule_values: Mapping[str, int], problems: Problems
+) -> Any:
+    """The detector itself, with what the rule sets; None after reporting that its values contradict each
+    other.
+    """
+    assert found.cls is not None
+    own = {name: value for name, value in rule_values.items() if name in rule_keys(found.cls)}
+    try:
+        return found.cls(**found.values, **own)
+    except Exception as error:  # whatever __post_init__ of a third-party kind may raise
+        message = str(error)[:200]
+        named = next((word for word in re.findall(r"\w+", message) if word in node.entries), None)
+        mark = node.key_mark(named) if named else at
+        problems.add(mark, "GW208", message)
+        return None

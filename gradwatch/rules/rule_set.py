@@ -1,0 +1,180 @@
+"""The nouns a rule file resolves to: frozen, complete, with every default filled in.
+
+Nothing here knows YAML: `gradwatch.rules.files` builds these objects, the engine and the sinks read them. A
+`RuleSet` is a value: two files that mean the same have the same `digest`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from gradwatch.records.columns import SCALAR_COLUMNS
+
+if TYPE_CHECKING:  # numpy, which `gradwatch run` does without
+    from gradwatch.records.decision import OnError
+    from gradwatch.records.event import Severity
+
+Scope = Literal["param", "group", "total"]
+Mode = Literal["act", "shadow"]
+ClipAt = Literal["step", "backward"]
+Tap = Literal["output", "full_backward"]
+
+NOT_BUILT: frozenset[str] = frozenset()
+"""Actions that parse and validate but that this version cannot carry out: refused by name at attach."""
+
+SAMPLED = frozenset(
+    {
+        *("zero_fraction", "max_abs", "weight_norm", "update_ratio"),
+        *("activation_mean", "activation_std", "activation_near_zero"),
+    }
+)
+"""Columns that cost a second look at whole tensors; see `Rule.bursts`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """A named set of sites: those whose name matches one of `params` and that have `min_ndim` dimensions.
+
+    `params` are case-sensitive shell globs on torch FQNs (`*` crosses dots); `min_ndim` None = any;
+    `optional` True = no error when nothing matches. The order of groups matters only for the *label* group of
+    a site: the first that matches. A rule that lists a group gets every site of it.
+    """
+
+    name: str
+    params: tuple[str, ...]
+    min_ndim: int | None = None
+    optional: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Action:
+    """One item of `do:`; `params` are validated and complete.
+
+    `gradwatch.rules.action_kinds` has every name and its parameters.
+    """
+
+    name: str
+    params: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def does(self) -> str:
+        """The action that is carried out: itself, or the one that a rung of `escalate` leads to."""
+        return str(self.params["to"]) if self.name == "escalate" else self.name
+
+
+@dataclass(frozen=True, slots=True)
+class ClipPolicy:
+    """One clipping method with its parameters complete, e.g. `norm` {max_norm: 1.0, scope: "total"}."""
+
+    method: str
+    params: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Clip:
+    """Standing clip policies: `total` over all parameters, `groups` by group name; the strictest wins.
+
+    `at` "step" applies them at the optimizer step, "backward" through the tensor hook's return value
+    (local to one process; `local` True forces it where gradients are sharded or accumulated).
+    """
+
+    total: ClipPolicy | None = None
+    groups: Mapping[str, ClipPolicy] = field(default_factory=dict)
+    at: ClipAt = "step"
+    local: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Modules:
+    """Opt-in module taps: which `tap`, on modules whose name matches one of the globs `names`."""
+
+    tap: Tap = "output"
+    names: tuple[str, ...] = ("*",)
+
+
+@dataclass(frozen=True, slots=True)
+class SinkSpec:
+    """One item of `sinks:`; `options` holds only what was written, so a sink's own defaults apply."""
+
+    kind: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """One rule, resolved: rule key over file `defaults` over the kind's own default.
+
+    `detect` is the detector (its `warmup`/`half_life` are the rule's). `groups` empty = every parameter;
+    `exclude` are globs on names. `every`, `keep_firing_for` and `cooldown` count optimizer steps; `for_`,
+    `warmup` and `half_life` count samples of the series (0 where the kind has no baseline). `bursts` True = a column of
+    `SAMPLED` is read on three steps of each hundred only, from at most 4,096 elements of each tensor (`max_abs` and
+    activations from all): what a file means by leaving `every` out for a rule without `do`.
+    """
+
+    id: str
+    detect: Any
+    scope: Scope = "param"
+    groups: tuple[str, ...] = ()
+    exclude: tuple[str, ...] = ()
+    every: int = 1
+    for_: int = 1
+    keep_firing_for: int = 0
+    cooldown: int = 0
+    warmup: int = 0
+    half_life: int = 0
+    severity: Severity = "warning"
+    labels: Mapping[str, str] = field(default_factory=dict)
+    annotations: Mapping[str, str] = field(default_factory=dict)
+    do: tuple[Action, ...] = ()
+    mode: Mode = "act"
+    on_error: OnError = "pass"
+    enabled: bool = True
+    optional: bool = False
+    bursts: bool = False
+
+    @property
+    def kind(self) -> str:
+        """The detector's kind, as the file spells it."""
+        return str(self.detect.kind)
+
+    @property
+    def acts(self) -> bool:
+        """True if this rule may change training: it is enabled, has actions, and is not in shadow mode."""
+        return self.enabled and bool(self.do) and self.mode == "act"
+
+
+@dataclass(frozen=True, slots=True)
+class RuleSet:
+    """Everything a rule file says, after `extends`, `defaults` and `overrides`.
+
+    `groups` and `rules` are in file order; `rules` holds disabled ones too (`enabled` False). `inactive` maps
+    the id of a rule that cannot run in this version to the reason; such a rule is not in `rules`. `sinks`
+    None = the file does not say. `digest` is the sha256 of the canonical resolved form. `origins` maps
+    "rule-id.key" (and "rule-id.detect.key") to "file:line", or to "default" where nothing was written.
+    """
+
+    version: int = 1
+    groups: tuple[Group, ...] = ()
+    rules: tuple[Rule, ...] = ()
+    clip: Clip | None = None
+    modules: Modules | None = None
+    sinks: tuple[SinkSpec, ...] | None = None
+    digest: str = ""
+    origins: Mapping[str, str] = field(default_factory=dict)
+    inactive: Mapping[str, str] = field(default_factory=dict)
+
+    def rule(self, rule_id: str) -> Rule:
+        """The rule of that id; KeyError when there is none."""
+        for rule in self.rules:
+            if rule.id == rule_id:
+                return rule
+        raise KeyError(rule_id)
+
+
+def whole_optimizer(column: str) -> bool:
+    """True if a column has one value per step, so that `scope`, `groups` and `exclude` mean nothing for
+    it.
+    """
+    return column in SCALAR_COLUMNS

@@ -1,0 +1,195 @@
+"""All runs at one moment: scanned from the folders again and again, never changed once made."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from gradwatch.endpoint.listen_address import Address
+from gradwatch.journal.entries import RunEntry
+from gradwatch.journal.reader import JournalReader
+from gradwatch.records.run_info import RunInfo
+from gradwatch.serve.allowed_targets import AllowedTargets
+from gradwatch.serve.ended_run_counters import Summaries, Summary
+from gradwatch.serve.process_discovery import Process, processes, run_folders
+from gradwatch.sinks.prometheus.file_sd import MOURNING_SECONDS
+
+_QUIET_SECONDS = 60.0
+
+RunState = Literal["running", "finished", "stopped", "died", "silent", "unreadable"]
+STATES: tuple[RunState, ...] = ("running", "finished", "stopped", "died", "silent", "unreadable")
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One process of the fleet. `address` is where it serves metrics, None where it does not (any more) or where
+    Prometheus may not be sent (see `AllowedTargets`): then `refused` says where.
+
+    `mourned`: it was killed less than 15 minutes ago, so that Prometheus is to find it down.
+    """
+
+    run_id: str
+    rank: int
+    state: RunState
+    folder: Path
+    sign_of_life: float
+    node: str = ""
+    script: str = ""
+    address: Address | None = None
+    refused: Address | None = None
+    mourned: bool = False
+    summary: Summary | None = None
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Identity of the process in Prometheus: run and rank."""
+        return self.run_id, self.rank
+
+
+@dataclass(frozen=True, slots=True)
+class Fleet:
+    """Every process found, the one that last gave a sign of life first; one per run and rank."""
+
+    members: tuple[Member, ...]
+    scanned_at: float
+    scan_seconds: float
+    errors: int = 0
+    refused: tuple[Member, ...] = ()
+    """Those running whose address is not among the targets: not of this machine, and not allowed."""
+
+    def ended_since(self, moment: float, most: int) -> list[Member]:
+        """Those with a summary that ended after `moment` (Unix time), the latest first."""
+        ended = [member for member in self.members if member.summary and member.summary.end.time >= moment]
+        return ended[:most]
+
+    def targets(self) -> list[Member]:
+        """Processes for Prometheus to scrape, by run and rank.
+
+        One at each address, the last to give a sign of life: who has a dead process's port would be scraped as that
+        process, and its numbers stand under the name of another run.
+        """
+        live: dict[tuple[str, Address], Member] = {}
+        for member in self.members:
+            if member.address and member.state == "running":
+                live.setdefault((member.node, member.address), member)
+        taken = {(node, address.port) for node, address in live}
+        dead = [
+            each
+            for each in self.members
+            if each.mourned and each.address and (each.node, each.address.port) not in taken
+        ]
+        return sorted([*live.values(), *dead], key=lambda member: member.key)
+
+    def count(self, state: RunState) -> int:
+        """Number of processes in a state."""
+        return sum(member.state == state for member in self.members)
+
+
+@dataclass(slots=True)
+class Scanner:
+    """Looks at run folders; a folder in which everything has ended is not read again until it changes."""
+
+    roots: Sequence[Path]
+    summaries: Summaries
+    progress: Callable[[int, int], None] = lambda done, all: None
+    reach: AllowedTargets = field(default_factory=AllowedTargets)
+    errors: int = 0
+    _unchanged: dict[Path, tuple[int, tuple[Member, ...]]] = field(default_factory=dict)
+    _owners: dict[Path, RunInfo] = field(default_factory=dict)
+
+    def scan(self) -> Fleet:
+        """Everything there is at this moment; what cannot be read is counted and passed over."""
+        began = time.perf_counter()
+        now = time.time()
+        folders = [found for root in self.roots for found in run_folders(root)]
+        members: list[Member] = []
+        for number, (folder, changed) in enumerate(folders, 1):
+            unchanged = self._unchanged.get(folder)
+            if unchanged is not None and unchanged[0] == changed:
+                members.extend(unchanged[1])
+                continue
+            try:
+                found = [self._member(process, now) for process in processes(folder)]
+            except (OSError, ValueError, LookupError):
+                self.errors += 1
+                continue
+            members.extend(found)
+            if all(member.summary and not member.mourned for member in found):
+                self._unchanged[folder] = (changed, tuple(found))
+            self.progress(number, len(folders))
+        self._discard({folder for folder, _ in folders})
+        newest = _newest_of_each(members)
+        refused = tuple(member for member in newest if member.refused and member.state == "running")
+        return Fleet(newest, now, time.perf_counter() - began, self.errors, refused)
+
+    def _member(self, process: Process, now: float) -> Member:
+        owner = self._owner(process)
+        endpoint = process.endpoint
+        run_id = endpoint.run_id if endpoint else owner.run_id if owner else process.folder.name
+        alive = process.state(now, owner)
+        over = alive == "ended" or (alive == "running" and self._is_closed(process, now))
+        summary = self.summaries.get(process) if over else None
+        state: RunState = "running" if alive == "running" and summary is None else "silent"
+        if summary is not None:
+            state = summary.end.outcome
+        elif alive == "ended":
+            state = "died" if endpoint else "unreadable"
+        allowed = endpoint is not None and self.reach.allows(endpoint)
+        return Member(
+            run_id=run_id,
+            rank=process.rank,
+            state=state,
+            folder=process.folder,
+            sign_of_life=process.sign_of_life,
+            node=endpoint.node if endpoint else owner.host if owner else "",
+            script=owner.script if owner else "",
+            address=endpoint.address if endpoint and allowed else None,
+            refused=endpoint.address if endpoint and not allowed else None,
+            mourned=state == "died" and now - process.sign_of_life < MOURNING_SECONDS,
+            summary=summary,
+        )
+
+    def _is_closed(self, process: Process, now: float) -> bool:
+        """True if a process that cannot be seen has closed its journal: of another machine, its endpoint file gone.
+
+        Asked only after a minute without a write: to read a journal whenever it grows would be dear.
+        """
+        if process.endpoint is not None or now - process.sign_of_life < _QUIET_SECONDS:
+            return False
+        summary = self.summaries.get(process)
+        return summary is not None and summary.complete
+
+    def _owner(self, process: Process) -> RunInfo | None:
+        """The run that wrote the journal, from the first entry of its head."""
+        journal = process.journal
+        if journal is None:
+            return None
+        if journal not in self._owners:
+            try:
+                with closing(JournalReader(journal).entries()) as entries:
+                    entry = next(entries, None)
+            except OSError:
+                return None
+            if not isinstance(entry, RunEntry):
+                return None  # not written yet, or damaged
+            self._owners[journal] = entry.run
+        return self._owners[journal]
+
+    def _discard(self, folders: set[Path]) -> None:
+        for folder in self._unchanged.keys() - folders:
+            del self._unchanged[folder]
+        for journal in [each for each in self._owners if each.parent not in folders]:
+            del self._owners[journal]
+        self.summaries.discard(set(self._owners))
+
+
+def _newest_of_each(members: Iterable[Member]) -> tuple[Member, ...]:
+    """One per run and rank (a copied folder must not void a scrape), the latest sign of life first."""
+    found: dict[tuple[str, int], Member] = {}
+    for member in sorted(members, key=lambda each: each.sign_of_life, reverse=True):
+        found.setdefault(member.key, member)
+    return tuple(found.values())

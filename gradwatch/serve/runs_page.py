@@ -1,0 +1,106 @@
+"""The page of all runs, and the runbooks, for people: no script, nothing from elsewhere."""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterable
+
+from gradwatch.endpoint.http_protocol import Content
+from gradwatch.runtime.printable import printable
+from gradwatch.serve.fleet import STATES, Fleet, Member
+
+MOST_ROWS = 500
+_STYLE = """
+:root{color-scheme:light dark}
+body{font:15px/1.5 system-ui,sans-serif;max-width:72em;margin:2em auto;padding:0 1em}
+h1{font-size:1.3em}.wide{overflow-x:auto}table{border-collapse:collapse;min-width:64em}
+td,th{padding:.2em 1em .2em 0;text-align:left;vertical-align:top;overflow-wrap:anywhere}
+th{font-weight:600;white-space:nowrap}pre{white-space:pre-wrap}
+.running,.finished{color:#157f3b}.died,.stopped{color:#c4161c}.silent,.unreadable{color:#8a6d00}
+.running,.finished,.died,.stopped,.silent,.unreadable{white-space:nowrap}
+@media(prefers-color-scheme:dark){.running,.finished{color:#3fb950}.died,.stopped{color:#ff7b72}
+.silent,.unreadable{color:#d29922}}
+"""
+
+
+def fleet_page(fleet: Fleet, now: float) -> Content:
+    """HTML of every process, the one that last gave a sign of life first; at most 500 rows."""
+    shown = fleet.members[:MOST_ROWS]
+    rows = "\n".join(_row(member, now) for member in shown)
+    more = len(fleet.members) - len(shown)
+    counts = " · ".join(f"{fleet.count(state)} {state}" for state in STATES if fleet.count(state))
+    body = (
+        f"<p>{counts or 'No runs yet: start one with <code>gradwatch run -- python train.py</code>.'}</p>\n"
+        '<div class="wide"><table><tr><th>run<th>rank<th>state<th>steps<th>firings<th>last sign of life'
+        "<th>machine<th>where\n"
+        f"{rows}\n</table></div>\n"
+        + (f"<p>{more} older ones are not shown.</p>\n" if more else "")
+        + '<p><a href="/runbooks">runbooks</a> · <a href="/metrics">/metrics</a> · <a href="/sd">/sd</a> · '
+        '<a href="/runs.json">/runs.json</a></p>\n'
+    )
+    return _html("gradwatch: runs", body, refresh=10)
+
+
+def reading_page(read: str) -> Content:
+    """Before the first look at thousands of folders is over; `read` says how far it is."""
+    return _html(
+        "gradwatch: runs",
+        f"<p>Reading the run folders for the first time: {html.escape(read)}.</p>",
+        refresh=2,
+    )
+
+
+def runbook_page(name: str, text: str) -> Content:
+    """One runbook, as it was written."""
+    return _html(name, f'<p><a href="/runbooks">all runbooks</a></p><pre>{html.escape(text)}</pre>')
+
+
+def runbook_index(names: Iterable[str]) -> Content:
+    """All runbooks."""
+    links = "".join(f'<li><a href="/runbooks/{html.escape(name)}">{html.escape(name)}</a>' for name in names)
+    return _html("gradwatch: runbooks", f'<p><a href="/">runs</a></p><ul>{links}</ul>')
+
+
+def _row(member: Member, now: float) -> str:
+    summary = member.summary
+    cells = [
+        _text(member.run_id),
+        str(member.rank),
+        f'<strong class="{member.state}">{member.state}</strong>',
+        str(summary.steps) if summary else "",
+        "<br>".join([str(summary.firings), *map(_text, summary.recent)])
+        if summary and summary.firings
+        else "",
+        _ago(now - member.sign_of_life),
+        _text(member.node),
+        _where(member),
+    ]
+    return "<tr><td>" + "<td>".join(cells)
+
+
+def _where(member: Member) -> str:
+    if member.address is not None and member.state == "running":
+        url = html.escape(f"http://{member.address}/")
+        return f'<a href="{url}">{url}</a>'
+    return _text(str(member.folder))
+
+
+def _ago(seconds: float) -> str:
+    for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit} ago"
+    return f"{max(0.0, seconds):.0f} s ago"
+
+
+def _text(text: str) -> str:
+    return html.escape(printable(text))
+
+
+def _html(title: str, body: str, refresh: int = 0) -> Content:
+    again = f'<meta http-equiv="refresh" content="{refresh}">' if refresh else ""
+    page = (
+        f'<!doctype html><html lang="en"><meta charset="utf-8">{again}'
+        '<meta name="viewport" content="width=device-width">'
+        f"<title>{html.escape(title)}</title><style>{_STYLE}</style><h1>{html.escape(title)}</h1>\n{body}</html>\n"
+    )
+    return Content("text/html; charset=utf-8", page.encode("utf-8", "replace"))

@@ -1,0 +1,109 @@
+"""Rules bound to an optimizer as its parameters and its ranks become known."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from gradwatch.capture.columns.module_statistics import ModuleTaps
+from gradwatch.capture.optimizer_capture import OptimizerCapture
+from gradwatch.capture.read_after_backward import Capture
+from gradwatch.capture.shards import local_taps
+from gradwatch.distributed.ranks import Ranks
+from gradwatch.session.binding.rule_bindings import RuleBindings
+from gradwatch.session.checkpoint_health import Checkpoints
+from gradwatch.session.logged_once import Notices
+from gradwatch.session.optimizer_context import Contexts, OptimizerContext
+from gradwatch.session.pause_after_errors import Activity
+from gradwatch.taps.pipeline_stages import PipelineStages
+
+
+class Binder:
+    """Brings capture, ranks and rules together for one optimizer, at its first step and whenever it changes.
+
+    `note_inactive` is called after each binding: what rules judge may have changed.
+    """
+
+    def __init__(
+        self,
+        capture: Capture,
+        ranks: Ranks,
+        contexts: Contexts,
+        rule_bindings: RuleBindings,
+        checkpoints: Checkpoints,
+        taps: ModuleTaps | None,
+        stages: PipelineStages,
+        activity: Activity,
+        notices: Notices,
+        note_inactive: Callable[[], None],
+    ) -> None:
+        self._capture = capture
+        self._ranks = ranks
+        self._contexts = contexts
+        self._rule_bindings = rule_bindings
+        self._checkpoints = checkpoints
+        self._taps = taps
+        self._stages = stages
+        self._activity = activity
+        self._notices = notices
+        self._note_inactive = note_inactive
+
+    def bind(self, captured: OptimizerCapture) -> OptimizerContext:
+        """Bind the rules to a capture that was made or whose parameters changed; baselines go on by name."""
+        with self._capture.arranging.held:
+            return self._bind(captured)
+
+    def _bind(self, captured: OptimizerCapture) -> OptimizerContext:
+        if captured.without_optimizer:
+            self._notices.without_optimizer(captured.sites.names)
+        self.flush()  # what waits was measured on the parameters as they were
+        if self._capture.replaced:
+            self._capture.drop_dead()
+        modules = () if self._taps is None or captured.index else self._taps.names
+        ctx = self._rule_bindings.bind(
+            captured, modules, local_taps(captured.params, self._capture.slots.models())
+        )
+        ctx.needs_no_ranks = False  # other parameters, perhaps: the ranks have to meet again
+        self._note_inactive()
+        self._checkpoints.meet()
+        return ctx
+
+    def flush(self) -> None:
+        """Judge what was put off; not in a forked child, nor in a thread that may race the one that trains."""
+        if self._activity.serving and self._activity.is_step_thread():
+            for ctx in self._contexts:
+                ctx.deferral.flush(lambda error: self._activity.failed("boundary", error))
+
+    def enter(self, ctx: OptimizerContext) -> None:
+        """At a step boundary: the ranks meet at the first one, and the rules are bound to what they know together."""
+        ctx.membership, met = self._ranks.enter(ctx.captured, ctx.membership)
+        if ctx.membership.alone:
+            self._activity.health.mark("ranks", False)
+        if met:
+            self._stages.install()
+            self.bind(ctx.captured)
+        elif ctx.rules.captured is not ctx.captured:
+            self._go_on(ctx)
+        ctx.needs_no_ranks = ctx.membership.waits_for_none and ctx.rules.micro is None
+
+    def _go_on(self, ctx: OptimizerContext) -> None:
+        """An optimizer after another, of the same sites: what is bound to them holds, but what hangs on parameters."""
+        with self._capture.arranging.held:
+            self.flush()  # what waits was measured on the parameters as they were
+            if self._capture.replaced:
+                self._capture.drop_dead()
+            if not self._rule_bindings.go_on(ctx):
+                self._bind(ctx.captured)
+
+    def bind_missing(self) -> None:
+        """Bind the rules to every capture that has none yet."""
+        for captured in self._capture.captures:
+            ctx = self._contexts.find(captured)
+            if ctx is None or ctx.bound_rules is None:
+                break
+        else:
+            return
+        with self._capture.arranging.held:
+            for captured in self._capture.captures:
+                ctx = self._contexts.find(captured)
+                if ctx is None or ctx.bound_rules is None:
+                    self._bind(captured)

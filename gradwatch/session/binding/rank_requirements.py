@@ -1,0 +1,103 @@
+"""Requirements of a rule file on the ranks of a distributed training, and refusals there."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from gradwatch.capture.columns.column_reader import COLUMNS as READER_COLUMNS
+from gradwatch.capture.columns.module_statistics import COLUMNS as MODULE_COLUMNS
+from gradwatch.distributed.handshake import RankRequirements
+from gradwatch.engine import Engine
+from gradwatch.engine.bound_clip_policies import Clipping
+from gradwatch.engine.unsupported_rules import Refusal, only_at
+from gradwatch.records.columns import RANK_COLUMNS
+from gradwatch.records.snapshot import Sites
+from gradwatch.rules.objections import clip_places
+
+LOCAL_COLUMNS = MODULE_COLUMNS | {"norm_local"}
+"""Columns that differ from rank to rank and are not reduced: an action on them would part the ranks."""
+REPLICA_DIVERGENCE = (
+    "which differs from rank to rank, so that an action on it would make the replicas diverge"
+)
+SHADOW = "use `mode: shadow`, take `do:` out, or judge `norm` or `total_norm`, which are reduced"
+NEVER_WHOLE = (
+    "acts on max_abs, which cannot be computed from a parameter's shards, so that it would never act"
+)
+WHOLE_ROWS = (
+    "take these parameters out of its groups, or use a method that multiplies (norm, baseline, block_rms)"
+)
+REDUCED_COLUMNS = RANK_COLUMNS | {"loss"}
+"""Columns that differ from rank to rank and are judged after a reduction; the loss is averaged."""
+
+
+def rank_requirements(engine: Engine) -> RankRequirements:
+    """Collectives that a watch with these rules needs."""
+    rules = engine.ruleset.rules
+    clip = engine.ruleset.clip
+    return RankRequirements(
+        rules=(engine.ruleset.digest or repr(sorted(rule.id for rule in rules))) + _armed(engine),
+        acts=clip is not None or any(rule.acts for rule in rules),
+        facts=bool(RANK_COLUMNS & engine.columns)
+        or any(rule.acts and REDUCED_COLUMNS.intersection(rule.detect.columns) for rule in rules),
+        ranked=bool(RANK_COLUMNS & engine.columns),
+        sampled=tuple(sorted(engine.needs.only(READER_COLUMNS).columns)),
+        refused="\n".join(one.sentence(engine.ruleset) for one in _on_local(engine)),
+    )
+
+
+def refused_on_ranks(engine: Engine, world_size: int) -> list[Refusal]:
+    """The rules that act on a number that only this rank knows, where there are several."""
+    return _on_local(engine) if world_size > 1 else []
+
+
+def refused_on_shards(engine: Engine, sites: Sites, sharded: Sequence[int]) -> list[Refusal]:
+    """The clips and acting rules that need the whole of parameters of which this rank holds a part.
+
+    `sharded` are the positions of such parameters. Factors made of norms are right there: norms are reduced.
+    """
+    if not sharded:
+        return []
+    ruleset, found = engine.ruleset, []
+    for place in clip_places(ruleset.clip):
+        alone = Engine(replace(ruleset, clip=only_at(ruleset.clip, place)))
+        reason = sharded_rows(alone.bind(sites).clipping, sites, sharded)
+        if reason:
+            found.append(Refusal(reason, WHOLE_ROWS, clip=place))
+    return found + [
+        Refusal(NEVER_WHOLE, "judge `norm` or `rms`, or use `mode: shadow`", rule=rule.id)
+        for rule in ruleset.rules
+        if rule.acts and "max_abs" in rule.detect.columns
+    ]
+
+
+def sharded_rows(clipping: Clipping, sites: Sites, sharded: Sequence[int]) -> str:
+    """The reason why a policy on whole rows cannot be carried out on these parameters; "" when it can."""
+    for policy, mask in clipping.elementwise:
+        names = [sites.names[k] for k in sharded if mask[k]]
+        if policy.rowwise and names:
+            return (
+                f"clip method {policy.method!r} looks at whole rows, and {names[0]!r} is sharded over the ranks "
+                f"({len(names)} parameters are): each rank would see only parts of rows"
+            )
+    return ""
+
+
+def _on_local(engine: Engine) -> list[Refusal]:
+    """The rules that act on what differs from rank to rank."""
+    local = {
+        rule.id: sorted(LOCAL_COLUMNS.intersection(rule.detect.columns))
+        for rule in engine.ruleset.rules
+        if rule.acts
+    }
+    return [
+        Refusal(f"acts on {', '.join(names)}, {REPLICA_DIVERGENCE}", SHADOW, rule=rule)
+        for rule, names in local.items()
+        if names
+    ]
+
+
+def _armed(engine: Engine) -> str:
+    """Digest of the active actions: ranks of which some have switched one off must not act together."""
+    acting = sorted(f"{rule.id}:{action.name}" for rule in engine.ruleset.rules for action in rule.do)
+    return repr([acting, sorted(clip_places(engine.ruleset.clip))])

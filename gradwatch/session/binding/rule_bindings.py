@@ -1,0 +1,331 @@
+"""The rules bound to every optimizer of one session: what they have learned, and what is listened to for them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from torch import Tensor
+
+from gradwatch.account.rules_without_data import NOT_COMPARED, Reads
+from gradwatch.account.running_totals import RunningTotals
+from gradwatch.actions.backward.module_bounds import ModuleBounds
+from gradwatch.actions.clip_section import ClipSection
+from gradwatch.actions.drop_micro import MicroDrop
+from gradwatch.capture.columns import column_reader
+from gradwatch.capture.columns.column_reader import ColumnReader
+from gradwatch.capture.columns.norm_local import LocalNorms
+from gradwatch.capture.optimizer_capture import OptimizerCapture
+from gradwatch.capture.shards import is_shard
+from gradwatch.capture.snapshot_assembly import with_modules
+from gradwatch.checkpoint import CheckpointHealthTracker
+from gradwatch.distributed.ranks import Ranks
+from gradwatch.engine import BoundEngine, Engine
+from gradwatch.engine.backward_clips import asks_backward, at_step, drops_micro
+from gradwatch.engine.series import ALWAYS
+from gradwatch.errors import AttachError
+from gradwatch.records.columns import RANK_COLUMNS
+from gradwatch.records.snapshot import Sites
+from gradwatch.session.binding.backward_actions import clipper_of, micro_drop_of, own_sites
+from gradwatch.session.binding.optimizer_rules import OptimizerRules, clip_section_of
+from gradwatch.session.binding.rank_requirements import WHOLE_ROWS, sharded_rows
+from gradwatch.session.optimizer_context import Contexts, OptimizerContext
+from gradwatch.session.pause_after_errors import Activity
+from gradwatch.session.saved_state import OptimizerStates
+from gradwatch.taps import grad_scaler
+
+LOCAL = frozenset({"norm_local", "rank_norm"})  # columns measured by tensor hooks
+
+
+class RuleBindings:
+    """Binds rules to contexts, and goes through those that have some."""
+
+    def __init__(
+        self, engine: Engine, ranks: Ranks, activity: Activity, contexts: Contexts, totals: RunningTotals
+    ) -> None:
+        self._engine = engine
+        self._ranks = ranks
+        self._activity = activity
+        self._contexts = contexts
+        self._totals = totals
+        self.saved_states = OptimizerStates(contexts)
+        self._before_captures: LocalNorms | None = None
+        self.in_backward = bool(asks_backward(engine.ruleset))
+        self._drops = drops_micro(engine.ruleset)
+        self.module_bounds: ModuleBounds | None = None  # of the tapped modules, sites of the first capture
+        self._remove_scale_listeners: list[Callable[[], None]] = []
+        self.most_parameters = 0  # named in the captures at one time, each counted once
+
+    def __iter__(self) -> Iterator[OptimizerRules]:
+        return iter(self._contexts.bound())
+
+    def context(self, captured: OptimizerCapture) -> OptimizerContext:
+        """The context that a capture's rules are bound in."""
+        return self._contexts.of(captured)
+
+    def _of(self, captured: OptimizerCapture) -> OptimizerRules | None:
+        """The rules bound to a capture's optimizer; None where none are yet."""
+        ctx = self._contexts.find(captured)
+        return None if ctx is None else ctx.bound_rules
+
+    # -- what is listened to -----------------------------------------------------------------------------
+
+    def listen(self, wanted: Sequence[Tensor | None]) -> None:
+        """Hear local norms, if a rule asks for them, until captures take them over: the first backward counts too."""
+        if self.in_backward or self._drops:
+            self._remove_scale_listeners.append(grad_scaler.listen_scale(self._scaled))
+        several = self._ranks.several and bool(RANK_COLUMNS & self._engine.columns)
+        if several or "norm_local" in self._engine.columns:
+            self._before_captures = LocalNorms(wanted, self._activity.failed)
+
+    def _scaled(self, scale: Tensor) -> None:
+        """A GradScaler has multiplied a loss."""
+        for bound_rules in self:
+            if bound_rules.clipper is not None:
+                bound_rules.clipper.scaled(scale)
+            if bound_rules.micro is not None:
+                bound_rules.micro.scaled()
+        if self.module_bounds is not None:
+            self.module_bounds.scaled(scale)
+
+    def backward_ended(self) -> None:
+        """Keep what tensor hooks measured or did in the backward that ended."""
+        for bound_rules in self if self.in_backward else ():
+            if bound_rules.clipper is not None:
+                bound_rules.clipper.backward_ended()
+        if self._before_captures is not None:
+            for local in [self._before_captures, *(bound_rules.local for bound_rules in self)]:
+                if local is not None:
+                    local.backward_ended()
+
+    def discard(self, captured: OptimizerCapture) -> None:
+        """Nothing that tensor hooks measured since the capture's last Snapshot belongs to a step."""
+        bound_rules = self._of(captured)
+        if bound_rules is not None and bound_rules.local is not None:
+            bound_rules.local.discard()
+        if bound_rules is not None and bound_rules.clipper is not None:
+            bound_rules.clipper.discard()
+
+    def cleared(self, captured: OptimizerCapture) -> None:
+        """Discard what tensor hooks measured in backwards whose gradients were cleared."""
+        bound_rules = self._of(captured)
+        if bound_rules is not None and bound_rules.local is not None:
+            bound_rules.local.cleared()
+        if bound_rules is not None and bound_rules.clipper is not None:
+            bound_rules.clipper.discard()
+
+    def close(self) -> None:
+        """Remove the tensor hooks."""
+        for local in [self._before_captures, *(bound_rules.local for bound_rules in self)]:
+            if local is not None:
+                local.close()
+        for bound_rules in self:
+            for hooks in (bound_rules.clipper, bound_rules.micro):
+                if hooks is not None:
+                    hooks.close()
+        while self._remove_scale_listeners:
+            self._remove_scale_listeners.pop()()
+
+    # -- binding -----------------------------------------------------------------------------------------
+
+    def bind(
+        self, captured: OptimizerCapture, modules: tuple[str, ...], taps: Sequence[Tensor | None]
+    ) -> OptimizerContext:
+        """Bind the rules to a capture and its tapped modules, baselines by name; the context they are bound in."""
+        ctx = self._contexts.of(captured)
+        sites = with_modules(self._ranks.sites(captured, ctx.membership), modules)
+        sites = self._ranks.with_ranks(ctx.membership, sites)
+        before, moved = ctx.bound_rules, ctx.clips_at_step_instead
+        alike = before is not None and sites.alike(before.bound.sites)
+        if before is not None and alike and not moved:  # an optimizer after another
+            bound, state = before.bound, before.state
+        else:
+            bound = (self._at_step if moved else self._engine).bind(sites)
+            state = bound.init() if before is None else bound.adopt(before.state, before.bound)
+        local = self._local(bound, taps, before)
+        reader = ColumnReader(bound.needs.only(column_reader.COLUMNS))
+        critical = frozenset(one.rule.id for one in bound.plan.rules if one.rule.severity == "critical")
+        health_tracker = CheckpointHealthTracker(critical)
+        if before is not None:
+            health_tracker.carry_on(before.health_tracker)
+        bound_rules = ctx.bound_rules = OptimizerRules(
+            bound, state, bound.sites, reader, local, health_tracker, captured
+        )
+        if not alike:
+            self._count_parameters()
+        if self.in_backward and not captured.without_optimizer:
+            self._limit(bound_rules, captured, taps, before)
+        if self._drops and not captured.without_optimizer:
+            bound_rules.micro = self._micro(captured, before)
+        bound_rules.clip_section = self._clip_section(captured, bound) if bound.clipping else None
+        if before is None or bound is not before.bound:
+            of_ranks = self._of_ranks() if captured.without_optimizer and self._ranks.several else {}
+            self._totals.without_data.bind(captured.index, {**of_ranks, **reads_of(bound)})
+        self.saved_states.take_up(captured, bound_rules)
+        self.publish_bounds(bound_rules)
+        return ctx
+
+    def go_on(self, ctx: OptimizerContext) -> bool:
+        """Go on with the rules of a context for another optimizer of the same sites; False where they need binding."""
+        bound_rules = ctx.rules
+        if self.in_backward or self._drops or self.saved_states.waiting or bound_rules.local is not None:
+            return False
+        bound_rules.begin_anew(ctx.captured)
+        return True
+
+    def _of_ranks(self) -> dict[str, Reads]:
+        """The rules that compare ranks, which have nothing to read in a loop without an optimizer."""
+        rules = (rule for rule in self._engine.ruleset.rules if rule.enabled)
+        return {
+            rule.id: Reads(rule.detect.columns[0], why=NOT_COMPARED)
+            for rule in rules
+            if RANK_COLUMNS.intersection(rule.detect.columns)
+        }
+
+    def _local(
+        self, bound: BoundEngine, taps: Sequence[Tensor | None], before: OptimizerRules | None
+    ) -> LocalNorms | None:
+        """Local norms, where a rule asks for them; the hooks before them hand over what they measured."""
+        former = self._before_captures if before is None or before.local is None else before.local
+        local = LocalNorms(taps, self._activity.failed, former) if bound.needs.columns & LOCAL else None
+        if former is not None and former is not self._before_captures:
+            former.close()
+        return local
+
+    def _limit(
+        self,
+        bound_rules: OptimizerRules,
+        captured: OptimizerCapture,
+        taps: Sequence[Tensor | None],
+        before: OptimizerRules | None,
+    ) -> None:
+        """Hooks that act inside the backward, unless they have switched themselves off."""
+        activity, acted = self._activity, None if before is None else before.clipper
+        if acted is not None and acted.disabled_reason:
+            acted.close()
+            acted.discard()
+            bound_rules.clipper = acted  # what it would do is done at the step
+        else:
+            bound_rules.clipper = clipper_of(
+                self._engine.ruleset,
+                bound_rules.bound,
+                captured,
+                taps,
+                activity.failed,
+                activity.health.report,
+                acted,
+            )
+        bound_rules.own = own_sites(bound_rules.bound, captured)
+        captured.use_hook_norms(None if bound_rules.clipper is None else bound_rules.clipper.reusable_norms)
+
+    def _micro(self, captured: OptimizerCapture, before: OptimizerRules | None) -> MicroDrop | None:
+        """The hooks that separate the micro-batches of a capture, kept while they are of this capture."""
+        micro, activity = None if before is None else before.micro, self._activity
+        if micro is not None and micro.is_of(captured):
+            return micro
+        if micro is not None:
+            micro.close()
+        return micro_drop_of(
+            self._engine.ruleset, captured, activity.failed, activity.health.report, self.cleared
+        )
+
+    def publish_bounds(self, bound_rules: OptimizerRules) -> None:
+        """Set the bounds of the next backward, as far as hooks can hold them."""
+        if bound_rules.clipper is not None and bound_rules.own is not None:
+            own = bound_rules.own
+            bound_rules.clipper.publish(
+                tuple(one.at(own) for one in bound_rules.bound.bounds(bound_rules.state))
+            )
+        if self.module_bounds is not None and bound_rules.captured.index == 0:
+            self.module_bounds.publish(bound_rules.bound.module_bounds(bound_rules.state))
+
+    def _clip_section(self, captured: OptimizerCapture, bound: BoundEngine) -> ClipSection | None:
+        """The `clip:` section for this capture, without policies on rows that were sharded since the attach."""
+        clipping, names = bound.clipping, captured.sites.names
+        place = {name: site for site, name in enumerate(bound.sites.names)}
+        sharded = [k for k, param in enumerate(captured.params) if clipping.elementwise and is_shard(param)]
+        refused = sharded_rows(clipping, bound.sites, [place[names[k]] for k in sharded])
+        if refused:
+            self._activity.failed("action", AttachError(f"{refused}; {WHOLE_ROWS}"))
+        return clip_section_of(clipping, [place[name] for name in names], names, sharded)
+
+    @functools.cached_property
+    def _at_step(self) -> Engine:
+        """The rules with nothing left to do in the backward but between modules."""
+        return Engine(at_step(self._engine.ruleset), self._engine.rank)
+
+    def move_to_step(self, ctx: OptimizerContext) -> None:
+        """Move to the step, from this one on, what hooks in the backward no longer do."""
+        bound_rules = ctx.rules
+        bound = self._at_step.bind(bound_rules.bound.sites)
+        bound_rules.state = bound.adopt(bound_rules.state, bound_rules.bound)
+        bound_rules.bound, bound_rules.sites = bound, bound.sites
+        bound_rules.clip_section = self._clip_section(ctx.captured, bound) if bound.clipping else None
+
+    def inactive(self, everything: Callable[[], Sites]) -> dict[str, str]:
+        """The reason why a rule (by id) or a group (`group:NAME`) judges nothing; not those that are `optional`.
+
+        `everything` gives the sites of the whole model. Rules about ranks are known once a capture is bound.
+        """
+        if not self._engine.may_miss:
+            return {}
+        found = self._engine.unmatched(everything())
+        captures = [bound_rules.bound.inactive for bound_rules in self]
+        for rule in self._engine.ruleset.rules:
+            if rule.enabled and not rule.optional and RANK_COLUMNS.intersection(rule.detect.columns):
+                reasons = [inactive.get(rule.id, "") for inactive in captures]
+                if reasons and all(reasons):
+                    found[rule.id] = reasons[0]
+        return found
+
+    def begun(self) -> list[OptimizerRules]:
+        """Those of optimizers that have stepped, or that there is something to say of; all where none has.
+
+        An optimizer that another one wraps, and that never steps itself, holds nothing back.
+        """
+        found = list(self)
+        begun = [
+            bound_rules
+            for bound_rules in found
+            if bound_rules.record is not None
+            or bound_rules.health_tracker.now.last_healthy_step is not None
+            or not bound_rules.health_tracker.now.healthy
+        ]
+        return begun or found
+
+    def warming_up(self) -> dict[str, str]:
+        """The rules whose every baseline is still warming up, in all captures, with how far the best of them is."""
+        captures = [bound_rules.bound.warming_up(bound_rules.state) for bound_rules in self.begun()]
+        shared = set(captures[0]).intersection(*captures[1:]) if captures else set()
+        return {rule: captures[0][rule] for rule in sorted(shared)}
+
+    def _count_parameters(self) -> None:
+        named = (zip(bound_rules.sites.names, bound_rules.sites.kinds, strict=True) for bound_rules in self)
+        found = {name for sites in named for name, kind in sites if kind == "param"}
+        self.most_parameters = max(self.most_parameters, len(found))
+
+    def rebaseline(self, glob: str) -> None:
+        """Start the baselines of parameters whose names match `glob` afresh, in every optimizer."""
+        for bound_rules in self:
+            bound_rules.state = bound_rules.bound.rebaseline(bound_rules.state, glob)
+            self.publish_bounds(bound_rules)
+
+    def load(self, saved: Mapping[str, Any], captures: Iterable[OptimizerCapture]) -> None:
+        """Go on from saved states; captures that do not exist yet take theirs when they are bound."""
+        self.saved_states.waiting = dict(saved)
+        for captured in captures:
+            bound_rules = self._of(captured)
+            if bound_rules is not None:
+                self.saved_states.take_up(captured, bound_rules)
+                self.publish_bounds(bound_rules)
+
+
+def reads_of(bound: BoundEngine) -> dict[str, Reads]:
+    """Columns that each rule bound to a capture reads, and at which steps, by rule."""
+    return {
+        one.rule.id: Reads(
+            one.series.source, one.rule.every, one.series.source in ALWAYS, one.detector.finiteness
+        )
+        for one in bound.plan.rules
+    }

@@ -1,0 +1,77 @@
+"""Health of a checkpoint saved now: every optimizer's steps, and checks of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from gradwatch.capture.weight_health import Weights
+from gradwatch.checkpoint import joined
+from gradwatch.records.record import CheckpointHealth
+from gradwatch.session.binding.optimizer_rules import OptimizerRules
+from gradwatch.session.binding.rule_bindings import RuleBindings
+from gradwatch.session.optimizer_context import Contexts
+from gradwatch.session.pause_after_errors import Activity
+
+
+class Checkpoints:
+    """The health of checkpoints of one session; see `gradwatch.checkpoint` for what that means."""
+
+    def __init__(
+        self, contexts: Contexts, rule_bindings: RuleBindings, weights: Weights, activity: Activity
+    ) -> None:
+        self._contexts = contexts
+        self._rule_bindings = rule_bindings
+        self._weights = weights
+        self._activity = activity
+
+    def now(self) -> CheckpointHealth:
+        """As of the last step and the last look."""
+        return joined(bound_rules.health_tracker.now for bound_rules in self._rule_bindings.begun())
+
+    def check(self) -> CheckpointHealth:
+        """The same after a look at the weights as they are now, which waits for a device."""
+        try:
+            ruin = self._weights.check()
+        except Exception as error:
+            self._activity.failed("checkpoint", error)
+            ruin = (f"the weights could not be checked ({type(error).__name__})",)
+        self._seen(ruin, self._steps())
+        if not self._contexts:
+            return CheckpointHealth(not ruin, None, ruin)
+        return self.now()
+
+    def meet(self) -> None:
+        """An optimizer is about to move parameters for the first time: know what they were like."""
+        try:
+            self._weights.meet()
+        except Exception as error:
+            self._activity.failed("checkpoint", error)
+
+    def check_if_due(self, bound_rules: OptimizerRules, broken: bool) -> None:
+        """Look at the weights where a step that jumped was taken, or where the last look is long ago.
+
+        `broken`: the total norm of the step of `bound_rules` is not finite.
+        """
+        urgent = broken and not bound_rules.health_tracker.now.reasons
+        for one in self._contexts.bound():
+            urgent = urgent or one.health_tracker.suspected is not None
+        try:
+            found = self._weights.check_if_due(self._steps, urgent)
+        except Exception as error:
+            self._activity.failed("checkpoint", error)
+            return
+        if found is not None:
+            self._seen(found[1], found[0])
+
+    def _steps(self) -> dict[int, int]:
+        """The last step taken, by optimizer."""
+        return {
+            ctx.captured.index: ctx.captured.step - 1 for ctx in self._contexts if ctx.bound_rules is not None
+        }
+
+    def _seen(self, ruin: tuple[str, ...], steps: Mapping[int, int]) -> None:
+        for bound_rules in self._rule_bindings:
+            if bound_rules.captured.index in steps:
+                bound_rules.health_tracker.seen(ruin, steps[bound_rules.captured.index])
+        if not ruin and self.now().healthy:
+            self._weights.renew()

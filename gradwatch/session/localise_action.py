@@ -1,0 +1,177 @@
+"""Orders to `localise`, carried out: which rule of a verdict asks, and what was found for it.
+
+Steps are held for orders to `snapshot` too (`gradwatch.session.snapshot_action`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from gradwatch.incidents.bundle.snapshot_rules import snapshots
+from gradwatch.localise.hold.calls_before_attach import PreAttachRecorder
+from gradwatch.localise.hold.model_recorder import Call
+from gradwatch.localise.localiser import Ask, Localiser, Suspicion
+from gradwatch.localise.replay.cause_among_ranks import RankAgreement
+from gradwatch.records.decision import Decision
+from gradwatch.records.event import Event
+from gradwatch.records.finding import Finding
+from gradwatch.records.snapshot import Snapshot
+from gradwatch.records.verdict import Verdict
+from gradwatch.rules.rule_set import Action, RuleSet
+
+LOCALISE = "localise"
+SUSPICIONS: dict[str, Suspicion] = {
+    **dict.fromkeys(("spike", "above", "drift", "jump", "norm_overflow", "update_ratio"), "exploding"),
+    **dict.fromkeys(("below", "drop", "depth_ratio"), "vanishing"),
+}
+"""What a kind of detector fires for, where it is not a number that is not finite."""
+
+
+class Causes:
+    """The causes of a watch's incidents; holds the steps of `models` so that they can be run again.
+
+    `owns` says whether an optimizer is watched; `failed` counts an internal error.
+    """
+
+    def __init__(
+        self,
+        ruleset: RuleSet,
+        models: Iterable[nn.Module],
+        owns: Callable[[Optimizer], bool],
+        failed: Callable[[str, BaseException], None],
+        rank: int,
+    ) -> None:
+        self._asked = localising(ruleset)
+        self._rank = rank
+        actions, keeps = list(self._asked.values()), list(snapshots(ruleset).values())
+        self._localiser = Localiser(
+            models,
+            owns,
+            failed,
+            max_bytes=max(int(action.params["max_bytes"]) for action in (*actions, *keeps)),
+            hold=bool(keeps) or any(action.params["by"] == "replay" for action in actions),
+            rank=rank,
+        )
+
+    def add(self, models: Iterable[nn.Module]) -> None:
+        """Hold the steps of further models too."""
+        self._localiser.add(models)
+
+    def inherit(self, pre_attach: PreAttachRecorder, joining: Iterable[nn.Module]) -> None:
+        """Take over what was held of the models, and of those `joining` next, before they were watched."""
+        self._localiser.inherit(pre_attach, joining)
+
+    def set_indices(self, indices: Any) -> None:
+        """Set the dataset indices of the forward calls that follow, until a step is taken."""
+        self._localiser.set_indices(indices)
+
+    def held(self) -> list[tuple[nn.Module, Call]]:
+        """The forward calls of the present step, in their order."""
+        return self._localiser.held()
+
+    def models(self) -> list[nn.Module]:
+        """The watched models that are still alive."""
+        return self._localiser.models()
+
+    @property
+    def dropped(self) -> int:
+        """Forward calls of the present step that were released to stay within `max_bytes`."""
+        return self._localiser.dropped
+
+    def refusal(self, held: list[tuple[nn.Module, Call]]) -> str:
+        """Reason why the step cannot be run again, as far as its recorded calls show it; "" where there is none."""
+        return self._localiser.refusal(held)
+
+    def closure(self, run: Callable[[], Any]) -> AbstractContextManager[None]:
+        """While this is entered, the step to localise is what `run` computes."""
+        return self._localiser.closure(run)
+
+    def discard(self) -> None:
+        """Discard the recorded calls, as after an evaluation of a closure that another one follows."""
+        self._localiser.discard()
+
+    def cleared(self, optimizer: Optimizer | None) -> None:
+        """The loop has thrown away the gradients that this optimizer (None = not known) was to step by."""
+        self._localiser.cleared(optimizer)
+
+    def close(self) -> None:
+        """Remove every hook."""
+        self._localiser.close()
+
+    def of(
+        self,
+        verdict: Verdict,
+        decision: Decision,
+        snapshot: Snapshot,
+        step_taken: bool,
+        together: Callable[[], str] = str,
+    ) -> tuple[Finding, ...]:
+        """Causes of this step's incidents; `step_taken`: the step has been taken already.
+
+        `together` gives a name under which all ranks may meet over this step, "" where they do not judge it together.
+        """
+        if snapshot.scalars.get("scaler_skip"):
+            self._localiser.discard()  # no step was taken: what led to it must not be taken for a part of the next
+            return ()
+        found = self._ordered(verdict, decision, snapshot, step_taken, together()) if decision.orders else ()
+        return (*found, *self._localiser.recorded(None if step_taken else snapshot.step))
+
+    def _ordered(
+        self, verdict: Verdict, decision: Decision, snapshot: Snapshot, step_taken: bool, ranks: str
+    ) -> list[Finding]:
+        """The findings for the rules that order a search on this step."""
+        found = []
+        for rule in sorted(
+            {one.rule for one in decision.orders if one.action == LOCALISE and not one.shadow}
+        ):
+            event = incident_of(verdict, rule)
+            if event is not None and rule in self._asked and self._localiser.due(event.incident):
+                ask = _ask(self._asked[rule], event, snapshot)
+                agreement = RankAgreement(f"{ranks}/{rule}/{snapshot.step}", self._rank) if ranks else None
+                found.append(self._localiser.localise(ask, step_taken, agreement))
+        return found
+
+
+def localising(ruleset: RuleSet) -> dict[str, Action]:
+    """The `localise` of every rule that may order it, by rule id."""
+    found: dict[str, Action] = {}
+    for rule in ruleset.rules:
+        if rule.enabled and rule.mode == "act":
+            for action in filter(None, map(_localise, rule.do)):
+                found.setdefault(rule.id, action)
+    return found
+
+
+def _localise(action: Action) -> Action | None:
+    if action.name == LOCALISE:
+        return action
+    if action.does == LOCALISE:
+        return Action(LOCALISE, DEFAULTS)
+    return None
+
+
+DEFAULTS = {"by": "replay", "else_record_steps": 2, "max_bytes": 64 << 20}
+"""As a rule file that says nothing gets them (`gradwatch.rules.files.pydantic_models.Localise`)."""
+
+
+def incident_of(verdict: Verdict, rule: str) -> Event | None:
+    """The transition of a rule on this step that belongs to an incident; None where there is none."""
+    events = (event for event in verdict.events if event.rule == rule and event.incident)
+    return next((event for event in events if event.kind != "resolved"), None)
+
+
+def _ask(action: Action, event: Event, snapshot: Snapshot) -> Ask:
+    return Ask(
+        way=action.params["by"],
+        record_steps=int(action.params["else_record_steps"]),
+        rule=event.rule,
+        incident=event.incident,
+        step=snapshot.step,
+        first_parameter=event.first_cause,
+        suspicion=SUSPICIONS.get(event.detector, "nonfinite"),
+    )

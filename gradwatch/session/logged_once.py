@@ -1,0 +1,93 @@
+"""Sentences for the log that are no internal errors, each said once: what is not watched, not judged, or off."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+from gradwatch.engine.unmatched_rules import described
+from gradwatch.errors import AttachError
+from gradwatch.records.snapshot import Sites
+from gradwatch.rules.rule_set import RuleSet
+from gradwatch.runtime.internal_errors import Health
+from gradwatch.session.binding.refused_rules import Fitting
+from gradwatch.sinks.breaker import Breaker
+
+MOST_NAMED = 5
+IN_GRAPH = "a step captured in a CUDA graph is not watched: no hook runs when the graph is replayed"
+BLIND = (
+    "parameters were added to the model and belong to no watched optimizer, so their gradients are not measured; "
+    "give them to the optimizer (add_param_group, or a new one)"
+)
+OFF = (
+    "{}: switched off, because they match nothing in this model; all other rules stay active; `optional: true` "
+    "in the rule "
+    "file silences this, --strict-rules (strict_rules=True) refuses it"
+)
+NO_OPTIMIZER = "no optimizer steps {}: gradients are observed only, and no action is carried out"
+NO_LOSS = "rules on the loss have no value for such a step: {}; give them one with observe(loss=…)"
+
+
+class Notices:
+    """Tells the sinks that take sentences (the log) what a session has to say beside its Records."""
+
+    def __init__(self, sinks: Sequence[Breaker], health: Health) -> None:
+        self._sinks = sinks
+        self._health = health
+        self._incomplete = self._captured = self._no_loss = self._no_optimizer = False
+
+    def say(self, component: str, error: BaseException) -> None:
+        """Give this sentence to every sink that takes one."""
+        for breaker in self._sinks:
+            say = getattr(breaker.sink, "internal_error", None)
+            if say is not None:
+                say(component, error)
+
+    def captured(self) -> None:
+        """A step was captured in a CUDA graph, and nothing of it was touched."""
+        if not self._captured:
+            self._captured = True
+            self._health.report("capture", AttachError(IN_GRAPH))
+
+    def without_optimizer(self, names: Sequence[str]) -> None:
+        """No torch optimizer steps these parameters."""
+        if not self._no_optimizer:
+            self._no_optimizer = True
+            self.say("capture", AttachError(NO_OPTIMIZER.format(shortened(names))))
+
+    def unmeasured(self, missing: Sequence[str]) -> None:
+        """The parameters that nothing measures as of this step; said again only after there were none."""
+        if missing and not self._incomplete:
+            self.say("coverage", AttachError(f"{BLIND}: {shortened(missing)}"))
+        self._incomplete = bool(missing)
+
+    def no_loss(self, reason: str) -> None:
+        """The root of a backward is no loss, and a rule needs one."""
+        if not self._no_loss:
+            self._no_loss = True
+            self.say("loss", AttachError(NO_LOSS.format(reason)))
+
+    def inactive(
+        self,
+        fitting: Fitting,
+        ruleset: RuleSet,
+        found: Callable[[Callable[[], Sites]], Mapping[str, str]],
+        sites: Callable[[], Sites],
+    ) -> None:
+        """Note which rules judge nothing of the model as it is now; say what is new."""
+        before = self._health.inactive()
+        now = {**fitting.off, **found(sites)}
+        if now == before:
+            return
+        self._health.set_inactive(now)
+        news = fitting.news()
+        if news:
+            self.say("rules", AttachError(news))
+        new = {key: reason for key, reason in now.items() if key not in {*before, *fitting.off}}
+        if new:
+            self.say("rules", AttachError(OFF.format("; ".join(described(new, ruleset)))))
+
+
+def shortened(names: Sequence[str]) -> str:
+    """The first of these names, and how many more there are."""
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + more

@@ -1,0 +1,95 @@
+"""Everything that gradwatch keeps of one optimizer from one of its steps to the next, in one object."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+from gradwatch.actions.lbfgs_and_sam import ClosureCalls
+from gradwatch.actions.step_actions import StepActions
+from gradwatch.capture.discarded_gradients import DiscardedGradients
+from gradwatch.capture.optimizer_capture import OptimizerCapture
+from gradwatch.distributed.membership import RankMembership
+from gradwatch.reading.device import Number
+from gradwatch.session.binding.optimizer_rules import OptimizerRules
+from gradwatch.session.deferred_steps import Deferral
+
+
+@dataclass(slots=True, eq=False)
+class OptimizerContext:
+    """One optimizer, all those that step inside the backward, or one loop without an optimizer.
+
+    `captured` is what was captured since its last step; made anew when the parameters change; the context stays.
+    A new optimizer takes over the context of one that is gone. `bound_rules` are bound to it (None = not yet),
+    `membership` its place among the ranks (None = it has not met them).
+    """
+
+    captured: OptimizerCapture
+    acting: StepActions  # what was set aside or set for the step under way
+    deferral: Deferral  # steps measured and not judged yet
+    bound_rules: OptimizerRules | None = None
+    membership: RankMembership | None = None
+    nested: int = 0  # calls of the optimizer's `step` under way
+    closure_calls: ClosureCalls | None = None  # of the `step(closure)` under way, or of one that raised
+    scale_removed: Number | None = None  # what a GradScaler has divided its gradients by since its last step
+    discarded: DiscardedGradients = field(default_factory=DiscardedGradients)  # cleared, and used by no step
+    needs_no_ranks: bool = False  # no rank and no micro-batch is waited for at its boundaries
+
+    @property
+    def rules(self) -> OptimizerRules:
+        """The rules bound to it. Raises LookupError before they are."""
+        if self.bound_rules is None:
+            raise LookupError(f"no rules are bound to optimizer {self.captured.index} yet")
+        return self.bound_rules
+
+    @property
+    def exchanges(self) -> bool:
+        """True if the ranks exchange the facts of each of its steps, and so wait for them."""
+        return self.membership is not None and self.membership.exchanges
+
+    @property
+    def pooled(self) -> bool:
+        """True if a rank's norms are only a part of those over all ranks: not where DDP has averaged them."""
+        return self.membership is not None and self.membership.pooled
+
+    @property
+    def clips_at_step_instead(self) -> bool:
+        """True if hooks that were to clip inside the backward have switched themselves off."""
+        clipper = None if self.bound_rules is None else self.bound_rules.clipper
+        return clipper is not None and bool(clipper.disabled_reason)
+
+
+class Contexts:
+    """The contexts of one session, by the index of their optimizer in Records."""
+
+    def __init__(self, failed: Callable[[str, BaseException], None]) -> None:
+        self._failed = failed
+        self._by_index: dict[int, OptimizerContext] = {}
+
+    def __iter__(self) -> Iterator[OptimizerContext]:
+        return iter(list(self._by_index.values()))
+
+    def __bool__(self) -> bool:
+        return bool(self._by_index)
+
+    def bound(self) -> list[OptimizerRules]:
+        """The rules of every optimizer that has some bound to it."""
+        found = []
+        for ctx in list(self._by_index.values()):
+            if ctx.bound_rules is not None:
+                found.append(ctx.bound_rules)
+        return found
+
+    def find(self, captured: OptimizerCapture) -> OptimizerContext | None:
+        """The context of a capture; None where there is none yet."""
+        return self._by_index.get(captured.index)
+
+    def of(self, captured: OptimizerCapture) -> OptimizerContext:
+        """The context of a capture, made where there is none; `captured` is what it captures from now on."""
+        found = self._by_index.get(captured.index)
+        if found is None:
+            acting = StepActions(self._failed)
+            found = self._by_index[captured.index] = OptimizerContext(captured, acting, Deferral())
+        elif found.captured is not captured:
+            found.captured, found.needs_no_ranks = captured, False
+        return found

@@ -1,0 +1,82 @@
+"""The Record of a step, made once it is known what was really done, and given to the sinks."""
+
+from __future__ import annotations
+
+import time
+from typing import NamedTuple
+
+from gradwatch.account.running_totals import RunningTotals
+from gradwatch.actions.step_actions import Outcome
+from gradwatch.engine.failed_actions import failed
+from gradwatch.engine.norms_after_actions import reshaped
+from gradwatch.records.decision import Decision
+from gradwatch.records.finding import Finding
+from gradwatch.records.record import Record
+from gradwatch.records.snapshot import Snapshot
+from gradwatch.records.verdict import Verdict
+from gradwatch.runtime.exit_status import end_with_status
+from gradwatch.session.binding.optimizer_rules import Clock, OptimizerRules
+from gradwatch.sinks.breaker import Breaker
+
+
+class Facts(NamedTuple):
+    """Values that the Record of a judged step is made of.
+
+    `bound_rules` are the rules it was judged by, `found` is the Snapshot measured, `snapshot` as decided;
+    `judged` False: the engine failed.
+    """
+
+    bound_rules: OptimizerRules
+    found: Snapshot
+    snapshot: Snapshot
+    verdict: Verdict
+    decision: Decision
+    clock: Clock
+    findings: tuple[Finding, ...]
+    judged: bool
+
+
+class Judged(NamedTuple):
+    """A step that is decided, for this rank's own parameters; `facts` is None where it leaves no Record."""
+
+    decision: Decision
+    facts: Facts | None = None
+
+
+class Publishing:
+    """The sinks of one session, and its totals."""
+
+    def __init__(self) -> None:
+        self.sinks: list[Breaker] = []
+        self.totals = RunningTotals()
+
+    def give(self, judged: Judged, outcome: Outcome | None) -> None:
+        """Publish the Record of a step; `outcome` is what was done of it, None = as decided."""
+        facts = judged.facts
+        if facts is None:
+            return
+        bound_rules, found, verdict, decision = facts.bound_rules, facts.found, facts.verdict, facts.decision
+        wrong = outcome if outcome is not None and outcome.error is not None else None
+        done = decision if wrong is None else wrong.done
+        health = bound_rules.health_tracker.after(found, verdict, done, judged=facts.judged)
+        record = Record(facts.snapshot, verdict, decision, *facts.clock, health, facts.findings)
+        if wrong is not None and wrong.error is not None:
+            rules = tuple(one.rule for one in bound_rules.bound.plan.rules)
+            left = reshaped(found, done, found.total_norm_applied, {})
+            record = failed(record, left, done, wrong.error, rules)
+        bound_rules.record = record
+        self._publish(record)
+
+    def flush(self, timeout: float = 2.0) -> None:
+        """Make what was written durable, before training is stopped."""
+        deadline = time.monotonic() + timeout
+        for sink in self.sinks:
+            sink.flush(max(0.0, deadline - time.monotonic()))
+
+    def _publish(self, record: Record) -> None:
+        self.totals.observe(record)
+        for sink in self.sinks:
+            sink.write(record)
+        if record.decision.stop:
+            self.flush()
+            end_with_status()

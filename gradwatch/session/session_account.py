@@ -1,0 +1,106 @@
+"""The account of a session: while it runs, and once, at its end, to the sinks and for the process."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+
+from gradwatch.account import Account, Ending, Taken, merged
+from gradwatch.account.running_totals import RunningTotals
+from gradwatch.records.run_info import RunInfo
+from gradwatch.session.settings import told_by
+from gradwatch.taps.process_totals import TOTALS
+
+PAUSED = "watching was paused {} × after internal errors"
+
+_concluded: list[Account] = []  # of the sessions closed so far, put together in one
+
+
+@dataclass(slots=True, frozen=True)
+class Counted:
+    """Optimizer steps, backwards, optimizers and pauses after internal errors of a session, and what rules wait for.
+
+    `parameters` is the most that the optimizers have held together, `warming_up` why a rule has had no data yet.
+    """
+
+    steps: int = 0
+    backwards: int = 0
+    optimizers: int = 0
+    pauses: int = 0
+    parameters: int = 0
+    warming_up: Mapping[str, str] = field(default_factory=dict)
+
+
+class Accounting:
+    """The account of one session; `before` is what the process had done when it was attached."""
+
+    def __init__(
+        self,
+        run: RunInfo,
+        totals: RunningTotals,
+        inactive: Callable[[], dict[str, str]],
+        counted: Callable[[], Counted],
+        before: Taken,
+        elsewhere: Callable[[], int],
+    ) -> None:
+        """`elsewhere` gives the optimizer steps that other sessions of this process have watched."""
+        self._run = run
+        self._totals = totals
+        self._inactive = inactive
+        self._counted = counted
+        self._before = before
+        self._elsewhere = elsewhere
+        self._steps_elsewhere = elsewhere()
+        self.final: Account | None = None
+
+    def now(self, ended: Ending) -> Account:
+        """Account since the attach: what the process did, and what was watched of it."""
+        if self.final is not None:
+            return self.final
+        totals, counted, after = self._totals, self._counted(), TOTALS.taken()
+        warming_up = counted.warming_up if totals.judged else {}
+        return Account(
+            taken=after.since(self._before, self._elsewhere() - self._steps_elsewhere),
+            before=self._before,
+            after=after,
+            watched=totals.watched(counted.steps, counted.backwards, counted.optimizers, counted.parameters),
+            ended="stopped" if totals.stopped else ended,
+            fired=dict(totals.fired),
+            actions=dict(totals.actions),
+            inactive=self._inactive(),
+            no_data={**warming_up, **self.without_data()},
+            rules=len(self._run.rules),
+            reasons=(PAUSED.format(counted.pauses),) if counted.pauses else (),
+            directory=self._run.directory if os.path.isdir(self._run.directory) else "",
+            rank=self._run.rank,
+            told_by=self._run.told_by,
+        )
+
+    def without_data(self) -> dict[str, str]:
+        """The reason why a rule has had no data so far; also asked by the endpoint's thread."""
+        return self._totals.without_data.reasons() if self._totals.judged else {}
+
+    def conclude(self, account: Account) -> None:
+        """Keep the account as the last one of this session, and as a part of the process's."""
+        self.final = account
+        _concluded[:] = [merged([*_concluded, account])]
+
+
+def steps_concluded() -> int:
+    """Optimizer steps that the sessions closed so far have watched."""
+    return sum(one.watched.steps for one in _concluded)
+
+
+def of_process(live: Iterable[Account]) -> Account:
+    """Account of this process: what it did, and what all its sessions watched: those `live`, and those closed."""
+    found = [*_concluded, *live]
+    return merged(found, TOTALS.taken()) if found else Account(TOTALS.taken(), told_by=told_by())
+
+
+def _discard() -> None:
+    """In a forked child: what the parent watched belongs to the parent's account."""
+    _concluded.clear()
+
+
+os.register_at_fork(after_in_child=_discard)

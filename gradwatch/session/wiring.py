@@ -1,0 +1,323 @@
+"""Everything that is attached to the models and optimizers of one session, and how it is put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gradwatch.capture.columns.batch_norm_statistics import RunningStatistics
+from gradwatch.capture.columns.module_statistics import ModuleTaps
+from gradwatch.capture.fsdp1 import FlatTaps
+from gradwatch.capture.optimizer_capture import OptimizerCapture
+from gradwatch.capture.read_after_backward import Capture
+from gradwatch.capture.read_before_user_clip import BeforeClip
+from gradwatch.capture.shards import local_taps
+from gradwatch.capture.snapshot_assembly import with_modules
+from gradwatch.capture.weight_health import Weights
+from gradwatch.distributed.ranks import Ranks
+from gradwatch.engine import Engine
+from gradwatch.engine.backward_clips import asks_backward, drops_micro
+from gradwatch.engine.unsupported_rules import Refusal
+from gradwatch.errors import AttachError
+from gradwatch.incidents.bundle.snapshot_rules import refused_snapshots, snapshots
+from gradwatch.reading.device import capturing
+from gradwatch.records.event import Event
+from gradwatch.records.run_info import RunInfo
+from gradwatch.records.snapshot import Sites
+from gradwatch.rules.rule_set import RuleSet
+from gradwatch.session.binding.backward_actions import module_bounds_of
+from gradwatch.session.binding.bind_optimizer import Binder
+from gradwatch.session.binding.rank_requirements import rank_requirements
+from gradwatch.session.binding.refused_rules import Fitting, refused_here
+from gradwatch.session.binding.rule_bindings import RuleBindings
+from gradwatch.session.boundary.optimizer_step import Boundary
+from gradwatch.session.checkpoint_health import Checkpoints
+from gradwatch.session.extra_columns import ExtraColumns
+from gradwatch.session.localise_action import Causes, localising
+from gradwatch.session.logged_once import Notices
+from gradwatch.session.optimizer_context import Contexts
+from gradwatch.session.pause_after_errors import STEP_PATH, Activity
+from gradwatch.session.record_publishing import Publishing
+from gradwatch.session.snapshot_action import Bundles
+from gradwatch.session.step_pipeline import Sources, StepPipeline, deferral_allowed
+from gradwatch.session.watched_optimizers import Ownership
+from gradwatch.taps.pipeline_stages import PipelineStages
+
+REPORTED = (*STEP_PATH, "action", "precision", "modules", "norm_local", "ranks", "localise")
+
+
+class Rules:
+    """The rules of a session: those given, without what cannot be carried out on its models and ranks."""
+
+    def __init__(self, ruleset: RuleSet, run: RunInfo, fitting: Fitting) -> None:
+        self._fitting = fitting
+        self.run = run
+        self._take(ruleset)
+        self.fit(refused_snapshots(ruleset))
+
+    def fit(self, refusals: list[Refusal]) -> None:
+        """Go on without what is refused; raise `UnfitRulesError` unless that may be."""
+        fitted = self._fitting.without(refusals, self.ruleset)
+        if fitted is not self.ruleset:
+            self._take(fitted)
+
+    def _take(self, ruleset: RuleSet) -> None:
+        self.ruleset, self.engine = ruleset, Engine(ruleset, self.run.rank)
+        self.run = replace(self.run, rules=self.engine.rule_infos)
+
+
+@dataclass(frozen=True, slots=True)
+class Services:
+    """Services that every part of a session reports to."""
+
+    activity: Activity
+    notices: Notices
+    publishing: Publishing
+    fitting: Fitting
+
+
+class Attached:
+    """The parts of one session, from the taps on the models up to the step boundary.
+
+    `start` hooks the boundary, once the sinks are open; `own_sinks` are those that a rule asks for beside the file's.
+    """
+
+    def __init__(
+        self,
+        models: list[nn.Module],
+        ownership: Ownership,
+        loose: Sequence[tuple[str, nn.Parameter]],
+        rules: Rules,
+        services: Services,
+        strict_rules: bool,
+        name: str,
+    ) -> None:
+        """`name` is the same on all ranks that run one script. Raises where the rules do not fit these models."""
+        self.rules = rules
+        self._services = services
+        self._activity, self._notices = services.activity, services.notices
+        self.ownership = ownership
+        self._containers: list[nn.Module] = []
+        spent = services.publishing.totals.own_time
+        self.capture = Capture(models, self._backward_ended, self._activity.failed, spent, ownership.waiting)
+        self.capture.slots.add_loose(loose)
+        self.taps: ModuleTaps | None = None
+        self._flat = FlatTaps((), self.capture.expect, self._activity.failed)
+        try:
+            wanted = self._tapped(models, strict_rules)
+        except BaseException:
+            if self.taps is not None:
+                self.taps.close()
+            self._flat.close()
+            self.capture.close()
+            raise
+        self._bind_to(wanted, name)
+        self._hold(models)
+
+    def _tapped(self, models: list[nn.Module], strict_rules: bool) -> list[nn.Parameter]:
+        """Tap modules and FSDP's flat parameters; the parameters to watch."""
+        if not self.capture.slots.can_be_reached and not self.capture.slots.lazy_names():
+            raise AttachError(
+                "no parameter of the model wants a gradient, so there is nothing to watch; "
+                "attach after unfreezing it (requires_grad_)"
+            )
+        rules, failed = self.rules, self._activity.failed
+        self.taps = self._services.fitting.taps(rules.engine, models, failed)
+        self._flat = FlatTaps(models, self.capture.expect, failed)
+        wanted = [param for param in self.capture.params if param.requires_grad]
+        sites = self.sites()
+        rules.fit(refused_here(rules.engine, sites, models, wanted, rules.run.world_size))
+        rules.engine.check(sites, strict_rules)
+        return wanted
+
+    def _bind_to(self, wanted: Sequence[nn.Parameter], name: str) -> None:
+        """Make the parts that rules are bound in; `wanted` are the parameters that want a gradient."""
+        capture, activity, rules = self.capture, self._activity, self.rules
+        self.statistics = RunningStatistics(capture.slots.models, self._notices.say)
+        self.weights = Weights(
+            lambda: zip(capture.names, capture.params, strict=False), capture.slots.unoptimized
+        )
+        self.contexts = Contexts(activity.failed)
+        self._stages = PipelineStages(self._stage_scaled)
+        self.ranks = Ranks(
+            name, rank_requirements(rules.engine), capture.slots.models, self._of_ranks, self._stages.taken
+        )
+        totals = self._services.publishing.totals
+        self.rule_bindings = RuleBindings(rules.engine, self.ranks, activity, self.contexts, totals)
+        self.checkpoints = Checkpoints(self.contexts, self.rule_bindings, self.weights, activity)
+        if self.taps is not None:
+            self.taps.bounds = module_bounds_of(rules.ruleset, activity.failed, activity.health.report)
+            self.rule_bindings.module_bounds = self.taps.bounds
+        self.rule_bindings.listen(local_taps(wanted, capture.slots.models()))
+
+    def _hold(self, models: list[nn.Module]) -> None:
+        """Hold steps to find causes and keep bundles, where rules ask for that.
+
+        Before the boundary is hooked: a recorded step ends before it is judged.
+        """
+        self.causes: Causes | None = None
+        self._bundles: Bundles | None = None
+        rules, failed = self.rules, self._activity.failed
+        keeps = bool(snapshots(rules.ruleset))
+        if keeps or localising(rules.ruleset):
+            self.causes = Causes(rules.ruleset, models, self.owns, failed, rules.run.rank)
+        for component in REPORTED:
+            self._activity.health.mark(component, True)
+        if keeps and self.causes is not None:
+            self._bundles = Bundles(rules.ruleset, self.causes, failed, rules.run)
+        self.own_sinks = [] if self._bundles is None else [self._bundles]
+
+    def start(self, on_escalate: Callable[[Event], object] | None) -> None:
+        """Hook the step boundary: from here on steps are judged."""
+        capture, activity, engine, notices = self.capture, self._activity, self.rules.engine, self._notices
+        self.note_inactive()
+        self.binder = Binder(
+            capture,
+            self.ranks,
+            self.contexts,
+            self.rule_bindings,
+            self.checkpoints,
+            self.taps,
+            self._stages,
+            activity,
+            notices,
+            self.note_inactive,
+        )
+        self.extra_columns = ExtraColumns(
+            self.taps, capture.spent.news, deferral_allowed(engine, self.rule_bindings)
+        )
+        sources = Sources(
+            capture, self.statistics, self.checkpoints, self.causes, self._bundles, notices, on_escalate
+        )
+        publishing = self._services.publishing
+        self.pipeline = StepPipeline(
+            engine, self.ranks, activity, self.rule_bindings, self.extra_columns, publishing, sources
+        )
+        self.boundary = Boundary(
+            capture,
+            self.ownership,
+            self.contexts,
+            self.binder,
+            self.pipeline,
+            self.ranks,
+            activity,
+            notices,
+            self._reset,
+        )
+        capture.cleared = self._cleared
+        capture.losses.refused = self._no_loss
+        self.before_clip = BeforeClip(capture, self._bind, activity.idle, activity.failed)
+
+    def bind_before_backward(self) -> None:
+        """Bind the rules before the first backward, where some act inside it and the optimizer is known."""
+        if asks_backward(self.rules.ruleset) or drops_micro(self.rules.ruleset):
+            for captured in self.capture.adopt_waiting(from_first_backward=True):
+                self.binder.bind(captured)
+
+    # -- what is asked of it -----------------------------------------------------------------------------
+
+    def owns(self, optimizer: Optimizer) -> bool:
+        """True if this optimizer is watched now."""
+        return not self._activity.idle() and self.ownership.includes(optimizer, self.capture)
+
+    def sites(self) -> Sites:
+        """Every parameter that wants a gradient, and every module that is tapped."""
+        return with_modules(self.capture.slots.all_sites(), () if self.taps is None else self.taps.names)
+
+    @property
+    def degraded(self) -> bool:
+        """True if some optimizer goes on without collectives that its rules need."""
+        return any(ctx.membership is not None and ctx.membership.alone for ctx in self.contexts)
+
+    def note_inactive(self) -> None:
+        """Note which rules judge nothing of the model as it is now."""
+        self._notices.inactive(
+            self._services.fitting, self.rules.ruleset, self.rule_bindings.inactive, self.sites
+        )
+
+    def add(self, models: Iterable[nn.Module]) -> None:
+        """Watch further models."""
+        added = self.capture.slots.add_models(models)
+        if added and self.causes is not None:
+            self.causes.add(added)
+        self.keep_containers(added)
+
+    def keep_containers(self, models: Iterable[nn.Module]) -> None:
+        """Hold those that may have been made for the call: they would be gone after it, and the session with them."""
+        for one in models:
+            if isinstance(one, nn.ModuleList | nn.ModuleDict):
+                self._containers.append(one)
+
+    def resumed(self) -> None:
+        """A pause is over: what was captured in it is no step's."""
+        for captured in self.capture.captures:
+            captured.interrupt()
+
+    def close(self) -> None:
+        """Remove every hook; models and optimizers are as found."""
+        taps = [self._stages, self.taps, self._flat, self.causes]
+        parts = [self.before_clip, self.boundary, *taps, self.rule_bindings, self.capture]
+        memberships = [ctx.membership for ctx in self.contexts]
+        for part in (*memberships, *parts):
+            try:
+                if part is not None:
+                    part.close()
+            except Exception as error:  # the others must be restored all the same
+                self._activity.health.report("close", error)
+        self._containers.clear()
+
+    # -- what taps report --------------------------------------------------------------------------------
+
+    def _bind(self, captured: OptimizerCapture) -> None:
+        self.binder.bind(captured)
+
+    def _backward_ended(self, touched: list[OptimizerCapture]) -> None:
+        if self._activity.idle():
+            return
+        for captured in self.capture.captures:
+            if not captured.on_cpu and capturing():
+                return  # a read would become part of the user's CUDA graph, or break it
+        self.rule_bindings.backward_ended()
+        self.binder.bind_missing()
+        for captured in touched:  # the gradients of others may have been clipped since they were read
+            if captured.due():
+                captured.read()
+
+    def _stage_scaled(self, stage: nn.Module) -> None:
+        """The gradients of a pipeline stage are final: read again what its backwards left."""
+        if not self._activity.serving or self._activity.paused():
+            return
+        params = set(map(id, stage.parameters()))
+        with torch.no_grad():
+            for ctx in self.contexts:
+                if not params.isdisjoint(ctx.captured.param_ids):
+                    ctx.captured.read()
+
+    def _reset(self, captured: OptimizerCapture) -> None:
+        """Nothing that tensor hooks measured since the capture's last Snapshot belongs to a step."""
+        self.rule_bindings.discard(captured)
+        if self.causes is not None:
+            self.causes.discard()
+
+    def _cleared(self, captured: OptimizerCapture) -> None:
+        """Gradients of earlier backwards are gone, and no step was taken by them."""
+        self.rule_bindings.cleared(captured)
+        if not self._activity.idle():  # while it pauses it sees no steps, either
+            discarded = self.contexts.of(captured).discarded
+            self._services.publishing.totals.cleared += discarded.unused(captured, self.capture.captures)
+        if self.causes is not None:
+            self.causes.cleared(None if captured.optimizer is None else captured.optimizer())
+
+    def _of_ranks(self, component: str, error: BaseException) -> None:
+        """Something about the other ranks: reported, but no internal error that would pause anything."""
+        self._activity.health.report(component, error)
+        self._activity.health.mark(component, not self.degraded)
+
+    def _no_loss(self, reason: str) -> None:
+        """A backward whose root is no loss: said once, where a rule needs one."""
+        if "loss" in self.rules.engine.columns and not self._activity.idle():
+            self._notices.no_loss(reason)
