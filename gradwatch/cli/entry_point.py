@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from importlib import import_module
 from typing import Any
 
-from gradwatch.cli import closed_stdout
 from gradwatch.cli.terminal import complain
 from gradwatch.errors import GradwatchError, RuleFileError
+from gradwatch.runtime import stdout
 
 COMMANDS = (
     *("run", "rules", "audit", "explain", "replay", "serve"),
@@ -39,7 +39,7 @@ EPILOG = """examples:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line (default: this process's) and return its exit status."""
     words = list(sys.argv[1:] if argv is None else argv)
-    return closed_stdout.status_of(lambda: _carried_out(words), runs_script=words[:1] == ["run"])
+    return stdout.status_of(lambda: _carried_out(words), words[:1] == ["run"], complain)
 
 
 def _carried_out(words: list[str]) -> int:

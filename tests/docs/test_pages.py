@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import gradwatch
-from gradwatch.cli import build_parser
+from gradwatch.cli.entry_point import build_parser
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "gradwatch" / "docs").glob("*.md"))]

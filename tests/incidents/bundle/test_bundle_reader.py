@@ -158,21 +158,21 @@ def test_tensors_that_lie_about_their_place_are_refused(raw: bytes, copy: Path) 
 
 def test_names_are_names_and_never_paths(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """`../` and absolute paths in every name there is: read as text, and nothing appears anywhere."""
-    tensors = {"../../outside": torch.ones(2), "/tmp/outside": torch.ones(2)}
+    tensors = {"../../made-of-a-name": torch.ones(2), "/tmp/made-of-a-name": torch.ones(2)}
     save_file(tensors, copy / "tensors.safetensors")
     assert set(read_tensors(copy)) == set(tensors)
     found = json.loads((copy / "incident.json").read_text())
     for call in found["calls"]:
-        call["args"] = {"tuple": [{"tensor": {"name": "../../outside"}}]}
+        call["args"] = {"tuple": [{"tensor": {"name": "../../made-of-a-name"}}]}
         call["batch"] = None
         call["gradients"] = {"0": "/etc/passwd"}
-    found["incident"]["name"] = "../../../outside"
-    found["models"][0]["type"] = "../../outside"
+    found["incident"]["name"] = "../../../made-of-a-name"
+    found["models"][0]["type"] = "../../made-of-a-name"
     (copy / "incident.json").write_text(json.dumps(found))
     status, said = replayed(copy, capsys)
     assert status == 2
     assert "tensors.safetensors" in said
-    assert not list(copy.parent.parent.rglob("outside"))
+    assert not list(copy.parent.parent.rglob("made-of-a-name"))
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -7,13 +7,11 @@ import os
 import sys
 from collections.abc import Callable
 
-from gradwatch.cli.terminal import complain
-
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})
 """Error numbers of a file, or a device, that takes no more."""
 
 
-def status_of(command: Callable[[], int], runs_script: bool) -> int:
+def status_of(command: Callable[[], int], runs_script: bool, complain: Callable[[str], None]) -> int:
     """The exit status of a command, 1 where its output could not be written; a script's own errors are left alone."""
     try:
         status = command()
