@@ -120,7 +120,7 @@ KEYS = {"told_by"}  # on disk
 OTHER_SENSE = {
     "seat": {"sinks/prometheus/parameter_selection.py"},
     "settle": {"detectors/loss_scale.py"},
-    "standing": {"engine/", "records/snapshot.py"},
+    "standing": {"engine/", "records/verdict.py"},
     "torn": {"journal/frames.py"},
     "thin": {"journal/retention.py"},
 }

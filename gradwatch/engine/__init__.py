@@ -1,7 +1,7 @@
 """The engine: bind rules to sites, judge each step, decide what to do, remember what was seen.
 
 `series` which series a rule is about, `rule_plan` a rule file bound to sites; `judge` one step, `firing` what is
-pending and firing, `events` what is said of it; `rule_actions` what is ordered; `engine_state` what is remembered;
+pending and firing, `events` what is said of it; `actions` what is ordered; `engine_state` what is remembered;
 `bound_engine` the two classes below.
 """
 

@@ -77,7 +77,7 @@ class Clipping:
 
     `max_norm` the bound on the total norm (None = none); `policies` those that make factors; `elementwise` those
     that torch carries out, each with `bool[S]`, the parameters it covers. `at` "backward": hooks carry them out
-    (`gradwatch.engine.backward_clips`), and here they only learn, from the norms before that.
+    (`gradwatch.engine.actions.backward_clips`), and here they only learn, from the norms before that.
     """
 
     max_norm: float | None = None

@@ -9,13 +9,13 @@ from dataclasses import replace
 import numpy as np
 
 from gradwatch.detectors import State
-from gradwatch.engine.backward_clips import Asked, asked, bounds, module_bounds, only_in_backward
+from gradwatch.engine.actions.backward_clips import Asked, asked, bounds, module_bounds, only_in_backward
+from gradwatch.engine.actions.rule_actions import by_rule, orders, rescaled, without_overridden
 from gradwatch.engine.bound_clip_policies import Failed, clips_only_total, needs_host
 from gradwatch.engine.columns_needed import Needs, needs_of
 from gradwatch.engine.engine_state import EngineState, empty_state
 from gradwatch.engine.fast_path import FastPath
 from gradwatch.engine.judge import Step, firing_now
-from gradwatch.engine.rule_actions import by_rule, orders, rescaled, without_overridden
 from gradwatch.engine.rule_plan import NO_BANK, Plan, make_plan
 from gradwatch.engine.series import FREE_COLUMNS, labels
 from gradwatch.engine.unmatched_rules import admit, may_miss, refusals, unmatched

@@ -15,9 +15,9 @@ from typing import NamedTuple
 import numpy as np
 
 from gradwatch.detectors import Sample, State, breaches, clears, may_breach
+from gradwatch.engine.actions.escalation import alarm_due, climbed, ordered, remembered
 from gradwatch.engine.baseline_bounds import BASELINE_SIGMAS, part_of
 from gradwatch.engine.engine_state import EngineState
-from gradwatch.engine.escalation import alarm_due, climbed, ordered, remembered
 from gradwatch.engine.events import Notice, Scored, build_event, worst_first
 from gradwatch.engine.firing import NEVER, Moved, Track, at_rest, move
 from gradwatch.engine.rule_plan import NO_BANK, Bank, Plan, RulePlan

@@ -1,1 +1,1 @@
-"""Values passed from capture to the sinks: sites, snapshot, verdict, decision, record, finding; no torch."""
+"""Values passed from capture to the sinks, one noun a file; no torch."""

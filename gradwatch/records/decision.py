@@ -1,4 +1,4 @@
-"""What is to be done at one step, and which rules asked for it; the orders of several rules joined.
+"""Orders for one step, and the rules that ask for them; the orders of several rules joined.
 
 Axes: S sites.
 """

@@ -1,4 +1,4 @@
-"""Measurements of one step: the sites of one optimizer, and everything known of their gradients at one step.
+"""Measurements of one step: the sites of one optimizer, and everything known of their gradients.
 
 Axes: S sites (parameters, then tapped modules). Every array in these records is immutable by convention: whoever builds
 one of these objects hands it over and never writes to it again, so a sink may keep it without copying.

@@ -1,4 +1,4 @@
-"""What the rules say of one Snapshot: which fire, which breach, which act.
+"""Result of all rules on one Snapshot: those that fire, those that breach, those that act.
 
 Axes: S sites, K series of a rule.
 """

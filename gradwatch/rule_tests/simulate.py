@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.engine import Engine
+from gradwatch.engine.actions.norms_after_actions import reshaped, unclipped, with_clip_order
+from gradwatch.engine.actions.permissions import permitted
 from gradwatch.engine.columns_needed import BURSTS
-from gradwatch.engine.norms_after_actions import reshaped, unclipped, with_clip_order
-from gradwatch.engine.permissions import permitted
 from gradwatch.policies.norm_bound import Bound, at_site, factor_of
 from gradwatch.records.decision import Decision, Order
 from gradwatch.records.event import Event

@@ -1,6 +1,6 @@
 """Every action that `do:` may name: its parameters, and the facts that all else asks of it.
 
-What it orders of a step is decided in `gradwatch.engine.rule_actions`.
+What it orders of a step is decided in `gradwatch.engine.actions.rule_actions`.
 """
 
 from __future__ import annotations

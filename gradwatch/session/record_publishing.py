@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from gradwatch.account.running_totals import RunningTotals
 from gradwatch.actions.step_actions import Outcome
-from gradwatch.engine.failed_actions import failed
-from gradwatch.engine.norms_after_actions import reshaped
+from gradwatch.engine.actions.failed_actions import failed
+from gradwatch.engine.actions.norms_after_actions import reshaped
 from gradwatch.records.decision import Decision
 from gradwatch.records.finding import Finding
 from gradwatch.records.record import Record

@@ -22,9 +22,9 @@ from gradwatch.capture.snapshot_assembly import as_float32, assemble, of_norms
 from gradwatch.capture.window_norms import WindowNorms
 from gradwatch.distributed.ranks import Ranks, Shared
 from gradwatch.engine import Engine
-from gradwatch.engine.norms_after_actions import factors_of, reshaped, unclipped, with_clip_order
-from gradwatch.engine.permissions import permitted
-from gradwatch.engine.rule_actions import without_overridden
+from gradwatch.engine.actions.norms_after_actions import factors_of, reshaped, unclipped, with_clip_order
+from gradwatch.engine.actions.permissions import permitted
+from gradwatch.engine.actions.rule_actions import without_overridden
 from gradwatch.errors import GradwatchError, TrainingStopped
 from gradwatch.reading.device import host_value, start_copy
 from gradwatch.records.decision import Decision, Order

@@ -20,7 +20,7 @@ from gradwatch.capture.snapshot_assembly import with_modules
 from gradwatch.capture.weight_health import Weights
 from gradwatch.distributed.ranks import Ranks
 from gradwatch.engine import Engine
-from gradwatch.engine.backward_clips import asks_backward, drops_micro
+from gradwatch.engine.actions.backward_clips import asks_backward, drops_micro
 from gradwatch.engine.unsupported_rules import Refusal
 from gradwatch.errors import AttachError
 from gradwatch.incidents.bundle.snapshot_rules import refused_snapshots, snapshots

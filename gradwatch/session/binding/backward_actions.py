@@ -14,7 +14,7 @@ from gradwatch.actions.elementwise_clip import Elementwise
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.shards import is_shard
 from gradwatch.engine import BoundEngine
-from gradwatch.engine.backward_clips import (
+from gradwatch.engine.actions.backward_clips import (
     asks_backward,
     asks_of_modules,
     clips_in_backward,

@@ -22,7 +22,7 @@ from gradwatch.capture.snapshot_assembly import with_modules
 from gradwatch.checkpoint import CheckpointHealthTracker
 from gradwatch.distributed.ranks import Ranks
 from gradwatch.engine import BoundEngine, Engine
-from gradwatch.engine.backward_clips import asks_backward, at_step, drops_micro
+from gradwatch.engine.actions.backward_clips import asks_backward, at_step, drops_micro
 from gradwatch.engine.series import ALWAYS
 from gradwatch.errors import AttachError
 from gradwatch.records.columns import RANK_COLUMNS

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradwatch
 from gradwatch.capture.optimizer_capture import OptimizerCapture
-from gradwatch.engine.norms_after_actions import unclipped, with_clip_order
+from gradwatch.engine.actions.norms_after_actions import unclipped, with_clip_order
 from gradwatch.records.decision import Decision
 from gradwatch.rules.files import parse_rules
 from tests.reading.test_device import WAITING, Operations

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 import gradwatch
 from gradwatch.detectors import Above, NonFinite, Spike
-from gradwatch.engine.escalation import climbed, remembered
+from gradwatch.engine.actions.escalation import climbed, remembered
 from gradwatch.engine.firing import IDLE
 from gradwatch.engine.rule_plan import RulePlan
 from gradwatch.errors import TrainingStopped

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.engine.escalation import due_actions
+from gradwatch.engine.actions.escalation import due_actions
 from gradwatch.engine.rule_plan import Plan, RulePlan
 from gradwatch.policies.norm import clip_coefficient, clip_coefficients
 from gradwatch.records.columns import MODULE_COLUMNS, RANK_COLUMNS

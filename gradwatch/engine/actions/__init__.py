@@ -1,0 +1,1 @@
+"""Orders of the rules of one step, as arithmetic: what each does, what is permitted, what it leaves of the norms."""

@@ -1,0 +1,1 @@
+"""Rules judged: events, decisions, memory."""
