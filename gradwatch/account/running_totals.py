@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from gradwatch.account.account import Watched
 from gradwatch.account.rules_without_data import RulesWithoutData
-from gradwatch.runtime.own_time import OwnTime
 from gradwatch.records.record import Record
+from gradwatch.runtime.own_time import OwnTime
 
 ATTACHING = 2
 """Records after which what attaching took has been counted: rules are bound as the first is judged."""
