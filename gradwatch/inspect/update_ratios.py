@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 from gradwatch.capture.columns.update_ratio import WEIGHT_NORM_FLOOR
 from gradwatch.runtime import guard
 from gradwatch.taps import step_hooks
-from gradwatch.taps.optimizers.groups import params_of
+from gradwatch.taps.optimizers.param_groups import params_of
 
 
 class UpdateRatios:
