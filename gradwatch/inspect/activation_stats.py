@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gradwatch.inspect.hooks import Hooks, Modules
 from gradwatch.reading.layouts import dense
-from gradwatch.taps import containers
+from gradwatch.taps import nested_containers
 
 BLOCK = 1 << 16  # elements at a time: 256 KiB of float32, which stay in a core's own cache
 _ONES = np.ones(BLOCK, np.float32)
@@ -129,7 +129,7 @@ class ActivationStats:
 
 
 def _first(output: Any) -> Tensor | None:
-    return next((leaf for leaf in containers.leaves(output) if isinstance(leaf, Tensor)), None)
+    return next((leaf for leaf in nested_containers.leaves(output) if isinstance(leaf, Tensor)), None)
 
 
 class _OnDevice(NamedTuple):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import unserializable_hook
 
 from gradwatch.errors import AttachError, HookError
-from gradwatch.taps import containers, module_calls
+from gradwatch.taps import module_calls, nested_containers
 from gradwatch.taps.graph.full_backward import FullBackward, preflight
 from gradwatch.taps.muted_forwards import is_muted
 
@@ -166,7 +166,7 @@ class Hook:
             return given
         if type(given) is Tensor:  # most outputs: a tenth of the time
             return self._ready(given)
-        return containers.tensors_replaced(self._ready, given)
+        return nested_containers.tensors_replaced(self._ready, given)
 
     def _ready(self, tensor: Tensor) -> Tensor:
         tensor = tensor.detach() if self._detach else tensor
@@ -176,7 +176,7 @@ class Hook:
         """Raises HookError unless both hold tensors of the same shapes and dtypes."""
         if self.kind == "forward_pre" and not isinstance(replaced, tuple):
             replaced = (replaced,)
-        now, before = (list(map(_described, containers.leaves(one))) for one in (replaced, value))
+        now, before = (list(map(_described, nested_containers.leaves(one))) for one in (replaced, value))
         if now != before:
             raise HookError(
                 f"what stands in the place of {', '.join(before) or 'nothing'} must be of the same shape and dtype, "
@@ -198,7 +198,7 @@ class OutputGradient(Hook):
 
     def _forward(self, module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         if not is_muted():
-            for leaf in containers.leaves(output):
+            for leaf in nested_containers.leaves(output):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
                     leaf.register_hook(self._noting(module, leaf.detach()))
         return None
@@ -220,7 +220,7 @@ def _described(leaf: Any) -> str:
 def gathered(value: Any) -> Any:
     """Each tensor as all ranks have it, stacked [world, …]."""
     if not (dist.is_available() and dist.is_initialized()):
-        return containers.tensors_replaced(lambda tensor: tensor.detach().unsqueeze(0), value)
+        return nested_containers.tensors_replaced(lambda tensor: tensor.detach().unsqueeze(0), value)
 
     def all_of(tensor: Tensor) -> Tensor:
         mine = tensor.detach().contiguous()
@@ -228,7 +228,7 @@ def gathered(value: Any) -> Any:
         dist.all_gather(parts, mine)
         return torch.stack(parts)
 
-    return containers.tensors_replaced(all_of, value)
+    return nested_containers.tensors_replaced(all_of, value)
 
 
 def warn_uncalled(hooks: Iterable[Hook]) -> None:

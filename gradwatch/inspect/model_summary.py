@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from gradwatch.inspect.hooks import Hooks
-from gradwatch.taps import containers
+from gradwatch.taps import nested_containers
 
 Shapes = tuple[tuple[int, ...], ...]
 COLUMNS = ("layer", "type", "output", "parameters", "trainable", "dtype", "device", "MFLOPs")
@@ -173,7 +173,7 @@ def module_summary(model: nn.Module, *args: Any, **kwargs: Any) -> ModelSummary:
 
 
 def _shapes(module: nn.Module, args: Any, output: Any) -> Shapes:
-    return tuple(tuple(leaf.shape) for leaf in containers.leaves(output) if isinstance(leaf, Tensor))
+    return tuple(tuple(leaf.shape) for leaf in nested_containers.leaves(output) if isinstance(leaf, Tensor))
 
 
 def _all_of(values: set[str]) -> str:
