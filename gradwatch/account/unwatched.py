@@ -78,7 +78,7 @@ def _without_steps(account: Account) -> Iterator[str]:
     # Backwards of steps that were not watched are in another gap; without any watched one there is nothing to compare.
     if seen.backwards and lost > max(0, taken.steps - seen.steps):
         backwards = _many(taken.backwards, "backward")
-        yield f"{lost:,} of {backwards} reached no parameter that is watched, or raised before they did"
+        yield f"{lost:,} of {backwards} reached no parameter that is watched, or did not get that far"
     if not no_step and seen.cleared:
         yield f"gradients were cleared {_many(seen.cleared, 'time')} with no optimizer step seen since they were made"
 

@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from gradwatch.inspect.hooks import Hooks, Modules
+from gradwatch.inspect.hooks import Hooks, Modules, chosen
 from gradwatch.reading.layouts import dense
 from gradwatch.taps import nested_containers
 
@@ -77,11 +77,11 @@ class ActivationStats:
         self._kept: dict[str, list[Activation | _OnDevice]] = {}
         self._names: dict[int, str] = {}
         self.kinds: dict[str, str] = {}  # class of each module
-        self._hooks = Hooks(modules, self._look, names=names)
-        for name, hook in self._hooks.items():
+        looked_at = chosen(modules, names)
+        for name, module in looked_at.items():
             self._calls[name], self._kept[name] = 0, []
-            self._names[id(hook.target)] = name
-            self.kinds[name] = type(hook.target).__name__
+            self._names[id(module)], self.kinds[name] = name, type(module).__name__
+        self._hooks = Hooks(looked_at, self._look)
 
     @property
     def of(self) -> dict[str, list[Activation]]:

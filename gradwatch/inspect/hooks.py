@@ -69,7 +69,6 @@ class Hook:
         gather: bool = False,
         name: str = "",
     ) -> None:
-        self.target = target
         self.name = name or type(target).__name__
         self.kind = kind
         self.stored: Any = None
@@ -146,9 +145,9 @@ class Hook:
 
     def _called(self, value: Any, *given: Any) -> Any:
         """Call `fn`; what is to stand in the place of `value`, None where that stays."""
-        if self._remove is None:
-            return None
         try:
+            if self._remove is None:
+                return None
             seen = tuple(self._shown(one) for one in given)
             self.calls += 1
             returned = seen[_KEPT[self.kind]] if self._fn is None else self._fn(*seen)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import gc
 import io
 import itertools
 import pickle
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -84,11 +86,11 @@ def test_a_hook_sees_what_torchs_own_hook_sees(kind: str, make: Callable[[], nn.
     ours, theirs = make(), make()
     theirs.load_state_dict(ours.state_dict())
     seen: list[list[Tensor]] = []
-    hook = Hook(ours, lambda *given: seen.append(flat(given[1:])), kind=kind)  # type: ignore[arg-type]
     torchs(theirs, kind, lambda *given: seen.append(flat(given[1:])))
-    for model in (ours, theirs):
-        x = X.clone().requires_grad_()
-        torch.stack([tensor.sum() for tensor in leaves(model(x))]).sum().backward()
+    with Hook(ours, lambda *given: seen.append(flat(given[1:])), kind=kind) as hook:  # type: ignore[arg-type]
+        for model in (ours, theirs):
+            x = X.clone().requires_grad_()
+            torch.stack([tensor.sum() for tensor in leaves(model(x))]).sum().backward()
     assert hook.calls == 1
     assert len(seen) == 2
     assert seen[0]
@@ -193,6 +195,20 @@ def test_hooks_go_when_the_body_raises() -> None:
     model(X).sum().backward()
     assert [hook.calls for hook in hooks.values()] == [0, 0, 0]
     assert not model[0].weight._backward_hooks
+
+
+def test_a_hook_that_is_never_removed_keeps_no_model_alive() -> None:
+    """The model is freed as if it were not hooked, by whatever kind."""
+    model = net()
+    hooks = [Hooks(model, kind=kind) for kind in ("forward", "forward_pre", "full_backward")]
+    model(X).sum().backward()
+    hooks[0]["0"].stored = None
+    alive = weakref.ref(model[1])
+    del model
+    gc.collect()
+    assert alive() is None
+    for one in hooks:
+        one.remove()
 
 
 def raises(*_: Any) -> None:

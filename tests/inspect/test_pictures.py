@@ -28,8 +28,9 @@ def net() -> nn.Sequential:
     return nn.Sequential(nn.Linear(3, 5), nn.Sigmoid(), nn.Linear(5, 2))
 
 
-def test_histograms_and_lines_of_a_training(tmp_path: Path) -> None:
+def test_histograms_and_lines_of_a_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One image a module whose columns are log(1 + counts), and three panels with a line a module; no pyplot."""
+    monkeypatch.delitem(sys.modules, "matplotlib.pyplot", raising=False)  # another test's
     model = net()
     with ActivationStats(model, with_hist=True) as stats:
         for _ in range(6):

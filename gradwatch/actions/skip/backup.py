@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradwatch.reading.generator_state import get_state, set_state
 from gradwatch.taps.optimizers.param_groups import params_of
 
 OBJECTS = 3
@@ -67,7 +68,7 @@ def _noted(value: Any, objects: int) -> tuple[Restore | None, Collection[Any]]:
     if isinstance(value, np.ndarray):
         return partial(np.copyto, value, value.copy()), ()
     if isinstance(value, torch.Generator):
-        return partial(value.set_state, value.get_state()), ()
+        return partial(set_state, value, get_state(value)), ()
     if isinstance(value, Optimizer) or (objects and _is_plain(value)):
         before = _attributes(value)
         return partial(_restore_attributes, value, before), before.values()
@@ -93,9 +94,9 @@ def _copy(tensor: Tensor) -> Tensor:
 
 def _random_numbers(optimizer: Optimizer) -> Iterable[Restore]:
     """Functions that restore the generators of an optimizer's devices: a skipped step draws nothing."""
-    yield partial(torch.set_rng_state, torch.get_rng_state())
-    for device in {param.device for param in params_of(optimizer) if param.is_cuda}:
-        yield partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state(device), device)
+    devices = {param.device.index for param in params_of(optimizer) if param.is_cuda}
+    for one in (torch.default_generator, *(torch.cuda.default_generators[index] for index in devices)):
+        yield partial(set_state, one, get_state(one))
 
 
 def _attributes(owner: object) -> dict[str, Any]:

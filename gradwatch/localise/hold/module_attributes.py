@@ -10,12 +10,14 @@ import copy
 import random
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gradwatch.reading.generator_state import get_state, set_state
 from gradwatch.taps import module_tree
 from gradwatch.taps.graph.node_numbers import set_version
 
@@ -113,12 +115,7 @@ def _nothing() -> None:
 def _state(one: Any) -> Iterator[Restore]:
     """Functions that restore a container or a generator."""
     if isinstance(one, torch.Generator):
-        drawn = one.get_state()
-
-        def draw_again() -> None:
-            one.set_state(drawn)
-
-        yield draw_again
+        yield partial(set_state, one, get_state(one))
     elif isinstance(one, np.random.Generator):
         state = copy.deepcopy(one.bit_generator.state)
         yield lambda: setattr(one.bit_generator, "state", state)

@@ -3,10 +3,10 @@ and generators of the user's own, in attributes of modules and in the globals of
 
 from __future__ import annotations
 
-import functools
 import random
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from functools import cache, partial
 from types import FunctionType
 from typing import Any
 
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.localise.hold.module_attributes import written_in_place
+from gradwatch.reading.generator_state import get_state, set_state
 from gradwatch.taps import module_tree
 
 FIRST = 2
@@ -31,9 +32,13 @@ class Source:
     generator: Any = None
 
 
+def _of_torch(generator: torch.Generator, own: Any = None) -> Source:
+    return Source(partial(get_state, generator), partial(set_state, generator), own)
+
+
 PYTHON = Source(random.getstate, random.setstate)
 NUMPY = Source(np.random.get_state, np.random.set_state)
-CPU = Source(torch.default_generator.get_state, torch.default_generator.set_state)
+CPU = _of_torch(torch.default_generator)
 
 
 class Generators:
@@ -143,7 +148,7 @@ def of_cuda() -> list[Source]:
     return [_of_cuda(generator) for generator in torch.cuda.default_generators]
 
 
-@functools.cache
+@cache
 def _of_cuda(generator: torch.Generator) -> Source:
     return _of(generator)
 
@@ -162,7 +167,7 @@ def own(model: nn.Module) -> Iterator[Source]:
 
 def _of(generator: Any) -> Source:
     if isinstance(generator, torch.Generator):
-        return Source(generator.get_state, generator.set_state, generator)
+        return _of_torch(generator, generator)
     if isinstance(generator, np.random.Generator):
         bits = generator.bit_generator
         return Source(lambda: bits.state, lambda state: setattr(bits, "state", state), generator)

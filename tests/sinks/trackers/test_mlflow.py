@@ -79,7 +79,7 @@ TELEMETRY = """
 import os, sys
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.sinks import make_sink
-from gradwatch.records.snapshot import RunInfo
+from gradwatch.records.run_info import RunInfo
 before = os.environ.get("MLFLOW_DISABLE_TELEMETRY")
 if "ours" in sys.argv:
     sink = make_sink("mlflow", {"tracking_uri": sys.argv[-1]})
