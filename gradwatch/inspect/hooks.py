@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import fnmatch
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import TracebackType
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,32 @@ _INSTEAD = (
 )
 
 
-class Hook:
+T = TypeVar("T", bound="UntilRemoved")
+
+
+class UntilRemoved(ABC):
+    """Hooks that stand from their making on, and are removed when their `with` ends, whatever happens in it."""
+
+    @abstractmethod
+    def remove(self) -> None:
+        """Remove them; what they found stays. Idempotent."""
+
+    def awaiting(self) -> Iterable[Hook]:
+        """The hooks that a `with` in which nothing reached them warns of."""
+        return ()
+
+    def __enter__(self: T) -> T:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.remove()
+        if error is None:
+            warn_uncalled(self.awaiting())
+
+
+class Hook(UntilRemoved):
     """Calls `fn` with what flows through one module, or with the gradient of one tensor, until it is removed.
 
     By `kind`, `fn` is called as torch would: `forward` with (module, args, output), `forward_pre` with (module, args),
@@ -105,15 +131,9 @@ class Hook:
         if remove is not None:
             remove()
 
-    def __enter__(self) -> Hook:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.remove()
-        if error is None:
-            warn_uncalled([self])
+    def awaiting(self) -> Iterable[Hook]:
+        """This hook."""
+        return (self,)
 
     # -- called by torch ---------------------------------------------------------------------------------
 
@@ -243,7 +263,7 @@ def warn_uncalled(hooks: Iterable[Hook]) -> None:
         )
 
 
-class Hooks(Mapping[str, Hook]):
+class Hooks(UntilRemoved, Mapping[str, Hook]):
     """One `Hook` on each of some modules, by name; `stored` is what each has kept.
 
     `modules`: a model, of which those below it count that have no parts of their own, or (with `names`) those whose
@@ -277,6 +297,10 @@ class Hooks(Mapping[str, Hook]):
         for hook in self._hooks.values():
             hook.remove()
 
+    def awaiting(self) -> Iterable[Hook]:
+        """Each of them."""
+        return self._hooks.values()
+
     def __getitem__(self, name: str) -> Hook:
         return self._hooks[name]
 
@@ -285,16 +309,6 @@ class Hooks(Mapping[str, Hook]):
 
     def __len__(self) -> int:
         return len(self._hooks)
-
-    def __enter__(self) -> Hooks:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.remove()
-        if error is None:
-            warn_uncalled(self._hooks.values())
 
 
 def chosen(modules: Modules, names: str | Iterable[str] = ()) -> dict[str, nn.Module]:
