@@ -7,7 +7,6 @@ and no device is waited for before the numbers are read.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from types import TracebackType
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -15,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from gradwatch.inspect.hooks import Hooks, Modules, chosen
+from gradwatch.inspect.hooks import Hook, Hooks, Modules, UntilRemoved, chosen
 from gradwatch.reading.layouts import dense
 from gradwatch.taps import nested_containers
 
@@ -41,7 +40,7 @@ class Activation(NamedTuple):
     histogram: NDArray[np.int64] | None = None
 
 
-class ActivationStats:
+class ActivationStats(UntilRemoved):
     """Keeps statistics of the output of each of some modules, from the `with` on until it ends.
 
     `of[name]` lists them by module; `activation_histograms` and `activation_lines` draw them. Of an output that
@@ -94,13 +93,9 @@ class ActivationStats:
         """Look at no further call; what was found stays. Idempotent."""
         self._hooks.remove()
 
-    def __enter__(self) -> ActivationStats:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._hooks.__exit__(kind, error, trace)
+    def awaiting(self) -> Iterable[Hook]:
+        """Those on the modules that are looked at."""
+        return self._hooks.awaiting()
 
     def _look(self, module: nn.Module, args: Any, output: Any) -> None:
         if self.mode != "both" and module.training != (self.mode == "train"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -10,12 +9,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradwatch.capture.columns.update_ratio import WEIGHT_NORM_FLOOR
+from gradwatch.inspect.hooks import UntilRemoved
 from gradwatch.runtime import guard
 from gradwatch.taps import step_hooks
 from gradwatch.taps.optimizers.param_groups import params_of
 
 
-class UpdateRatios:
+class UpdateRatios(UntilRemoved):
     """Records ‖Δw‖ / max(‖w‖, 0.1) of every parameter of a model at each N-th step, until the `with` ends.
 
     `of[name]` lists (step, ratio), `update_ratios` draws them. A copy of the weights is kept during a step that is
@@ -41,14 +41,6 @@ class UpdateRatios:
     def remove(self) -> None:
         """Look at no further step; what was found stays. Idempotent."""
         self._remove()
-
-    def __enter__(self) -> UpdateRatios:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.remove()
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Called by taps: keep the weights that this optimizer may move."""
