@@ -111,7 +111,11 @@ class ActivationStats(UntilRemoved):
     def _statistics(self, call: int, values: Tensor) -> Activation | _OnDevice:
         flat = values.reshape(-1)
         if flat.is_cpu:
-            return _on_host(call, flat.float(), self.near_zero, self._bins())
+            wide = flat if flat.dtype in (torch.float32, torch.float64) else flat.float()
+            with np.errstate(
+                over="ignore", invalid="ignore"
+            ):  # NaN, Inf and their squares are shown, not warned of
+                return _on_host(call, wide, self.near_zero, self._bins())
         flat = flat.float()
         std, mean = torch.std_mean(flat)
         size = flat.abs()
@@ -141,7 +145,7 @@ class _OnDevice(NamedTuple):
 
 
 def _on_host(call: int, flat: Tensor, near_zero: float, bins: tuple[int, float] | None) -> Activation:
-    """The statistics of float32[n] on the host, in one walk over its blocks."""
+    """The statistics of float32[n] or float64[n] on the host, in one walk over its blocks."""
     values, n = flat.numpy(), len(flat)
     total = square = 0.0
     far = 0
@@ -157,7 +161,10 @@ def _on_host(call: int, flat: Tensor, near_zero: float, bins: tuple[int, float] 
     if nonfinite:
         far += int(np.count_nonzero(np.isnan(values)))
     variance = square / n - mean * mean
-    if not variance > CANCELS * mean * mean:
+    if (
+        not CANCELS * mean * mean < variance < np.inf and not nonfinite
+    ):  # the square of a float32 may exceed it
+        mean = sum(float(block.sum(dtype=np.float64)) for block in _blocks(values)) / n
         deviations = (block.astype(np.float64) - mean for block in _blocks(values))
         variance = sum(float(np.dot(each, each)) for each in deviations) / n
     std = float(np.sqrt(variance * n / (n - 1))) if n > 1 else float("nan")
@@ -165,12 +172,12 @@ def _on_host(call: int, flat: Tensor, near_zero: float, bins: tuple[int, float] 
     return Activation(call, mean, std, (n - far) / n, histogram)
 
 
-def _histogram(values: NDArray[np.float32], bins: int, top: float, nonfinite: bool) -> NDArray[np.int64]:
+def _histogram(values: NDArray[Any], bins: int, top: float, nonfinite: bool) -> NDArray[np.int64]:
     """Counts of |x| in equal bins up to `top`, which belongs to the last."""
     width = bins + 2  # and what lies above `top`, by one bin and by more
     pairs, counts = np.zeros(width * width, np.int64), np.zeros(width, np.int64)
-    per_bin, at_top = np.float32(bins / top), 0
-    buffer = np.empty(min(len(values), BLOCK), np.float32)
+    per_bin, at_top = values.dtype.type(bins / top), 0
+    buffer = np.empty(min(len(values), BLOCK), values.dtype)
     for block in _blocks(values):
         if nonfinite:
             block = block[np.isfinite(block)]
@@ -188,5 +195,5 @@ def _histogram(values: NDArray[np.float32], bins: int, top: float, nonfinite: bo
     return counts[:bins]
 
 
-def _blocks(values: NDArray[np.float32]) -> list[NDArray[np.float32]]:
+def _blocks(values: NDArray[Any]) -> list[NDArray[Any]]:
     return [values[k : k + BLOCK] for k in range(0, len(values), BLOCK)]

@@ -257,7 +257,7 @@ def warn_uncalled(hooks: Iterable[Hook]) -> None:
         listed = ", ".join(idle[:5]) + (f" and {len(idle) - 5} more" if len(idle) > 5 else "")
         warnings.warn(
             f"gradwatch: nothing was seen by the hook on {listed}: was it used at all, replaced by another module, "
-            "called by its forward() directly, or is it inside a compiled region?",
+            "called by its forward() directly, or is it inside a compiled region or a transform of torch.func?",
             RuntimeWarning,
             stacklevel=3,
         )
@@ -326,7 +326,8 @@ def chosen(modules: Modules, names: str | Iterable[str] = ()) -> dict[str, nn.Mo
                     raise AttachError(
                         f"no module's name matches {pattern!r}; there are {', '.join(filter(None, named))}"
                     )
-            return {n: m for n, m in named.items() if any(fnmatch.fnmatchcase(n, p) for p in patterns)}
+            chosen = {n: m for n, m in named.items() if any(fnmatch.fnmatchcase(n, p) for p in patterns)}
+            return {name or f"({type(modules).__name__})": module for name, module in chosen.items()}
         kind = type(modules).__name__
         return {name or kind: module for name, module in named.items() if not any(module.children())}
     if isinstance(modules, Mapping):

@@ -76,7 +76,7 @@ def model_sizes(model: nn.Module, *args: Any, names: str = "", **kwargs: Any) ->
 
 def layer_info(model: nn.Module, *args: Any, **kwargs: Any) -> list[LayerInfo]:
     """One line for each module of a model, in the order of `named_modules()`; runs it once as `model_sizes` does."""
-    modules = {name or type(model).__name__: module for name, module in model.named_modules()}
+    modules = dict(model.named_modules())
     counter = FlopCounterMode(display=False)
     hooks = Hooks(modules, _shapes)
     try:
@@ -90,10 +90,10 @@ def layer_info(model: nn.Module, *args: Any, **kwargs: Any) -> list[LayerInfo]:
         own = [p for p in module.parameters(recurse=False) if id(p) not in seen]
         seen.update(map(id, own))
         sized = [p for p in own if not isinstance(p, nn.UninitializedParameter)]
-        counted = flops.get(f"{whole}.{name}", flops.get(whole, {}) if module is model else {})
+        counted = flops.get(f"{whole}.{name}" if name else whole, {})
         layers.append(
             LayerInfo(
-                name,
+                name or whole,
                 type(module).__name__,
                 hooks[name].stored or (),
                 sum(p.numel() for p in sized),

@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 HEALTHY_RATIO = 1e-3
 """The update ratio drawn as a line for orientation; Karpathy's rule of thumb, "roughly 1e-3"."""
-_WIDE = 7.0  # inches
+_WIDE, _WIDEST = 7.0, 30.0  # inches
 _NAMED = 16  # lines in a legend
 
 
-def activation_histograms(stats: ActivationStats, columns: int = 3) -> Figure:
+def activation_histograms(stats: ActivationStats, columns: int | None = None) -> Figure:
     """Each module's histogram of |activation| over its calls as one image: a column for a call, zero at the bottom.
 
     The "colourful dimension" of fastai: log(1 + count). Bands that collapse to the bottom line are units dying, or an
@@ -41,6 +41,7 @@ def activation_histograms(stats: ActivationStats, columns: int = 3) -> Figure:
         raise GradwatchError(
             "no histogram to draw: ActivationStats(…, with_hist=True), and a forward in its mode"
         )
+    columns = columns or (3 if len(found) <= 12 else math.ceil(math.sqrt(len(found))))
     figure, axes = _grid(len(found), columns)
     for (name, histograms), axis in zip(found.items(), axes, strict=True):
         image = np.log1p(np.stack(histograms, axis=1))
@@ -119,7 +120,7 @@ def gradient_flow(gradients: nn.Module | Mapping[str, Tensor | None], title: str
         gradients = {name: param.grad for name, param in gradients.named_parameters()}
     if not gradients:
         raise GradwatchError("no gradient to draw: the model has no parameter")
-    figure, (axis,) = _grid(1, 1, width=max(_WIDE, 0.35 * len(gradients)))
+    figure, (axis,) = _grid(1, 1, width=min(max(_WIDE, 0.35 * len(gradients)), _WIDEST))
     means, largest, notes = [], [], []
     for k, grad in enumerate(gradients.values()):
         size = None if grad is None else grad.detach().float().abs()
@@ -146,7 +147,8 @@ def gradient_flow(gradients: nn.Module | Mapping[str, Tensor | None], title: str
             color="tab:red",
             transform=axis.get_xaxis_transform(),
         )
-    axis.set_xticks(places, list(gradients), rotation=90, fontsize=7)
+    shown = slice(None, None, max(1, math.ceil(0.15 * len(gradients) / _WIDEST)))  # names that have room
+    axis.set_xticks(places[shown], list(gradients)[shown], rotation=90, fontsize=7)
     axis.set_xlim(-0.5, len(gradients) - 0.5)
     axis.set_ylabel("|gradient|", fontsize=8)
     axis.set_title(title or "gradient flow, from the input to the loss", fontsize=9)

@@ -84,7 +84,7 @@ def profile_step(
     for _ in range(warmup):
         step()
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
-    with _modules_labelled(model), _own_phases_labelled(), profile(activities=activities) as profiler:
+    with profile(activities=activities) as profiler, _modules_labelled(model), _own_phases_labelled():
         for _ in range(steps):
             with record_function("step"):
                 step()
@@ -93,25 +93,35 @@ def profile_step(
 
 @contextmanager
 def _modules_labelled(model: nn.Module) -> Iterator[None]:
+    running: list[tuple[str, record_function]] = []
     with ExitStack() as stack:
+        stack.callback(_end, running, "")
         for name, module in model.named_modules():
             label = f"forward {name or type(model).__name__}"
-            stack.callback(module_calls.listen(module, *_around(label)))
+            stack.callback(module_calls.listen(module, *_around(label, running)))
         yield
 
 
-def _around(label: str) -> tuple[module_calls.Before, module_calls.After]:
-    running: list[record_function] = []
-
+def _around(
+    label: str, running: list[tuple[str, record_function]]
+) -> tuple[module_calls.Before, module_calls.After]:
     def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-        running.append(record_function(label))
-        running[-1].__enter__()
+        running.append((label, record_function(label)))
+        running[-1][1].__enter__()
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
-        if running:
-            running.pop().__exit__(None, None, None)
+        _end(running, label)
 
     return before, after
+
+
+def _end(running: list[tuple[str, record_function]], label: str) -> None:
+    """End the innermost phase of that label, and those in it, which were ended by an exception; all for ""."""
+    while running:
+        ended, phase = running.pop()
+        phase.__exit__(None, None, None)
+        if ended == label:
+            return
 
 
 @contextmanager

@@ -87,6 +87,23 @@ def test_layers_and_flops() -> None:
     assert sum(one.params for one in layers.values()) == total_params(Net()).total
 
 
+def test_a_part_that_is_named_like_the_model() -> None:
+    """Both have a line of their own."""
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.Twice = nn.Linear(3, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.Twice(x)
+
+    assert [(one.kind, one.flops) for one in layer_info(Twice(), torch.ones(2, 3))] == [
+        ("Twice", None),
+        ("Linear", 36),
+    ]
+
+
 def test_the_table_as_text_and_html() -> None:
     """The text names every layer and the totals; the HTML escapes what a name may hold."""
     model = nn.Sequential()

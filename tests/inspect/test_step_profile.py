@@ -65,3 +65,16 @@ def test_a_step_that_raises_leaves_nothing_behind() -> None:
         profile_step(model, step, warmup=0)
     assert (OwnTime.begin, OwnTime.end) == methods
     assert not module_calls.noticed(model)
+
+
+def test_phases_that_an_exception_ended_are_ended() -> None:
+    """A step that catches what its forward raised: each label is closed, and those after it nest as they run."""
+    model = nn.Sequential(nn.Linear(1, 1), nn.Linear(2, 1))
+
+    def step() -> None:
+        with pytest.raises(RuntimeError):
+            model(torch.ones(1, 1))
+        model[0](torch.ones(1, 1))
+
+    calls = {one.label: one.calls for one in profile_step(model, step, steps=2, warmup=0).phases}
+    assert calls == {"step": 2, "forward Sequential": 2, "forward 0": 4, "forward 1": 2}
