@@ -17,9 +17,7 @@ if TYPE_CHECKING:
     from gradwatch.rules.rule_set import Rule, RuleSet
 
 
-SAMPLED_RULES = (
-    "sampled, three steps of each hundred (whole tensors at every step with `every: 1`, which costs more): {}"
-)
+STAGGERED_RULES = "each parameter judged every {} steps, at a step of its own (`every: 1` judges all at each step and costs more): {}"
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -104,7 +102,7 @@ def handle_check(arguments: argparse.Namespace) -> int:
 
 
 def check_one(path: str) -> dict[str, Any]:
-    """Contents of one rule file: its rules and digest, or its problems; notes on what is sampled."""
+    """Contents of one rule file: its rules and digest, or its problems; notes on what is staggered."""
     from gradwatch.cli.preflight import load
 
     report: dict[str, Any] = {
@@ -119,8 +117,11 @@ def check_one(path: str) -> dict[str, Any]:
         ruleset = load(path)
     except RuleFileError as error:
         return report | {"ok": False, "problems": list(error.problems)}
-    sampled = [rule.id for rule in ruleset.rules if rule.enabled and rule.bursts]
-    notes = [SAMPLED_RULES.format(", ".join(sampled))] if sampled else []
+    staggered: dict[int, list[str]] = {}
+    for rule in ruleset.rules:
+        if rule.enabled and rule.staggered:
+            staggered.setdefault(rule.every, []).append(rule.id)
+    notes = [STAGGERED_RULES.format(every, ", ".join(ids)) for every, ids in sorted(staggered.items())]
     enabled = sum(rule.enabled for rule in ruleset.rules)
     return report | {"enabled": enabled, "digest": ruleset.digest, "notes": notes}
 
@@ -175,7 +176,7 @@ def summary(rule: Rule) -> tuple[str, ...]:
     styles = {"critical": "red", "warning": "yellow", "info": "cyan"}
     does = ", ".join(action.name for action in rule.do) or "alert"
     does = "off" if not rule.enabled else f"would {does}" if rule.mode == "shadow" else does
-    column = str(getattr(rule.detect, "of", "–")) + (" (sampled)" if rule.bursts else "")
+    column = str(getattr(rule.detect, "of", "–")) + (f" (every {rule.every})" if rule.every > 1 else "")
     severity = paint(rule.severity, styles[rule.severity])
     return rule.id, rule.kind, column, str(rule.for_), rule.scope, severity, does
 

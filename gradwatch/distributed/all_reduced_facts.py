@@ -16,7 +16,6 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.engine.columns_needed import BURSTS
 from gradwatch.records.snapshot import Sites
 
 Vector: TypeAlias = NDArray[np.float64]
@@ -59,7 +58,7 @@ class Layout:
         if not self.pooled:
             return COMPARED
         sampled = [f"{name}{part}" for name in self.sampled for part in ("", "/present")]
-        sizes = [size_of(name) for name in self.sampled if plain(name) == "update_ratio"]
+        sizes = [UPDATED] if "update_ratio" in self.sampled else []
         return (*POOLED, *sampled, *sizes)
 
     def empty(self) -> Vector:
@@ -127,11 +126,5 @@ def blind(layout: Layout) -> Vector:
     return vector
 
 
-def plain(name: str) -> str:
-    """The name of a column, however often it is read."""
-    return name.removesuffix(BURSTS)
-
-
-def size_of(name: str) -> str:
-    """Name of the column with the norms of the weights, to which an update ratio of this name is relative."""
-    return "size" + name.removeprefix("update_ratio")
+UPDATED = "updated_norm"
+"""Name of the column with the norms of the weights to which update ratios are relative."""

@@ -12,7 +12,7 @@ import numpy as np
 
 from gradwatch.capture.columns.update_ratio import WEIGHT_NORM_FLOOR
 from gradwatch.capture.window_norms import Norms, WindowNorms
-from gradwatch.distributed.all_reduced_facts import Layout, ReducedFacts, Vector, plain, size_of
+from gradwatch.distributed.all_reduced_facts import UPDATED, Layout, ReducedFacts, Vector
 from gradwatch.reading.batched import FLOAT32_MAX, Detail
 from gradwatch.reading.cpu import CpuNorms
 from gradwatch.records.snapshot import Column
@@ -50,18 +50,17 @@ def pool(
             taken = mine & column.present
             layout.part(vector, f"{name}/present")[layout.own[taken]] = 1
             layout.part(vector, name)[layout.own[taken]] = _addable(layout, name, column, columns)[taken]
-        size = size_of(name)
-        if plain(name) == "update_ratio" and size in columns:
-            layout.part(vector, size)[at] = np.square(columns[size].values.astype(np.float64)[mine])
+        if name == "update_ratio" and UPDATED in columns:
+            layout.part(vector, UPDATED)[at] = np.square(columns[UPDATED].values.astype(np.float64)[mine])
 
 
 def _addable(layout: Layout, name: str, column: Column, columns: Mapping[str, Column]) -> Vector:
     """A shard's value in the form in which those of all shards add up."""
     values = column.values.astype(np.float64)
-    if plain(name) == "zero_fraction":
+    if name == "zero_fraction":
         return values * layout.share
-    if plain(name) == "update_ratio":
-        return np.square(values * np.maximum(columns[size_of(name)].values, WEIGHT_NORM_FLOOR))
+    if name == "update_ratio":
+        return np.square(values * np.maximum(columns[UPDATED].values, WEIGHT_NORM_FLOOR))
     return np.square(values)
 
 
@@ -102,8 +101,8 @@ def pooled_columns(reduced: ReducedFacts) -> dict[str, Column]:
 
 def _added_up(reduced: ReducedFacts, name: str) -> Vector:
     total = reduced.column(name)
-    if plain(name) == "zero_fraction":
+    if name == "zero_fraction":
         return total
-    if plain(name) == "update_ratio":
-        return np.sqrt(total) / np.maximum(np.sqrt(reduced.column(size_of(name))), WEIGHT_NORM_FLOOR)
+    if name == "update_ratio":
+        return np.sqrt(total) / np.maximum(np.sqrt(reduced.column(UPDATED)), WEIGHT_NORM_FLOOR)
     return np.sqrt(total)

@@ -21,7 +21,7 @@ from gradwatch.capture.shards import placements, whole
 from gradwatch.capture.snapshot_assembly import Extras, appended
 from gradwatch.capture.window_norms import WindowNorms
 from gradwatch.distributed import facts_of_this_rank, pooled_norms, replica_divergence
-from gradwatch.distributed.all_reduced_facts import Layout, ReducedFacts, Vector, blind, size_of
+from gradwatch.distributed.all_reduced_facts import UPDATED, Layout, ReducedFacts, Vector, blind
 from gradwatch.distributed.handshake import RankMeeting, RankRequirements
 from gradwatch.distributed.membership import RankMembership
 from gradwatch.distributed.process_group import AloneError, Group, place
@@ -313,11 +313,9 @@ def _norms_seen_by_all(reduced: ReducedFacts, window: WindowNorms, values: Mappi
 
 
 def _sizes(extras: Extras, columns: Mapping[str, Column]) -> dict[str, Column]:
-    """‖w‖ behind a sampled ‖Δw‖/‖w‖, without which shards' ratios do not add up."""
-    return {
-        size_of(name): Column(ratio.size(), columns[name].present)
-        for one in extras.params
-        if isinstance(one, PendingColumns)
-        for name, ratio in one.parts.items()
-        if isinstance(ratio, PendingRatio) and name in columns
-    }
+    """‖w‖ behind ‖Δw‖/‖w‖, without which shards' ratios do not add up."""
+    for one in extras.params:
+        ratio = one.parts.get("update_ratio") if isinstance(one, PendingColumns) else None
+        if isinstance(ratio, PendingRatio) and "update_ratio" in columns:
+            return {UPDATED: Column(ratio.size(), columns["update_ratio"].present)}
+    return {}

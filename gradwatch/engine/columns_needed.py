@@ -1,8 +1,6 @@
-"""Columns that the capture must read beyond the free ones, and their steps: the union over all rules.
+"""Columns that the capture must read beyond the free ones, and of which sites at which steps: the union over all rules.
 
-A rule judges a column of `SAMPLED` from whole tensors, at its own steps (step % every == 0) and at no others. One that
-neither acts nor says how often judges a sample instead, in bursts (`Rule.bursts`): that is a column of its own, named
-with `BURSTS`, so that what one rule asks for never changes what another sees.
+A rule judges a column of `SAMPLED` at its own cadence and at no other, however often another rule asks for the same.
 """
 
 from __future__ import annotations
@@ -10,70 +8,69 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
-from gradwatch.rules.rule_set import SAMPLED, Rule
+import numpy as np
 
-BURSTS = ":bursts"
-"""After the name of a column that holds what was read in bursts."""
-PERIOD = 100
-BURST = 3
+from gradwatch.engine.staggering import Staggering
+from gradwatch.records.snapshot import BoolArray
+from gradwatch.rules.rule_set import Rule
+
+EVERY_STEP = frozenset({1})
+Cadences = Mapping[str, frozenset[int]]
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """`columns` to be read; `every` says of each that is not read in bursts which divisors of a step it is due at."""
+    """Cadences by column: `whole` those at which all sites are read together, `staggered` each site at its phase."""
 
-    columns: frozenset[str] = frozenset()
-    every: Mapping[str, frozenset[int]] = field(default_factory=dict)
+    whole: Cadences = field(default_factory=dict)
+    staggered: Cadences = field(default_factory=dict)
 
-    def due(self, column: str, step: int) -> bool:
-        """True if a column is read at this step."""
-        if column not in self.columns:
-            return False
-        plain = column.removesuffix(BURSTS)
-        # The update of step s is seen at the boundary of s + 1, so there is none at step 0.
-        first = 1 if plain == "update_ratio" else 0
-        if step < first:
-            return False
-        if plain is not column:  # three steps in a row, so that `for: 3` can be met
-            return (step - first) % PERIOD < BURST
-        return any(step % every == 0 for every in self.every.get(column, EVERY_STEP))
+    @property
+    def columns(self) -> frozenset[str]:
+        """The columns to be read."""
+        return frozenset(self.whole) | frozenset(self.staggered)
 
-    def next_due(self, column: str, step: int) -> int | None:
-        """The first step after this one at which a column is read; None where it is not asked for."""
-        if column not in self.columns:
+    def due(self, column: str, step: int, staggering: Staggering, size: int) -> BoolArray | None:
+        """bool[S]: the sites of which a column is read at this step; None where it is none of the `size` sites."""
+        if step < first_step(column):
             return None
-        plain = column.removesuffix(BURSTS)
-        first = 1 if plain == "update_ratio" else 0
-        later = max(step + 1, first)
-        if plain is not column:
-            past = (later - first) % PERIOD
-            return later if past < BURST else later + PERIOD - past
-        return min(later + -later % every for every in self.every.get(column, EVERY_STEP))
+        if any(step % every == 0 for every in self.whole.get(column, ())):
+            return np.ones(size, np.bool_)
+        due: BoolArray | None = None
+        for every in self.staggered.get(column, ()):
+            part = staggering.due(every, step)
+            due = part if due is None else due | part
+        return None if due is None or not due.any() else due
+
+    def next_due(self, column: str, step: int, staggering: Staggering) -> int | None:
+        """The first step after this one at which a column is read of any site; None where it is not asked for."""
+        later = max(step + 1, first_step(column))
+        found = [later + -later % every for every in self.whole.get(column, ())]
+        for every in self.staggered.get(column, ()):
+            found.append(later + int(((staggering.phases(every) - later) % every).min(initial=every)))
+        return min(found, default=None)
 
     def only(self, columns: Iterable[str]) -> Needs:
-        """The needs restricted to some columns, by their plain names."""
+        """The needs restricted to some columns."""
         chosen = frozenset(columns)
-        return Needs(
-            frozenset(name for name in self.columns if name.removesuffix(BURSTS) in chosen), self.every
+        whole, staggered = (
+            {name: cadences for name, cadences in one.items() if name in chosen}
+            for one in (self.whole, self.staggered)
         )
+        return Needs(whole, staggered)
 
 
-EVERY_STEP = frozenset({1})
-
-
-def source_of(rule: Rule, column: str) -> str:
-    """The name under which a rule finds one of the columns of its detector in a Snapshot."""
-    return column + BURSTS if rule.bursts and column in SAMPLED else column
+def first_step(column: str) -> int:
+    """The first step with a value of a column: the update of step s is seen at the boundary of s + 1."""
+    return 1 if column == "update_ratio" else 0
 
 
 def needs_of(rules: Iterable[Rule], free: frozenset[str]) -> Needs:
     """Columns that these rules need beyond the columns of `free`."""
-    every: dict[str, frozenset[int]] = {}
-    columns: set[str] = set()
+    needs = Needs({}, {})
     for rule in rules:
+        cadences = needs.staggered if rule.staggered else needs.whole
         for column in rule.detect.columns:
             if column not in free:
-                source = source_of(rule, column)
-                columns.add(source)
-                every[source] = every.get(source, frozenset()) | {rule.every}
-    return Needs(frozenset(columns), every)
+                cadences[column] = cadences.get(column, frozenset()) | {rule.every}  # type: ignore[index]
+    return needs

@@ -35,7 +35,7 @@ NORMAL = float(np.finfo(np.float32).tiny)
 ROUNDING = 1e-6
 """Relative; more than float32 arithmetic on a bound can be off."""
 
-BY_RANK = RANK_COLUMNS | {"rank_site"}
+BY_RANK: frozenset[str] = RANK_COLUMNS | {"rank_site"}
 """Columns that are there on healthy steps too, where ranks talk."""
 
 STACKED = ("norm", "total_norm")
@@ -73,6 +73,7 @@ class FastPath:
 
     __slots__ = (
         "_bank_inputs",
+        "_beside",
         "_gathered",
         "_guards",
         "_of_scalars",
@@ -80,6 +81,7 @@ class FastPath:
         "_rare",
         "_roots",
         "_stacked",
+        "_staggered",
         "_unbounded",
         "plan",
     )
@@ -87,12 +89,18 @@ class FastPath:
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         guarded = [one for one in plan.rules if one.bank == NO_BANK and not (one.rare or _proven(one))]
+        self._staggered = tuple(
+            (number, one) for number, one in enumerate(plan.rules) if one.series.phases is not None
+        )
+        others = (one.detector.columns for one in plan.rules if one.series.phases is None)
+        staggered = frozenset[str]().union(*(one.detector.columns for _, one in self._staggered))
+        self._beside = BY_RANK | staggered.difference(*others)
         guards = tuple(_guards(one for one in guarded if _bounded(one)))
         self._guards = tuple(one for one in guards if one.column not in SCALAR_COLUMNS)
         self._of_scalars = tuple(one for one in guards if one.column in SCALAR_COLUMNS)
         self._unbounded = tuple(one for one in guarded if one.series.owners is None and not _bounded(one))
         self._gathered = tuple(one for one in guarded if one.series.owners is not None)
-        self._rare = tuple({one.rule.every for one in plan.rules} - {1})
+        self._rare = tuple({one.rule.judged_every for one in plan.rules} - {1})
         self._bank_inputs = tuple(_bank_inputs(plan))
         self._stacked = any(
             bank_input.select is not None and not bank_input.alone for bank_input in self._bank_inputs
@@ -106,7 +114,7 @@ class FastPath:
 
         Presumes that `state.ordinary` is known.
         """
-        if not BY_RANK.issuperset(snapshot.columns):
+        if not self._beside.issuperset(snapshot.columns):
             return None
         for every in self._rare:
             if snapshot.step % every == 0:
@@ -120,6 +128,8 @@ class FastPath:
             return None
         scalars = _scalars(snapshot)
         if not self._cannot_breach(snapshot, scalars, low, high):
+            return None
+        if not (BY_RANK.issuperset(snapshot.columns) or self._staggered_idle(state, snapshot)):
             return None
         return self._advanced(state, snapshot, scalars)
 
@@ -149,6 +159,17 @@ class FastPath:
             return True
         reader = Reader(snapshot, self.plan.roots)
         return not any(_breaches(one, reader) for one in asked)
+
+    def _staggered_idle(self, state: EngineState, snapshot: Snapshot) -> bool:
+        """True if this step changes no rule that is judged on some sites at each step."""
+        reader = Reader(snapshot, self.plan.roots)
+        for number, one in self._staggered:
+            if one.bank != NO_BANK or not state.tracks[number].idle:
+                if reader.sample(one.series) is not None:
+                    return False
+            elif _breaches(one, reader):
+                return False
+        return True
 
     def _bounds(self, low: float, high: float) -> Mapping[str, tuple[float, float]]:
         """Bounds on the columns of the sites that follow from those on the norms."""
@@ -242,7 +263,7 @@ def _guards(rules: Iterable[RulePlan]) -> Iterable[ColumnBound]:
 
 def _bank_inputs(plan: Plan) -> Iterable[BankInput]:
     for number, bank in enumerate(plan.banks):
-        if bank.every == 1 and any(segment.always for segment in bank.segments):
+        if bank.judged_every == 1 and any(segment.always for segment in bank.segments):
             lowest = first_crossed([one.detector for one in plan.rules if one.bank == number])
             alone = len(bank.segments) == 1 and bank.segments[0].column == "total_norm"
             first = bank.segments[0]

@@ -91,7 +91,7 @@ class Step:
         """
         after = list(baselines)
         for number, bank in enumerate(self.plan.banks):
-            if self.snapshot.step % bank.every or (only and not only.issuperset(bank.columns)):
+            if self.snapshot.step % bank.judged_every or (only and not only.issuperset(bank.columns)):
                 continue
             sample = bank.sample(self.reader)
             if sample is None:
@@ -107,7 +107,7 @@ class Step:
     def judge(self, number: int) -> None:
         """Take one rule through this step; a rule whose column was not measured stays as it is."""
         one, track = self.plan.rules[number], self.tracks[number]
-        if self.snapshot.step % one.rule.every:
+        if self.snapshot.step % one.rule.judged_every:
             return
         idle = track.idle
         scored = self._scored(one, idle)

@@ -14,6 +14,7 @@ from gradwatch.engine.bound_clip_policies import NO_CLIPPING, Clipping, bind_cli
 from gradwatch.engine.columns_needed import Needs, needs_of
 from gradwatch.engine.series import FREE_COLUMNS, Series, roots_of, series_of
 from gradwatch.engine.snapshot_reader import Reader
+from gradwatch.engine.staggering import Staggering
 from gradwatch.records.columns import MODULE_COLUMNS, RANK_COLUMNS
 from gradwatch.records.snapshot import FloatArray, Sites
 from gradwatch.rules.rule_set import Action, Rule, RuleSet
@@ -27,12 +28,13 @@ class Bank:
     """Series that learn the same way, stacked so that one pass serves the rules of all of them.
 
     `detector` is that of the rule with the lowest threshold: what cannot breach it breaches none of them.
-    `key` names what is learned and how often; `segments` are stacked in order, `parts` their slices of K.
+    `key` names what is learned and how often; `segments` are stacked in order, `parts` their slices of K. Samples
+    come at multiples of `judged_every`, of all series or of some.
     """
 
     key: str
     detector: Detector
-    every: int
+    judged_every: int
     segments: tuple[Series, ...]
     parts: tuple[slice, ...]
     size: int
@@ -82,7 +84,7 @@ class RulePlan:
     @property
     def rare(self) -> bool:
         """True if there are steps on which it is not evaluated, by its `every` or for want of its column."""
-        return self.rule.every != 1 or not self.series.always
+        return self.rule.judged_every != 1 or not self.series.always
 
     def action(self, name: str) -> Action | None:
         """The action of that name in its `do:`, if it has one."""
@@ -109,6 +111,7 @@ class Plan:
     banks: tuple[Bank, ...]
     inactive: Mapping[str, str]
     needs: Needs
+    staggering: Staggering
     roots: FloatArray
     clipping: Clipping = NO_CLIPPING
 
@@ -116,8 +119,9 @@ class Plan:
 def make_plan(ruleset: RuleSet, sites: Sites) -> Plan:
     """Bind every enabled rule; `sites` carry their labels. Never raises for a rule that matches nothing."""
     inactive, found = dict(ruleset.inactive), []
+    staggering = staggering_of(sites)
     for rule in sorted((rule for rule in ruleset.rules if rule.enabled), key=lambda rule: rule.id):
-        series = series_of(rule, ruleset, sites)
+        series = series_of(rule, ruleset, sites, staggering)
         reason = idle_reason(rule, ruleset, series)
         if reason:
             inactive[rule.id] = reason
@@ -141,7 +145,13 @@ def make_plan(ruleset: RuleSet, sites: Sites) -> Plan:
     )
     needs = needs_of([rule for rule, _ in found], FREE_COLUMNS)
     clipping = bind_clipping(ruleset, sites)
-    return Plan(sites, rules, banks, MappingProxyType(inactive), needs, roots_of(sites), clipping)
+    return Plan(sites, rules, banks, MappingProxyType(inactive), needs, staggering, roots_of(sites), clipping)
+
+
+def staggering_of(sites: Sites) -> Staggering:
+    """The phases of the sites: of parameters by their elements, of modules in turn."""
+    params = np.array([kind == "param" for kind in sites.kinds], np.bool_)
+    return Staggering(np.where(params, np.maximum(sites.numels, 1), 0))
 
 
 def idle_reason(rule: Rule, ruleset: RuleSet, series: Series) -> str:
@@ -177,6 +187,7 @@ def _bank_key(rule: Rule, series: Series) -> str:
     kind, *learned = detector.baseline_key()
     key = f"{kind}({','.join(map(str, learned))})"
     key = key if rule.every == 1 else f"{key}/every={rule.every}"
+    key = f"{key}/staggered" if rule.staggered else key
     return key if detector.elementwise else f"{key}/{series.key}"
 
 
@@ -189,4 +200,4 @@ def _banks(found: list[tuple[Rule, Series]]) -> Iterator[Bank]:
         ends = np.cumsum([0, *(len(series) for series in segments.values())]).tolist()
         parts = tuple(slice(start, stop) for start, stop in pairwise(ends))
         rule = min((rule for _, _, rule in members), key=lambda rule: float(rule.detect.fires_at))
-        yield Bank(key, rule.detect, rule.every, tuple(segments.values()), parts, ends[-1])
+        yield Bank(key, rule.detect, rule.judged_every, tuple(segments.values()), parts, ends[-1])

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.detectors import Detector
-from gradwatch.engine.columns_needed import source_of
+from gradwatch.engine.staggering import Staggering
 from gradwatch.records.columns import MODULE_COLUMNS, RANK_COLUMNS, SCALAR_COLUMNS
 from gradwatch.records.snapshot import BoolArray, Sites
 from gradwatch.rules.rule_set import Group, Rule, RuleSet
@@ -37,10 +37,9 @@ ALWAYS = FREE_COLUMNS - set(SCALAR_COLUMNS) | COUNT_COLUMNS | {"total_norm"}
 class Series:
     """K series that a rule judges. Two rules with equal `key` are about the same ones.
 
-    `source` is where a Snapshot holds what is read of `column` for them (another name where that is read in bursts).
     `index[I]` the selected sites (None = all, in order); `owners[I]` the series each belongs to (None for
     one series per site); `names[K]` site or group names ("" for a total or a scalar); `depths[K]` the depth
-    of the deepest site in each.
+    of the deepest site in each. `every` > 1: each of them is judged every so many steps, at its own of `phases[K]`.
     """
 
     key: str
@@ -50,11 +49,8 @@ class Series:
     depths: NDArray[np.int64]
     index: Index | None = None
     owners: Index | None = None
-    source: str = ""
-
-    def __post_init__(self) -> None:
-        if not self.source:
-            object.__setattr__(self, "source", self.column)
+    every: int = 1
+    phases: Index | None = None
 
     def __len__(self) -> int:
         return len(self.names)
@@ -63,6 +59,10 @@ class Series:
     def always(self) -> bool:
         """True if it has values on steps on which no column was measured beside the norms (and by rank)."""
         return self.column in FREE_COLUMNS or self.column in COUNT_COLUMNS or self.column in RANK_COLUMNS
+
+    def due(self, step: int) -> BoolArray | None:
+        """bool[K]: the series that are judged at this step; None = all."""
+        return None if self.phases is None else self.phases == step % self.every
 
     def touched(self, sites: Sites, mask_S: BoolArray) -> BoolArray:
         """bool[K]: the series that any site of `mask_S` is part of; a scalar counts as made of all."""
@@ -130,14 +130,13 @@ def selected(rule: Rule, ruleset: RuleSet, sites: Sites) -> BoolArray:
     return mask
 
 
-def series_of(rule: Rule, ruleset: RuleSet, sites: Sites) -> Series:
-    """The series a rule judges among these sites; `sites` must carry their labels."""
+def series_of(rule: Rule, ruleset: RuleSet, sites: Sites, staggering: Staggering) -> Series:
+    """The series a rule judges among these sites, which carry their labels and have these phases."""
     detector: Detector = rule.detect
     column = detector.columns[0]
     if column in SCALAR_COLUMNS:
         return Series(column, column, "scalar", ("",), np.zeros(1, np.int64))
-    source = source_of(rule, column)
-    key = f"{source}/{rule.scope}" + "".join(
+    key = f"{column}/{rule.scope}" + "".join(
         f"/{name}={value}"
         for name, value in (
             ("groups", ",".join(rule.groups)),
@@ -145,6 +144,7 @@ def series_of(rule: Rule, ruleset: RuleSet, sites: Sites) -> Series:
             ("min_ndim", getattr(detector, "min_ndim", "")),
             ("layers", getattr(detector, "layers", None)),
             ("depths", getattr(detector, "depths", None)),
+            ("staggered", rule.every if rule.staggered else None),
         )
         if value not in ("", None)
     )
@@ -158,7 +158,11 @@ def series_of(rule: Rule, ruleset: RuleSet, sites: Sites) -> Series:
         series = _aggregate(key, column, "total", {"": mask} if mask.any() else {}, sites)
     else:
         series = _aggregate(key, column, "group", _by_group(rule, ruleset, sites, mask), sites)
-    return replace(series, source=source)
+    if not rule.staggered:
+        return series
+    phases = staggering.phases(rule.every)
+    at = phases if series.index is None else phases[series.index]
+    return replace(series, every=rule.every, phases=at)
 
 
 def _by_group(rule: Rule, ruleset: RuleSet, sites: Sites, mask: BoolArray) -> dict[str, BoolArray]:

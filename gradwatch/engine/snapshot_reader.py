@@ -12,10 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.detectors import Sample
-from gradwatch.engine.columns_needed import BURSTS
 from gradwatch.engine.series import COUNT_COLUMNS, Index, Series, roots_of
 from gradwatch.records.snapshot import BoolArray, FloatArray, Snapshot
-from gradwatch.rules.rule_set import SAMPLED
 
 SUMMED = COUNT_COLUMNS | {"calls"}
 SMALLEST = frozenset({"coef"})
@@ -123,13 +121,14 @@ class Reader:
             return None if value is None else (value, value)
         if series.column in COUNT_COLUMNS and not self.suspicious():
             return 0.0, 0.0
-        if series.owners is not None:
+        if series.owners is not None or series.phases is not None:
             return self.own_bounds(series)
-        return self._column_bounds(series.source)
+        return self._column_bounds(series.column)
 
     def own_bounds(self, series: Series) -> tuple[float, float] | None:
         """Smallest and largest value of the series itself; as `bounds`, but tight."""
-        if series.scope == "scalar" or (series.index is None and series.owners is None):
+        whole = series.index is None and series.owners is None and series.phases is None
+        if series.scope == "scalar" or whole:
             return self.bounds(series)
         if series.key not in self._bounds:
             sample = self.sample(series)
@@ -149,7 +148,7 @@ class Reader:
             value = self.scalar(series.column)
             beside = {name: np.array([self._scalar_or_nan(name)]) for name in columns[1:]}
             return None if value is None else Sample(np.array([value]), HERE, beside)
-        found = self.column(series.source)
+        found = self.column(series.column)
         if found is None:
             return None
         values, present, _ = found
@@ -157,6 +156,11 @@ class Reader:
             return self._collect(series, values, present)
         if series.index is not None:
             values, present = values[series.index], present[series.index]
+        due = series.due(self.snapshot.step)
+        if due is not None:
+            present = present & due
+            if not present.any():
+                return None
         if len(columns) < 2:
             return Sample(values, present)
         return Sample(values, present, {name: self._beside(series, name) for name in columns[1:]})
@@ -166,8 +170,7 @@ class Reader:
         return math.nan if value is None else value
 
     def _beside(self, series: Series, name: str) -> FloatArray:
-        bursts = name in SAMPLED and series.source.endswith(BURSTS)
-        found = self.column(name + BURSTS if bursts else name)
+        found = self.column(name)
         if found is None:
             return np.full(len(series), np.nan, np.float32)
         values: FloatArray = np.where(found[1], found[0], np.nan)

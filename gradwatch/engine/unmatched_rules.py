@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from gradwatch.engine.bound_clip_policies import misfits
-from gradwatch.engine.rule_plan import idle_reason
+from gradwatch.engine.rule_plan import idle_reason, staggering_of
 from gradwatch.engine.series import group_masks, labels, series_of
 from gradwatch.engine.unsupported_rules import Refusal, refuse
 from gradwatch.errors import UnmatchedRulesError
@@ -60,12 +60,13 @@ def unmatched(ruleset: RuleSet, sites: Sites) -> dict[str, str]:
     empty = {group.name for group in ruleset.groups if not masks[group.name].any()}
     may_be_empty = {group.name for group in ruleset.groups if group.optional}
     found = {GROUP + name: "matches no parameter" for name in sorted(empty - may_be_empty)}
+    staggering = staggering_of(sites)
     for rule in ruleset.rules:
         if rule.detect.columns[0] in RANK_COLUMNS:
             continue
         if not rule.enabled or rule.optional or _only_optional(rule, empty & may_be_empty):
             continue
-        reason = idle_reason(rule, ruleset, series_of(rule, ruleset, sites))
+        reason = idle_reason(rule, ruleset, series_of(rule, ruleset, sites, staggering))
         if reason:
             found[rule.id] = reason
     return found

@@ -26,3 +26,8 @@ def clamped(tensors: list[Tensor], bound: float) -> tuple[Tensor, ...]:
     made = torch._foreach_clamp_min(tensors, -bound)
     torch._foreach_clamp_max_(made, bound)
     return tuple(made)
+
+
+def differences(tensors: Sequence[Tensor], others: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """New tensors, each a tensor less the other of its position."""
+    return tuple(torch._foreach_sub(list(tensors), list(others)))

@@ -18,13 +18,12 @@ from numpy.typing import NDArray
 from gradwatch.engine import Engine
 from gradwatch.engine.actions.norms_after_actions import reshaped, unclipped, with_clip_order
 from gradwatch.engine.actions.permissions import permitted
-from gradwatch.engine.columns_needed import BURSTS
 from gradwatch.policies.norm_bound import Bound, at_site, factor_of
 from gradwatch.records.decision import Decision, Order
 from gradwatch.records.event import Event
 from gradwatch.records.snapshot import Column, Snapshot
 from gradwatch.rule_tests.yaml_document import Case, Samples
-from gradwatch.rules.rule_set import SAMPLED, RuleSet
+from gradwatch.rules.rule_set import RuleSet
 
 NORM_OF_THE_HEALTHY = 1.0
 """The norm of every parameter in a test that says nothing of norms."""
@@ -138,8 +137,6 @@ def _others(case: Case, step: int) -> Iterator[tuple[str, Column]]:
         column = _column(by_site, len(case.sites), step, 0.0)
         if name not in OF_SNAPSHOT and column.present.any():
             yield name, column
-            if name in SAMPLED:  # a rule that reads it in bursts is tested on every step too
-                yield name + BURSTS, column
 
 
 def _column(by_site: Mapping[int, Samples], size: int, step: int, empty: float) -> Column:

@@ -30,7 +30,10 @@ SAMPLED = frozenset(
         *("activation_mean", "activation_std", "activation_near_zero"),
     }
 )
-"""Columns that cost a second look at whole tensors; see `Rule.bursts`."""
+"""Columns that cost a read of whole tensors; see `Rule.staggered`."""
+
+SAMPLED_EVERY = 10
+"""`every` of a rule on one of them that does not say it and has no `do`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,9 +111,7 @@ class Rule:
 
     `detect` is the detector (its `warmup`/`half_life` are the rule's). `groups` empty = every parameter;
     `exclude` are globs on names. `every`, `keep_firing_for` and `cooldown` count optimizer steps; `for_`,
-    `warmup` and `half_life` count samples of the series (0 where the kind has no baseline). `bursts` True = a column of
-    `SAMPLED` is read on three steps of each hundred only, from at most 4,096 elements of each tensor (`max_abs` and
-    activations from all): what a file means by leaving `every` out for a rule without `do`.
+    `warmup` and `half_life` count samples of the series (0 where the kind has no baseline).
     """
 
     id: str
@@ -132,7 +133,6 @@ class Rule:
     on_error: OnError = "pass"
     enabled: bool = True
     optional: bool = False
-    bursts: bool = False
 
     @property
     def kind(self) -> str:
@@ -143,6 +143,20 @@ class Rule:
     def acts(self) -> bool:
         """True if this rule may change training: it is enabled, has actions, and is not in shadow mode."""
         return self.enabled and bool(self.do) and self.mode == "act"
+
+    @property
+    def staggered(self) -> bool:
+        """True if each site is read and judged every `every` steps at a phase of its own, not all at step % every == 0.
+
+        So where a column costs a read of whole tensors, each site is judged by itself, and no action waits for it.
+        """
+        costly = self.detect.columns[0] in SAMPLED
+        return costly and self.every > 1 and self.scope == "param" and self.detect.elementwise and not self.do
+
+    @property
+    def judged_every(self) -> int:
+        """The steps at which something of it is judged: multiples of this."""
+        return 1 if self.staggered else self.every
 
 
 @dataclass(frozen=True, slots=True)

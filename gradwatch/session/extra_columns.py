@@ -1,4 +1,4 @@
-"""Columns of a step beside its norms: sampled columns, module taps, local norms, observed values, the loss."""
+"""Columns of a step beside its norms: columns of whole tensors, module taps, local norms, observed values, the loss."""
 
 from __future__ import annotations
 
@@ -110,8 +110,7 @@ class ExtraColumns:
         if window.skipped is not None:
             scalars["scaler_skip"] = window.skipped
         if window.deferrable:
-            extra = bool(params or modules or bound_rules.column_reader.awaiting)
-            window.deferrable = not extra and self._deferrable(ctx, bound_rules, window, scalars)
+            window.deferrable = not (params or modules) and self._deferrable(ctx, bound_rules, window, scalars)
         extras = Extras(tuple(params), tuple(modules)) if params or modules else NOTHING
         now = time.perf_counter()
         before, bound_rules.last_step = bound_rules.last_step, now

@@ -496,18 +496,17 @@ def test_a_foreign_state_is_refused() -> None:
 
 
 def test_needs_are_what_the_rules_ask_for() -> None:
-    """Free columns are not asked for; others at the steps of every rule that reads them, and in bursts beside them."""
+    """Free columns are not asked for; others at the steps of every rule that reads them, of all sites or staggered."""
     rules = [
-        rule("a", Above(threshold=1, of="max_abs"), every=10),
-        rule("b", Above(threshold=2, of="max_abs"), every=15),
-        rule("c", Above(threshold=2, of="max_abs"), bursts=True),
+        rule("a", Above(threshold=1, of="max_abs"), every=10, scope="total"),
+        rule("b", Above(threshold=2, of="max_abs"), every=15, scope="group"),
+        rule("c", Above(threshold=2, of="max_abs"), every=5),
         *default_like(),
     ]
     needs = bound(rules, groups=GROUPS).needs
-    columns = {"max_abs", "max_abs:bursts", "zero_fraction", "update_ratio", "weight_norm"}
-    assert needs.columns == columns
-    assert needs.every["max_abs"] == {10, 15}
-    assert [step for step in range(31) if needs.due("max_abs", step)] == [0, 10, 15, 20, 30]
+    assert needs.columns == {"max_abs", "zero_fraction", "update_ratio", "weight_norm"}
+    assert needs.whole["max_abs"] == {10, 15}
+    assert needs.staggered["max_abs"] == {5}
 
 
 def test_rules_that_share_a_baseline_share_its_state() -> None:

@@ -17,10 +17,11 @@ from torch import Tensor, nn
 
 from gradwatch.capture.columns.pending_columns import PendingColumns
 from gradwatch.capture.parameter_names import named_modules
-from gradwatch.engine.columns_needed import BURSTS, Needs
+from gradwatch.engine.columns_needed import Needs
+from gradwatch.engine.staggering import Staggering
 from gradwatch.reading.device import AsyncCopy, Number, capturing
 from gradwatch.reading.layouts import alias, dense
-from gradwatch.records.snapshot import Sites
+from gradwatch.records.snapshot import BoolArray, Sites
 from gradwatch.taps import dispatch_modes, module_calls, nested_containers
 from gradwatch.taps.dynamo import untraced
 from gradwatch.taps.graph.full_backward import FullBackward, preflight
@@ -80,12 +81,13 @@ class ModuleTaps:
             preflight(modules, INSTEAD)
         self.names = tuple(name for name, _ in modules)
         self._needs = needs
-        wanted = self._wanted = frozenset(name.removesuffix(BURSTS) for name in needs.columns)
+        self._staggering = Staggering(np.zeros(len(modules), np.int64))
+        wanted = self._wanted = needs.columns
         self._failed = failed
         self._collected: dict[str, dict[int, Tensor]] = {column: {} for column in COLUMNS}
         self._ignore: list[Callable[[], None]] = []
         self.bounds: GradInputBounds | None = None  # where a rule acts on what the modules pass on
-        self._step = 0
+        self._due = self._due_at(0)
         for m, (_, module) in enumerate(modules):
             if ACTIVATION_COLUMNS & wanted or (tap == "output" and "grad_output_norm" in wanted):
                 self._ignore.append(module_calls.listen(module, after=self._forward(m, tap)))
@@ -95,7 +97,7 @@ class ModuleTaps:
 
     def collect(self, step: int, scale: Number) -> PendingColumns:
         """Measurements of the taps since the last step boundary; the loss scale is divided out of gradients."""
-        self._step = step + 1
+        self._due = self._due_at(step + 1)
         pending = PendingColumns(len(self.names))
         for column, collected in self._collected.items():
             if not collected:
@@ -111,18 +113,9 @@ class ModuleTaps:
             pending.parts[column] = async_copy
             pending.present[column] = present
             collected.clear()
-        for column in ACTIVATION_COLUMNS & pending.parts.keys():
-            self._named_by_cadence(column, step, pending)
         if self.bounds is not None:
             self._bounded(self.bounds.taken(), pending)
         return pending
-
-    def _named_by_cadence(self, column: str, step: int, pending: PendingColumns) -> None:
-        """Put what was measured of a column where the rules that are due at this step look for it."""
-        part, present = pending.parts.pop(column), pending.present.pop(column)
-        for name in (column, column + BURSTS):
-            if self._needs.due(name, step):
-                pending.parts[name], pending.present[name] = part, present
 
     def _bounded(self, factors: Mapping[int, float | Tensor], pending: PendingColumns) -> None:
         """Tell by which factors hooks have multiplied what modules pass on."""
@@ -134,6 +127,15 @@ class ModuleTaps:
             pending.parts["coef"] = AsyncCopy([stack], positions, len(self.names))
             pending.present["coef"] = present
 
+    def _due_at(self, step: int) -> dict[str, BoolArray]:
+        """bool[M] of each column of activations that is due at a step."""
+        due = {}
+        for name in ACTIVATION_COLUMNS & self._wanted:
+            at = self._needs.due(name, step, self._staggering, len(self.names))
+            if at is not None:
+                due[name] = at
+        return due
+
     def close(self) -> None:
         """Notice no further call of the modules."""
         for ignore in self._ignore:
@@ -141,7 +143,6 @@ class ModuleTaps:
         self._ignore.clear()
 
     def _forward(self, m: int, tap: TapKind) -> Callable[..., None]:
-        needs = self._needs.only(ACTIVATION_COLUMNS)
         gradients = tap == "output" and "grad_output_norm" in self._wanted
 
         def observe(module: nn.Module, args: Any, output: Any) -> None:
@@ -149,8 +150,9 @@ class ModuleTaps:
                 if is_muted() or capturing():
                     return
                 leaves = [leaf for leaf in nested_containers.leaves(output) if isinstance(leaf, Tensor)]
-                if module.training and leaves and any(needs.due(name, self._step) for name in needs.columns):
-                    self._activation(m, leaves[0])
+                due = [name for name, at in self._due.items() if at[m]]
+                if module.training and leaves and due:
+                    self._activation(m, leaves[0], due)
                 if gradients and torch.is_grad_enabled():
                     for leaf in leaves:
                         if leaf.requires_grad:
@@ -198,10 +200,10 @@ class ModuleTaps:
 
         return add
 
-    def _activation(self, m: int, output: Tensor) -> None:
+    def _activation(self, m: int, output: Tensor, due: Sequence[str]) -> None:
         with torch.no_grad():
             values = dense(output.detach()).float()
-            for column in ACTIVATION_COLUMNS & self._wanted:
+            for column in due:
                 if column == "activation_mean":
                     statistic = values.mean()
                 elif column == "activation_std":

@@ -15,7 +15,7 @@ from gradwatch.rules.files.detect_section import Found, build_detector, find_kin
 from gradwatch.rules.files.do_and_sinks import actions
 from gradwatch.rules.files.pydantic_models import Defaults, GroupEntry, RuleEntry
 from gradwatch.rules.files.validation import check, keys_of
-from gradwatch.rules.rule_set import SAMPLED, Action, Group, Rule, whole_optimizer
+from gradwatch.rules.rule_set import SAMPLED, SAMPLED_EVERY, Action, Group, Rule, whole_optimizer
 from gradwatch.rules.yaml.nodes import Map, Mark, Node, Problems, Scalar, Seq, quoted
 
 BUILT_IN: Mapping[str, Any] = {
@@ -135,6 +135,8 @@ class Resolver:
             return None
         scope = self._scope(node, entry, detector)
         self._every(node, timing["every"], do)
+        if not do and self._costly(node, detector):
+            timing["every"] = SAMPLED_EVERY
         self._clip_baseline(node, do, cls)
         self._origins(rule_id, node, detect)
         if len(self.problems) != before:
@@ -152,7 +154,6 @@ class Resolver:
             do=do,
             enabled=entry.enabled is not False,
             optional=bool(entry.optional),
-            bursts=not do and self._in_bursts(node, detector),
         )
 
     def _timing(self, rule_id: str, key: str, node: Map, entry: RuleEntry, cls: type[Detector]) -> Any:
@@ -202,8 +203,8 @@ class Resolver:
             self.problems.add(scope.mark, "GW212", message, f"one of: {', '.join(detector.scopes)}")
         return entry.scope
 
-    def _in_bursts(self, node: Map, detector: Detector) -> bool:
-        """True if a rule without `do` and `every` reads a costly column: it gets samples in bursts."""
+    def _costly(self, node: Map, detector: Detector) -> bool:
+        """True if a rule that does not say `every` reads a column that costs a read of whole tensors."""
         said = "every" in node.entries or "every" in self.defaults_node.entries
         return not said and not SAMPLED.isdisjoint(detector.columns)
 

@@ -120,5 +120,7 @@ def module_bounds_of(
 
 def own_sites(bound: BoundEngine, captured: OptimizerCapture) -> np.ndarray:
     """The sites of a capture's own parameters among those its rules are bound to, which may be all ranks'."""
+    if bound.sites.names[: len(captured.sites.names)] == captured.sites.names:
+        return np.arange(len(captured.sites.names))
     place = {name: s for s, name in enumerate(bound.sites.names)}
     return np.array([place[name] for name in captured.sites.names], np.intp)

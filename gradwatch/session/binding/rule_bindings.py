@@ -144,7 +144,8 @@ class RuleBindings:
             bound = (self._at_step if moved else self._engine).bind(sites)
             state = bound.init() if before is None else bound.adopt(before.state, before.bound)
         local = self._local(bound, taps, before)
-        reader = ColumnReader(bound.needs.only(column_reader.COLUMNS))
+        staggering = bound.plan.staggering.of(own_sites(bound, captured))
+        reader = ColumnReader(bound.needs.only(column_reader.COLUMNS), staggering)
         critical = frozenset(one.rule.id for one in bound.plan.rules if one.rule.severity == "critical")
         health_tracker = CheckpointHealthTracker(critical)
         if before is not None:
@@ -325,7 +326,7 @@ def reads_of(bound: BoundEngine) -> dict[str, Reads]:
     """Columns that each rule bound to a capture reads, and at which steps, by rule."""
     return {
         one.rule.id: Reads(
-            one.series.source, one.rule.every, one.series.source in ALWAYS, one.detector.finiteness
+            one.series.column, one.rule.judged_every, one.series.column in ALWAYS, one.detector.finiteness
         )
         for one in bound.plan.rules
     }

@@ -1,27 +1,30 @@
-"""Sampled columns agree with whole tensors where the sample is the tensor, and are due when they should be."""
+"""Columns of whole tensors are exact, whatever the tensor, and are read when they are due and at no other step."""
 
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 
 from gradwatch.capture.columns.column_reader import COLUMNS, ColumnReader
-from gradwatch.capture.columns.strided_samples import SAMPLE
-from gradwatch.engine.columns_needed import BURSTS, Needs
+from gradwatch.engine.columns_needed import EVERY_STEP, Needs
+from gradwatch.engine.staggering import Staggering
 
 
-def bursts(*columns: str) -> ColumnReader:
-    """As rules read them that leave `every` out."""
-    return ColumnReader(Needs(frozenset(name + BURSTS for name in columns)))
+def staggering() -> Staggering:
+    """The phases of `parameters`."""
+    return Staggering(np.array([param.numel() for param in parameters()]))
 
 
-def exactly(every: int, *columns: str) -> ColumnReader:
-    """As rules read them that say how often."""
-    return ColumnReader(Needs(frozenset(columns), dict.fromkeys(columns, frozenset({every}))))
+def at_every_step(*columns: str) -> ColumnReader:
+    """A reader of whole columns of six parameters."""
+    return ColumnReader(Needs(dict.fromkeys(columns, EVERY_STEP), {}), Staggering(np.ones(6, np.int64)))
 
 
 def parameters() -> list[nn.Parameter]:
@@ -33,74 +36,128 @@ def parameters() -> list[nn.Parameter]:
     return params
 
 
-def test_due_in_bursts() -> None:
-    """Steps 0-2 and then 100-102; the update ratio one step later, because the update follows the boundary."""
-    reader = bursts(*COLUMNS)
-    fractions = [step for step in range(210) if reader.due("zero_fraction:bursts", step)]
-    assert fractions == [0, 1, 2, 100, 101, 102, 200, 201, 202]
-    assert [step for step in range(110) if reader.due("update_ratio:bursts", step)] == [
-        1,
-        2,
-        3,
-        101,
-        102,
-        103,
-    ]
-    assert reader.collect(50, parameters(), lambda: [None] * 6) is None
-
-
 def test_due_at_each_rule_s_own_steps() -> None:
-    """Rules of every 4 and every 6 on one column: it is read on the steps of either, and no rule's bursts hide them."""
-    every = {"max_abs": frozenset({4, 6}), "update_ratio": frozenset({4})}
-    reader = ColumnReader(Needs(frozenset({"max_abs", "max_abs:bursts", "update_ratio"}), every))
-    assert [step for step in range(13) if reader.due("max_abs", step)] == [0, 4, 6, 8, 12]
-    assert [step for step in range(13) if reader.due("max_abs:bursts", step)] == [0, 1, 2]
-    assert [step for step in range(9) if reader.due("update_ratio", step)] == [4, 8]
+    """Rules of every 4 and every 6 on one column, and a staggered one: all at the steps of the first, a part between."""
+    whole = {"max_abs": frozenset({4, 6}), "update_ratio": frozenset({4})}
+    needs, phases = Needs(whole, {"max_abs": frozenset({3})}), staggering()
+    shares = [needs.due("max_abs", step, phases, 6) for step in range(13)]
+    counts = [0 if share is None else int(share.sum()) for share in shares]
+    assert [step for step, count in enumerate(counts) if count == 6] == [0, 1, 4, 6, 7, 8, 10, 12]
+    assert [step for step in range(9) if needs.due("update_ratio", step, phases, 6) is not None] == [4, 8]
 
 
-def test_the_next_step_is_the_first_that_is_due() -> None:
-    """`next_due` is the first step after that `due` finds, and a reader reads nothing before it."""
-    columns = ("max_abs", "update_ratio", "zero_fraction:bursts", "update_ratio:bursts")
-    needs = Needs(frozenset(columns), {"max_abs": frozenset({4, 6}), "update_ratio": frozenset({7})})
-    for column, step in itertools.product(columns, range(210)):
-        assert needs.next_due(column, step) == next(
-            s for s in itertools.count(step + 1) if needs.due(column, s)
-        )
-    assert needs.next_due("weight_norm", 0) is None
-    reader, params = ColumnReader(needs), parameters()
-    read = [s for s in range(210) if s not in reader.idle and reader.collect(s, params, lambda: [None] * 6)]
-    assert read == [
-        s
-        for s in range(210)
-        if any(needs.due(c, s) or ("ratio" in c and needs.due(c, s + 1)) for c in columns)
+@given(
+    st.dictionaries(st.sampled_from(sorted(COLUMNS)), st.frozensets(st.integers(1, 12), min_size=1, max_size=2)),
+    st.dictionaries(st.sampled_from(sorted(COLUMNS)), st.frozensets(st.integers(2, 12), min_size=1, max_size=2)),
+    st.lists(st.integers(1, 200_000), min_size=1, max_size=6),
+)
+def test_the_next_step_is_the_first_that_is_due(
+    whole: dict[str, frozenset[int]], staggered: dict[str, frozenset[int]], numels: list[int]
+) -> None:
+    """`next_due` is the first step after that `due` finds, and a reader is idle at no step that has something due."""
+    needs, phases, size = Needs(whole, staggered), Staggering(np.array(numels)), len(numels)
+    for column, step in itertools.product(sorted(COLUMNS), range(30)):
+        found = needs.next_due(column, step, phases)
+        later = (s for s in range(step + 1, 200) if needs.due(column, s, phases, size) is not None)
+        assert found == next(later, None)
+    reader, params = ColumnReader(needs, phases), [torch.ones(1) for _ in numels]
+    for step in range(30):
+        due = any(needs.due(name, step, phases, size) is not None for name in COLUMNS)
+        kept = needs.due("update_ratio", step + 1, phases, size) is not None
+        assert not ((due or kept) and step in reader.idle)
+        found = None if step in reader.idle else reader.collect(step, params, lambda: [None] * size)
+        assert (found is not None) == due
+
+
+def odd() -> list[tuple[str, torch.Tensor, torch.Tensor]]:
+    """(what it is, a weight, a gradient) in the shapes, layouts, types and ranges that are easily got wrong."""
+    torch.manual_seed(1)
+    wide = torch.randn(6, 8, 5, 5)
+    sparse = torch.sparse_coo_tensor([[0, 3, 3], [1, 1, 1]], [1.0, 2.0, -7.0], (9, 4), check_invariants=True)
+    grads = [
+        ("scalar", torch.tensor(-3.0)),
+        ("empty", torch.zeros(0, 4)),
+        ("one element", torch.tensor([0.0])),
+        ("more than a chunk", torch.relu(torch.randn(70_001)).neg()),
+        ("several chunks and a rest", torch.relu(torch.randn(3, 65_536 + 17))),
+        ("channels last", wide.to(memory_format=torch.channels_last)),
+        ("transposed", torch.randn(40, 300).t()),
+        ("with gaps", torch.randn(50, 40)[::3, ::2]),
+        ("expanded", torch.tensor([2.0, 0.0]).expand(100, 2)),
+        ("float64", torch.randn(200, 300, dtype=torch.float64)),
+        ("bfloat16", torch.relu(torch.randn(200, 400)).bfloat16()),
+        ("float16", torch.relu(torch.randn(200, 400)).half()),
+        ("complex", torch.randn(30, 30, dtype=torch.complex64)),
+        ("conjugate", torch.randn(30, 30, dtype=torch.complex64).conj()),
+        ("sparse", sparse),
+        ("squares underflow", torch.randn(300) * 1e-30),
+        ("subnormal", torch.full((20,), 1e-42)),
+        ("squares overflow", torch.randn(300) * 1e30),
+        ("negative zeros", torch.tensor([-0.0, 0.0, 1.0])),
+        ("a NaN", torch.tensor([1.0, math.nan, -9.0])),
+        ("an infinity", torch.tensor([1.0, -math.inf, 9.0])),
     ]
+    found = []
+    for what, grad in grads:
+        dense = grad.to_dense() if grad.is_sparse else grad
+        found.append((what, torch.randn_like(dense.resolve_conj(), memory_format=torch.preserve_format), grad))
+    return found
 
 
-@pytest.mark.parametrize("suffix", ["", BURSTS])
-def test_whole_tensors_and_samples(suffix: str) -> None:
-    """Up to 4,096 elements the statistics are exact; above, in bursts, of a strided sample, but for the maximum."""
-    params = parameters()
-    reader = bursts(*COLUMNS) if suffix else exactly(1, *COLUMNS)
-    sampled = reader.collect(0, params, lambda: [param.grad for param in params])
-    assert sampled is not None
-    columns = {name.removesuffix(BURSTS): column for name, column in sampled.columns().items()}
-    for k, param in enumerate(params):
-        exact = not suffix or param.numel() <= SAMPLE
-        grad = param.grad
-        assert grad is not None
-        assert columns["zero_fraction"].values[k] == pytest.approx(
-            float((grad == 0).float().mean()), rel=1e-5 if exact else 0.1
-        )
-        assert columns["weight_norm"].values[k] == pytest.approx(
-            float(param.detach().norm()), rel=1e-5 if exact else 0.1
-        )
-        assert columns["max_abs"].values[k] == grad.abs().max()
+@pytest.mark.parametrize("every", [1, 2, 3, 10])
+def test_all_are_exact_at_their_cadence(every: int) -> None:
+    """Each column of 21 odd tensors equals float64 by hand, at each step of its phase and at no other."""
+    whats, weights, grads = zip(*odd(), strict=True)
+    numels = np.array([weight.numel() for weight in weights]) * 20  # so large that they get different phases
+    phases = Staggering(np.maximum(numels, 1))
+    cadence = dict.fromkeys(sorted(COLUMNS), frozenset({every}))
+    reader = ColumnReader(Needs(cadence, {}) if every == 1 else Needs({}, cadence), phases)
+    counts = {name: np.zeros(len(weights), int) for name in COLUMNS}
+    before: list[torch.Tensor] = []
+    for step in range(41):
+        read = reader.collect(step, weights, lambda: grads)
+        reader.moved(np.ones(len(weights), bool), step)
+        columns = {} if read is None else read.columns()
+        for name, k in itertools.product(COLUMNS, range(len(weights))):
+            due = phases.phases(every)[k] == step % every and not (name == "update_ratio" and step == 0)
+            due = due and not (whats[k] == "empty" and name in ("max_abs", "zero_fraction"))
+            assert due == (name in columns and bool(columns[name].present[k])), (name, whats[k], step)
+            if due:
+                counts[name][k] += 1
+                expected = by_hand(name, weights[k], before[k] if before else weights[k], grads[k])
+                assert columns[name].values[k] == pytest.approx(expected, rel=2e-6, nan_ok=True), (name, whats[k])
+        before = [weight.clone() for weight in weights]
+        for weight in weights:
+            weight.mul_(1 - 1e-4 * (1 + step % 3))
+    there = np.array([what != "empty" for what in whats])
+    assert (counts["max_abs"][there] >= 40 // every).all()
+    assert (counts["update_ratio"] >= 40 // every).all()
+
+
+def by_hand(name: str, weight: torch.Tensor, before: torch.Tensor, grad: torch.Tensor) -> float:
+    """The column of one tensor, from all its numbers in float64."""
+    numbers = [real(tensor) for tensor in (weight, before, grad)]
+    now, was, slope = numbers
+    if name == "weight_norm":
+        return float(np.linalg.norm(now))
+    if name == "update_ratio":
+        return float(np.linalg.norm(now - was)) / max(float(np.linalg.norm(was)), 0.1)
+    if name == "zero_fraction":
+        return float((slope == 0).mean())
+    return float(np.abs(slope).max())
+
+
+def real(tensor: torch.Tensor) -> np.ndarray:
+    """All real numbers that are stored of a tensor, in float64."""
+    dense = tensor.coalesce().values() if tensor.is_sparse else tensor.resolve_conj()
+    dense = torch.view_as_real(dense) if dense.is_complex() else dense
+    return dense.double().numpy().ravel()
 
 
 def test_update_ratio_is_the_last_update_over_the_weight_before_it() -> None:
     """‖Δw‖/‖w‖ of exactly the parameters that were given a gradient; none after a skipped step."""
     params = parameters()
-    reader = exactly(1, "update_ratio")
+    reader = at_every_step("update_ratio")
     grads = [param.grad for param in params]
     moved = torch.ones(6, dtype=torch.bool).numpy()
     reader.collect(0, params, lambda: grads)
@@ -125,14 +182,14 @@ def test_update_ratio_is_the_last_update_over_the_weight_before_it() -> None:
 def test_late_verdicts_find_the_step_they_belong_to() -> None:
     """On a device steps are judged after later ones were sampled: each update is matched with its own verdict."""
     params = parameters()
-    reader = bursts("update_ratio")
+    reader = at_every_step("update_ratio")
     grads = [param.grad for param in params]
     everyone = torch.ones(6, dtype=torch.bool).numpy()
     sampled = [reader.collect(step, params, lambda: grads) for step in (100, 101, 102)]
     reader.moved(~everyone, 99)  # nothing of step 99 was kept
     reader.moved(everyone, 100)
     reader.moved(~everyone, 101)
-    present = [None if one is None else one.columns().get("update_ratio:bursts") for one in sampled]
+    present = [None if one is None else one.columns().get("update_ratio") for one in sampled]
     assert present[0] is None
     assert present[1] is not None
     assert present[1].present.all()
@@ -143,33 +200,60 @@ def test_late_verdicts_find_the_step_they_belong_to() -> None:
 def test_an_update_without_a_verdict_is_absent() -> None:
     """Where the step before was never judged (a fault of ours), there is no update ratio rather than a wrong one."""
     params = parameters()
-    reader = bursts("update_ratio", "weight_norm")
+    reader = at_every_step("update_ratio", "weight_norm")
     grads = [param.grad for param in params]
     reader.collect(100, params, lambda: grads)
     later = reader.collect(101, params, lambda: grads)
     assert later is not None
-    assert later.columns().keys() == {"weight_norm:bursts"}
+    assert later.columns().keys() == {"weight_norm"}
 
 
 def test_missing_gradients_are_absent() -> None:
     """A parameter without a gradient has no zero fraction."""
     params = parameters()
     grads = [None if k == 2 else param.grad for k, param in enumerate(params)]
-    sampled = exactly(1, "zero_fraction").collect(0, params, lambda: grads)
+    sampled = at_every_step("zero_fraction").collect(0, params, lambda: grads)
     assert sampled is not None
     assert sampled.columns()["zero_fraction"].present.tolist() == [True, True, False, True, True, True]
 
 
 def test_a_ratio_never_comes_without_the_norm_it_is_relative_to() -> None:
-    """In each burst a rule on both columns has its three samples, and so `for: 3` is met within it."""
-    reader, weights = bursts("update_ratio", "weight_norm"), [torch.ones(4, 4)]
+    """A rule on both columns has its samples at each step of its cadence, from step 1 on."""
+    cadence = dict.fromkeys(("update_ratio", "weight_norm"), frozenset({10}))
+    reader, weights = ColumnReader(Needs({}, cadence), Staggering(np.array([16]))), [torch.ones(4, 4)]
     both = []
-    for step in range(120):
-        sampled = reader.collect(step, weights, lambda: [None])
+    for step in range(40):
+        read = reader.collect(step, weights, lambda: [None])
         reader.moved(np.ones(1, np.bool_), step)
-        columns = {} if sampled is None else sampled.columns()
-        if "update_ratio:bursts" in columns:
-            assert "weight_norm:bursts" in columns
+        columns = {} if read is None else read.columns()
+        if "update_ratio" in columns:
+            assert "weight_norm" in columns
             both.append(step)
         weights[0] += 0.1
-    assert both == [1, 2, 3, 101, 102, 103]
+    assert both == [1, 11, 21, 31]
+
+
+def test_kept_weights_hold_no_more_memory_than_one_part() -> None:
+    """Copies are written over those of the step before: of ten parameters at every: 10 there is one copy at a time."""
+    weights = [torch.ones(100_000) for _ in range(10)]
+    reader = ColumnReader(Needs({}, {"update_ratio": frozenset({10})}), Staggering(np.full(10, 100_000)))
+    places = set()
+    for step in range(30):
+        reader.collect(step, weights, lambda: [None] * 10)
+        kept = reader._weights._kept
+        assert kept is not None
+        assert len(kept.copies) == 1
+        places |= {copy.data_ptr() for copy in kept.copies.values()}
+    assert len(places) == 1
+
+
+def test_a_weight_that_was_exchanged_has_no_ratio() -> None:
+    """Another size or type in the place of a weight is no update of it; the others are told."""
+    weights = [torch.ones(4), torch.ones(5), torch.ones(6)]
+    reader = ColumnReader(Needs({"update_ratio": EVERY_STEP}, {}), Staggering(np.array([4, 5, 6])))
+    reader.collect(0, weights, lambda: [None] * 3)
+    reader.moved(np.ones(3, np.bool_), 0)
+    weights[0], weights[1] = torch.ones(3), torch.ones(5, dtype=torch.float64)
+    read = reader.collect(1, weights, lambda: [None] * 3)
+    assert read is not None
+    assert read.columns()["update_ratio"].present.tolist() == [False, False, True]

@@ -13,7 +13,7 @@ from torch import nn
 from gradwatch.capture.columns.module_statistics import COLUMNS, INSTEAD, ModuleTaps
 from gradwatch.capture.columns.pending_columns import PendingColumns
 from gradwatch.capture.parameter_names import named_modules
-from gradwatch.engine.columns_needed import Needs
+from gradwatch.engine.columns_needed import EVERY_STEP, Needs
 from gradwatch.errors import AttachError
 from gradwatch.taps import module_calls
 from gradwatch.taps.graph.full_backward import preflight
@@ -26,7 +26,7 @@ def fail(component: str, error: BaseException) -> None:
 
 
 def taps_on(model: nn.Module, kind: str) -> ModuleTaps:
-    return ModuleTaps(list(named_modules([model])), kind, Needs(COLUMNS), fail)  # type: ignore[arg-type]
+    return ModuleTaps(list(named_modules([model])), kind, Needs(dict.fromkeys(COLUMNS, EVERY_STEP), {}), fail)  # type: ignore[arg-type]
 
 
 def values(sampled: PendingColumns, taps: ModuleTaps, column: str) -> dict[str, float]:
