@@ -180,7 +180,7 @@ class Stuck(Detector):
 
     __pydantic_config__: ClassVar = STRICT
     kind: ClassVar[str] = "stuck"
-    default_for: ClassVar[int] = 5
+    default_for: ClassVar[int] = 2
     scopes: ClassVar[tuple[Scope, ...]] = ("param",)
 
     of: Literal["update_ratio"] = "update_ratio"

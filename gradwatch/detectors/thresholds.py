@@ -129,7 +129,7 @@ class Dead(Detector):
 
     __pydantic_config__: ClassVar = STRICT
     kind: ClassVar[str] = "dead"
-    default_for: ClassVar[int] = 20
+    default_for: ClassVar[int] = 2
     scopes: ClassVar[tuple[Scope, ...]] = ("param",)
 
     of: Literal["zero_fraction"] = "zero_fraction"
@@ -178,7 +178,7 @@ class UpdateRatio(Exceeding):
 
     __pydantic_config__: ClassVar = STRICT
     kind: ClassVar[str] = "update_ratio"
-    default_for: ClassVar[int] = 3
+    default_for: ClassVar[int] = 2
     scopes: ClassVar[tuple[Scope, ...]] = ("param",)
 
     of: Literal["update_ratio"] = "update_ratio"

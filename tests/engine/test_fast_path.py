@@ -15,6 +15,7 @@ from gradwatch.detectors import (
     Above,
     AllZero,
     Below,
+    Dead,
     DepthRatio,
     Drift,
     Drop,
@@ -22,10 +23,12 @@ from gradwatch.detectors import (
     Sample,
     Spike,
     Stale,
+    Stuck,
+    UpdateRatio,
     breaches,
 )
 from gradwatch.engine import BoundEngine, Engine, EngineState
-from gradwatch.records.snapshot import Snapshot
+from gradwatch.records.snapshot import Column, Snapshot
 from gradwatch.rules.files import load_rules
 from gradwatch.rules.rule_set import Rule, RuleSet
 from tests.engine.cases import (
@@ -40,6 +43,8 @@ from tests.engine.cases import (
 
 SIZE = 8
 STEPS = 260
+COSTLY = {"zero_fraction": (0.1, 0.95), "update_ratio": (1e-3, 0.5), "weight_norm": (4.0, 90.0)}
+"""Columns of whole tensors: a usual value of each, and one that a rule has something to say of."""
 
 
 def restless(state: EngineState) -> EngineState:
@@ -60,6 +65,11 @@ def mostly_healthy(seed: int, steps: int = STEPS) -> list[dict[str, Any]]:
         if rng.random() < 0.5:
             scalars["loss"] = float(rng.choice([2.0, 2.1, np.nan], p=[0.6, 0.39, 0.01]))
         known: dict[str, Any] = {"scalars": scalars, "provisional": rng.random() < 0.01}
+        if step % 3:  # as a capture gives them to rules that are judged on some sites at each step, and to others
+            known["columns"] = {
+                name: Column(rng.choice(values, SIZE, p=[0.99, 0.01]).astype(np.float32), rng.random(SIZE) < 0.5)
+                for name, values in COSTLY.items()
+            }
         if step % 50 == 0:
             known["columns"] = {"zero_fraction": everywhere(rng.choice([0.1, 0.95], SIZE))}
         out.append({"step": step, "norms": norms, **known})
@@ -92,14 +102,31 @@ def packs() -> dict[str, tuple[Rule, ...]]:
         rule("stale", Stale(), for_=1),
         rule("zero", AllZero(min_ndim=0), for_=2),
     )
-    return {"default": load_rules("default").rules, "like": default_like(), "odd": odd, "tight": tight}
+    staggered = (
+        rule("dead", Dead(min_ndim=0), every=3, for_=1),
+        rule("dead-late", Dead(min_ndim=0), every=7, for_=2, keep_firing_for=9),
+        rule("big", UpdateRatio(above=0.3), every=3, for_=1),
+        rule("stuck", Stuck(), every=3, for_=1),
+        rule("weights", Spike(of="weight_norm", above=3.0, warmup=3), every=4),
+    )
+    beside = (
+        *staggered,
+        rule("all", Above(of="zero_fraction", threshold=0.5)),
+        rule("total", Above(of="zero_fraction", threshold=0.3), scope="total", every=5),
+        rule("norm", Spike(above=4.0)),
+    )
+    default = load_rules("default").rules
+    return {
+        **{"default": default, "like": default_like(), "odd": odd, "tight": tight},
+        **{"staggered": staggered, "beside": beside},
+    }
 
 
 def bind(rules: tuple[Rule, ...]) -> BoundEngine:
-    """These rules on a small model, in the groups of the shipped pack."""
-    return Engine(RuleSet(groups=(*GROUPS, *load_rules("default").groups), rules=rules)).bind(
-        make_sites(SIZE)
-    )
+    """These rules in the groups of the shipped pack; on a model so large that staggered sites have different phases."""
+    sites = make_sites(SIZE)
+    large = replace(sites, numels=sites.numels * (4096 if rules[0].staggered else 1))
+    return Engine(RuleSet(groups=(*GROUPS, *load_rules("default").groups), rules=rules)).bind(large)
 
 
 @pytest.mark.parametrize("pack", packs())
@@ -134,8 +161,23 @@ def test_healthy_steps_are_quiet(pack: str, monkeypatch: pytest.MonkeyPatch) -> 
         bound_rules.step(
             step, (2 + rng.uniform(-0.01, 0.01, SIZE)).tolist(), scalars={"lr": 1e-3, "loss": 2.0}
         )
-    due = {step for step in range(60) if pack == "odd" and step % 3 == 0}
-    assert set(judged) - due <= {0}, "more than the first step was judged"
+    due = set(range(0, 60, {"odd": 3, "beside": 5}.get(pack, 60)))
+    assert set(judged) <= due, "more than the first step was judged"
+
+
+def test_healthy_columns_of_some_sites_are_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rules that are judged on some sites at each step end at a bound too; one that is pending is judged."""
+    engine = bind(tuple(one for one in packs()["staggered"] if one.id != "weights"))
+    bound_rules, judged = OptimizerRules(engine), []
+    whole = engine._judge
+    monkeypatch.setattr(engine, "_judge", lambda *args: judged.append(args[1].step) or whole(*args))
+    for step in range(30):
+        columns = {name: everywhere(np.full(SIZE, usual)) for name, (usual, _) in COSTLY.items()}
+        if step == 20:
+            columns["update_ratio"] = everywhere(np.full(SIZE, 0.5))
+        bound_rules.step(step, [2.0] * SIZE, columns=columns)
+    assert judged[:2] == [0, 20]
+    assert [event.step for event in bound_rules.events if event.kind == "firing"] == [20]
 
 
 @pytest.mark.parametrize("kind", sorted(DETECTORS))

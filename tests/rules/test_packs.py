@@ -244,8 +244,8 @@ def test_rules_of_a_pack_are_optional(name: str) -> None:
 def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     """A run of each kind, healthy for so long; where it goes wrong from the start on, another one that does."""
     pack, build, expected = JOBS[request.param]
-    # Weights are looked at in the first three steps of a hundred: a rate is too high from the start on.
-    early = {"expert-starved": (20, 228), "update-too-big": (0, 8)}.get(expected)
+    # A rate that is too high at step 50 is told within 20 steps.
+    early = {"expert-starved": (20, 228), "update-too-big": (50, 70)}.get(expected)
     path = tmp_path_factory.mktemp("runs")
     healthy = records_of(pack, build(None if early else HEALTHY), HEALTHY + (0 if early else 8), path)
     return Ran(

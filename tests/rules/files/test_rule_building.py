@@ -413,7 +413,8 @@ def test_packs_are_safe_everywhere(name: str) -> None:
     assert not rules.inactive
     assert all(group.optional for group in rules.groups)
     for rule in rules.rules:
-        assert (rule.optional, rule.every) == (True, 1), rule.id
+        assert rule.optional, rule.id
+        assert (rule.every, rules.origins[f"{rule.id}.every"] == "default") in ((1, True), (10, False)), rule.id
         assert rule.enabled or name not in ("default", "observe-only"), rule.id
         assert {"summary", "description"} <= set(rule.annotations), rule.id
         assert not {action.name for action in rule.do} & NOT_BUILT, rule.id
@@ -438,7 +439,8 @@ def test_default_pack_has_the_documented_thresholds() -> None:
     assert (rules["norm-spike"].detect.above, rules["norm-spike"].detect.clear_below) == (10, 3)
     assert (rules["drift"].detect.above, rules["vanishing-by-share"].detect.above) == (10, 100)
     assert (rules["vanishing-by-depth"].detect.below, rules["vanishing-by-depth"].for_) == (1e-3, 20)
-    assert (rules["dead"].detect.at_least, rules["dead"].for_) == (0.9, 20)
+    assert (rules["dead"].detect.at_least, rules["dead"].for_) == (0.95, 2)
+    assert {rules[name].every for name in ("dead", "stuck", "update-too-big")} == {10}
     assert (rules["all-zero"].for_, rules["all-zero-experts"].for_) == (5, 50)
     assert (rules["stale"].for_, rules["never"].detect.within) == (3, 20)
     assert (rules["stuck"].detect.below, rules["update-too-big"].detect.above) == (1e-9, 0.1)
