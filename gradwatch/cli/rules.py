@@ -17,7 +17,9 @@ if TYPE_CHECKING:
     from gradwatch.rules.rule_set import Rule, RuleSet
 
 
-STAGGERED_RULES = "each parameter judged every {} steps, at a step of its own (`every: 1` judges all at each step and costs more): {}"
+STAGGERED_RULES = (
+    "each parameter is judged every {} steps, at a step of its own (`every: 1`: all at each step): {}"
+)
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gradwatch.engine.staggering import Staggering
 from gradwatch.records.snapshot import BoolArray
@@ -20,34 +21,48 @@ Cadences = Mapping[str, frozenset[int]]
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Cadences by column: `whole` those at which all sites are read together, `staggered` each site at its phase."""
+    """Cadences by column: `whole` those at which all sites are read together, `staggered` each site at its phase.
+
+    `about` are bool[S], the sites that any rule judges by a column; without it, all.
+    """
 
     whole: Cadences = field(default_factory=dict)
     staggered: Cadences = field(default_factory=dict)
+    about: Mapping[str, BoolArray] = field(default_factory=dict)
 
     @property
     def columns(self) -> frozenset[str]:
         """The columns to be read."""
         return frozenset(self.whole) | frozenset(self.staggered)
 
+    @property
+    def cadences(self) -> frozenset[int]:
+        """Every cadence that occurs."""
+        return frozenset().union(*self.whole.values(), *self.staggered.values())
+
     def due(self, column: str, step: int, staggering: Staggering, size: int) -> BoolArray | None:
         """bool[S]: the sites of which a column is read at this step; None where it is none of the `size` sites."""
         if step < first_step(column):
             return None
-        if any(step % every == 0 for every in self.whole.get(column, ())):
-            return np.ones(size, np.bool_)
-        due: BoolArray | None = None
+        due: BoolArray = np.zeros(size, np.bool_)
         for every in self.staggered.get(column, ()):
-            part = staggering.due(every, step)
-            due = part if due is None else due | part
-        return None if due is None or not due.any() else due
+            due |= staggering.due(every, step)
+        if any(step % every == 0 for every in self.whole.get(column, ())):
+            due = np.ones(size, np.bool_)
+        if column in self.about:
+            due = due & self.about[column]
+        return due if due.any() else None
 
     def next_due(self, column: str, step: int, staggering: Staggering) -> int | None:
         """The first step after this one at which a column is read of any site; None where it is not asked for."""
         later = max(step + 1, first_step(column))
+        about = self.about.get(column)
+        if about is not None and not about.any():
+            return None
         found = [later + -later % every for every in self.whole.get(column, ())]
         for every in self.staggered.get(column, ()):
-            found.append(later + int(((staggering.phases(every) - later) % every).min(initial=every)))
+            phases = staggering.phases(every) if about is None else staggering.phases(every)[about]
+            found.append(later + int(((phases - later) % every).min(initial=every)))
         return min(found, default=None)
 
     def only(self, columns: Iterable[str]) -> Needs:
@@ -57,7 +72,11 @@ class Needs:
             {name: cadences for name, cadences in one.items() if name in chosen}
             for one in (self.whole, self.staggered)
         )
-        return Needs(whole, staggered)
+        return Needs(whole, staggered, self.about)
+
+    def of(self, own: NDArray[np.intp]) -> Needs:
+        """The same of the sites at `own`."""
+        return Needs(self.whole, self.staggered, {name: about[own] for name, about in self.about.items()})
 
 
 def first_step(column: str) -> int:
@@ -67,10 +86,11 @@ def first_step(column: str) -> int:
 
 def needs_of(rules: Iterable[Rule], free: frozenset[str]) -> Needs:
     """Columns that these rules need beyond the columns of `free`."""
-    needs = Needs({}, {})
+    whole: dict[str, frozenset[int]] = {}
+    staggered: dict[str, frozenset[int]] = {}
     for rule in rules:
-        cadences = needs.staggered if rule.staggered else needs.whole
+        cadences = staggered if rule.staggered else whole
         for column in rule.detect.columns:
             if column not in free:
-                cadences[column] = cadences.get(column, frozenset()) | {rule.every}  # type: ignore[index]
-    return needs
+                cadences[column] = cadences.get(column, frozenset()) | {rule.every}
+    return Needs(whole, staggered)

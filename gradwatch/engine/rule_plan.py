@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from types import MappingProxyType
@@ -16,7 +16,7 @@ from gradwatch.engine.series import FREE_COLUMNS, Series, roots_of, series_of
 from gradwatch.engine.snapshot_reader import Reader
 from gradwatch.engine.staggering import Staggering
 from gradwatch.records.columns import MODULE_COLUMNS, RANK_COLUMNS
-from gradwatch.records.snapshot import FloatArray, Sites
+from gradwatch.records.snapshot import BoolArray, FloatArray, Sites
 from gradwatch.rules.rule_set import Action, Rule, RuleSet
 
 NO_BANK = -1
@@ -143,9 +143,20 @@ def make_plan(ruleset: RuleSet, sites: Sites) -> Plan:
         )
         for rule, series in found
     )
-    needs = needs_of([rule for rule, _ in found], FREE_COLUMNS)
+    needs = replace(needs_of([rule for rule, _ in found], FREE_COLUMNS), about=_about(found, len(sites)))
     clipping = bind_clipping(ruleset, sites)
     return Plan(sites, rules, banks, MappingProxyType(inactive), needs, staggering, roots_of(sites), clipping)
+
+
+def _about(found: Iterable[tuple[Rule, Series]], size: int) -> dict[str, BoolArray]:
+    """bool[S] by column that is not free: the sites that some rule judges by it."""
+    about: dict[str, BoolArray] = {}
+    for rule, series in found:
+        for column in rule.detect.columns:
+            if column not in FREE_COLUMNS:
+                sites = about.setdefault(column, np.zeros(size, np.bool_))
+                sites[slice(None) if series.index is None else series.index] = True
+    return about
 
 
 def staggering_of(sites: Sites) -> Staggering:

@@ -32,6 +32,10 @@ class Staggering:
         self._numels = numels
         self._by_cadence: dict[int, Phases] = {}
 
+    def __len__(self) -> int:
+        """S."""
+        return len(self._numels)
+
     def phases(self, every: int) -> Phases:
         """intp[S]: step modulo `every` at which each site is read."""
         if every not in self._by_cadence:

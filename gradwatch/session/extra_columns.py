@@ -110,7 +110,9 @@ class ExtraColumns:
         if window.skipped is not None:
             scalars["scaler_skip"] = window.skipped
         if window.deferrable:
-            window.deferrable = not (params or modules) and self._deferrable(ctx, bound_rules, window, scalars)
+            window.deferrable = not (params or modules) and self._deferrable(
+                ctx, bound_rules, window, scalars
+            )
         extras = Extras(tuple(params), tuple(modules)) if params or modules else NOTHING
         now = time.perf_counter()
         before, bound_rules.last_step = bound_rules.last_step, now

@@ -110,7 +110,7 @@ def test_the_largest_element_is_the_largest(every: str) -> None:
 
 @pytest.mark.parametrize("extends", ["", "extends: [default]\n"])
 def test_a_rhythm_beside_the_default_pack(extends: str) -> None:
-    """`every: 10` on a column that the default pack reads too: each parameter at each tenth step, alone or beside it."""
+    """`every: 10` on a column that the default pack reads: each parameter at each tenth step, alone or beside it."""
     rules = parse_rules(
         f"version: 1\n{extends}rules:\n"
         "  mine: {detect: {kind: above, of: update_ratio, threshold: 1e-30}, for: 1, every: 10}\n"

@@ -65,9 +65,13 @@ def mostly_healthy(seed: int, steps: int = STEPS) -> list[dict[str, Any]]:
         if rng.random() < 0.5:
             scalars["loss"] = float(rng.choice([2.0, 2.1, np.nan], p=[0.6, 0.39, 0.01]))
         known: dict[str, Any] = {"scalars": scalars, "provisional": rng.random() < 0.01}
-        if step % 3:  # as a capture gives them to rules that are judged on some sites at each step, and to others
+        if (
+            step % 3
+        ):  # as a capture gives them to rules that are judged on some sites at each step, and to others
             known["columns"] = {
-                name: Column(rng.choice(values, SIZE, p=[0.99, 0.01]).astype(np.float32), rng.random(SIZE) < 0.5)
+                name: Column(
+                    rng.choice(values, SIZE, p=[0.99, 0.01]).astype(np.float32), rng.random(SIZE) < 0.5
+                )
                 for name, values in COSTLY.items()
             }
         if step % 50 == 0:
@@ -117,8 +121,12 @@ def packs() -> dict[str, tuple[Rule, ...]]:
     )
     default = load_rules("default").rules
     return {
-        **{"default": default, "like": default_like(), "odd": odd, "tight": tight},
-        **{"staggered": staggered, "beside": beside},
+        "default": default,
+        "like": default_like(),
+        "odd": odd,
+        "tight": tight,
+        "staggered": staggered,
+        "beside": beside,
     }
 
 

@@ -8,7 +8,9 @@ from hypothesis import strategies as st
 
 from gradwatch.engine.staggering import SMALLEST_PART, Staggering
 
-SIZES = st.lists(st.integers(0, 1 << 20), min_size=1, max_size=40).map(lambda found: np.array(found, np.int64))
+SIZES = st.lists(st.integers(0, 1 << 20), min_size=1, max_size=40).map(
+    lambda found: np.array(found, np.int64)
+)
 CADENCE = st.integers(2, 25)
 
 

@@ -22,9 +22,7 @@ from tests.engine.cases import make_sites
 K = 4
 
 
-def layout(
-    rank: int, world: int, pooled: bool, counts: list[float] | None = None
-) -> Layout:
+def layout(rank: int, world: int, pooled: bool, counts: list[float] | None = None) -> Layout:
     """K parameters on `world` ranks."""
     return Layout(
         sites=make_sites(K),

@@ -6,9 +6,11 @@ these are about one in `every`, by elements. An update ratio costs a copy of the
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import numpy as np
 from torch import Tensor
 
 from gradwatch.capture.columns.gradient_values import GRADIENT_COLUMNS, read_gradient_values
@@ -22,6 +24,8 @@ from gradwatch.records.snapshot import BoolArray
 AWAITING = 8  # steps whose verdict may be due; more than a device's queue of windows
 COLUMNS = GRADIENT_COLUMNS | WEIGHT_COLUMNS
 NEVER = 1 << 62
+LONGEST_PERIOD = 128
+"""Steps whose positions are laid out once; beyond, they are asked for at each step."""
 
 
 class ColumnReader:
@@ -31,7 +35,14 @@ class ColumnReader:
         self.wanted = needs.columns & COLUMNS
         self._needs = needs
         self._staggering = staggering
+        self._count = len(staggering)
+        self._names = sorted(self.wanted)
+        self._compares = "update_ratio" in self.wanted
+        self._reads_weights = bool(WEIGHT_COLUMNS & self.wanted)
         self._weights = WeightReader()
+        period = math.lcm(*needs.cadences)
+        self._period = period if period <= LONGEST_PERIOD else None  # steps after which the same ones are due
+        self._positions: dict[tuple[str, int], Sequence[int]] = {}
         # Weights of steps not judged yet, to be compared with those of the next.
         self.awaiting: deque[MovedParameters] = deque(maxlen=AWAITING)
         self.idle = range(0)  # steps at which nothing is due
@@ -48,7 +59,7 @@ class ColumnReader:
             later = self._needs.next_due(name, step, self._staggering)
             if later is not None:
                 found.append(later)
-        if "update_ratio" in self.wanted:  # what it compares is kept one step before
+        if self._compares:  # what it compares is kept one step before
             later = self._needs.next_due("update_ratio", step + 1, self._staggering)
             found += [] if later is None else [later - 1]
         return min(found, default=NEVER)
@@ -66,27 +77,39 @@ class ColumnReader:
 
         `scale` is the loss scale still in the gradients here.
         """
-        due = {name: at for name in sorted(self.wanted) if (at := self._due(name, step, params)) is not None}
-        keep = self._due("update_ratio", step + 1, params)
-        if not due and keep is None:
+        if len(params) != self._count:  # parameters of a loop without an optimizer that are gone
+            self._weights.discard()
+            return None
+        due = {name: at for name in self._names if (at := self._due(name, step, len(params)))}
+        keep = self._due("update_ratio", step + 1, len(params)) if self._compares else ()
+        if not due and not keep:
             self._weights.discard()
             self.idle = range(step, self._next(step))
             return None
-        pending = PendingColumns(len(params))
+        pending, gradients = PendingColumns(len(params)), grads()
         of_gradients = {name: at for name, at in due.items() if name in GRADIENT_COLUMNS}
         if of_gradients:
-            read_gradient_values(pending, of_gradients, grads(), scale)
-        self._weights.read(pending, step, params, due.get("weight_norm"), due.get("update_ratio"))
-        if keep is not None:
+            read_gradient_values(pending, of_gradients, gradients, scale)
+        if self._reads_weights:
+            self._weights.read(pending, step, params, due.get("weight_norm", ()), due.get("update_ratio", ()))
+        if keep:  # but what gets no gradient, which no optimizer moves
             moved = MovedParameters(step)
             self.awaiting.append(moved)
-            self._weights.keep(step, params, keep, moved)
+            self._weights.keep(step, params, [k for k in keep if gradients[k] is not None], moved)
         return pending if due else None
 
-    def _due(self, name: str, step: int, params: Sequence[Tensor]) -> BoolArray | None:
-        if name not in self.wanted:
-            return None
-        return self._needs.due(name, step, self._staggering, len(params))
+    def _due(self, name: str, step: int, size: int) -> Sequence[int]:
+        """The positions of the parameters of which a column is due."""
+        if self._period is None or step < 1:  # the first step has no update
+            return self._asked(name, step, size)
+        key = name, step % self._period
+        if key not in self._positions:
+            self._positions[key] = self._asked(name, self._period + step % self._period, size)
+        return self._positions[key]
+
+    def _asked(self, name: str, step: int, size: int) -> Sequence[int]:
+        at = self._needs.due(name, step, self._staggering, size)
+        return () if at is None else np.flatnonzero(at).tolist()  # sync: numpy
 
     def moved(self, present: BoolArray, step: int | None = None) -> None:
         """Note the parameters for which the optimizer got a non-zero gradient at `step` (None = the oldest kept).

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from gradwatch.reading.device import AsyncCopy, Floats, Number
+from gradwatch.reading.device import AsyncCopy, Floats, Number, host_value, is_ready
 from gradwatch.records.snapshot import BoolArray, Column
 
-FLOAT32 = np.finfo(np.float32)
+TINY, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
 class PendingValues(Protocol):
@@ -25,6 +28,34 @@ class PendingValues(Protocol):
     def values(self) -> Floats:
         """[K]; waits for them."""
         ...
+
+
+class HostNumbers:
+    """[K] numbers that are here already."""
+
+    __slots__ = ("_scale", "_values")
+
+    def __init__(self, positions: Sequence[int], numbers: Sequence[float], count: int, scale: Number) -> None:
+        # In float32, as norms are, unless that would make 0 or infinity of a number.
+        narrow = all(
+            TINY <= number <= LARGEST or number in (0.0, math.inf) or number != number for number in numbers
+        )
+        self._values: NDArray[Any] = np.zeros(count, np.float32 if narrow else np.float64)
+        self._values[list(positions)] = numbers
+        self._scale = scale
+
+    def ready(self) -> bool:
+        """True if `values()` would return at once."""
+        return is_ready(self._scale)
+
+    def values(self) -> Floats:
+        """[K]."""
+        scale = host_value(self._scale)
+        if scale == 1.0:
+            return self._values
+        with np.errstate(divide="ignore", invalid="ignore"):
+            divided: Floats = np.divide(self._values, self._values.dtype.type(scale))
+        return divided
 
 
 class Numbers:
@@ -49,15 +80,13 @@ class Numbers:
         present[self._positions()] = True
         return present
 
-    def send(self, count: int, scale: Number = 1.0) -> AsyncCopy:
+    def send(self, count: int, scale: Number = 1.0) -> PendingValues:
         """float[K] on their way to the host, divided there by `scale`; one copy from each device."""
+        if not self._of_devices:
+            return HostNumbers(list(self._of_host), list(self._of_host.values()), count, scale)
         parts = [torch.stack([number for _, number in group]) for group in self._of_devices.values()]
         if self._of_host:
-            values = np.array(list(self._of_host.values()))
-            size = np.abs(values[np.isfinite(values) & (values != 0)])
-            # In float32, as norms are, unless that would make 0 or infinity of a number.
-            fits = not len(size) or (size.min() >= FLOAT32.tiny and size.max() <= FLOAT32.max)
-            parts.append(torch.from_numpy(values.astype(np.float32) if fits else values))
+            parts.append(torch.tensor(list(self._of_host.values()), dtype=torch.float64, device="cpu"))
         return AsyncCopy(parts, np.array(self._positions(), np.intp), count, scale=scale)
 
     def _positions(self) -> list[int]:

@@ -11,12 +11,12 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
-from gradwatch.capture.columns.pending_columns import MovedParameters, Numbers, PendingColumns
+from gradwatch.capture.columns.pending_columns import MovedParameters, Numbers, PendingColumns, PendingValues
 from gradwatch.reading import chunks, foreach
-from gradwatch.reading.device import AsyncCopy, Floats, on_host, widest
+from gradwatch.reading.device import Floats, on_host, widest
 from gradwatch.reading.layouts import dense, flat
-from gradwatch.records.snapshot import BoolArray
 
 WEIGHT_COLUMNS = frozenset({"weight_norm", "update_ratio"})
 # A weight matrix that starts at zero (LoRA B, zero-init residuals) has a huge first ratio and no problem.
@@ -28,7 +28,7 @@ Kind = tuple[torch.device, torch.dtype]
 class PendingRatio:
     """‖Δw‖ / max(‖w‖, 0.1) of K parameters, from two norms on their way."""
 
-    def __init__(self, change: AsyncCopy, size: AsyncCopy) -> None:
+    def __init__(self, change: PendingValues, size: PendingValues) -> None:
         self._change = change
         self._size = size
 
@@ -71,24 +71,26 @@ class WeightReader:
         pending: PendingColumns,
         step: int,
         params: Sequence[Tensor],
-        norms: BoolArray | None,
-        ratios: BoolArray | None,
+        norms: Sequence[int],
+        ratios: Sequence[int],
     ) -> None:
-        """Put the norms and the update ratios that are due into `pending`; a ratio where the weights were kept."""
+        """Put the norms and the update ratios due at these positions into `pending`; a ratio where a copy was kept."""
         kept, self._kept = self._kept, None
         copies: dict[int, Tensor] = {}
-        if ratios is not None and kept is not None and kept.step == step - 1:
-            copies = {k: copy for k, copy in kept.copies.items() if ratios[k] and _alike(params[k], copy)}
+        if kept is not None and kept.step == step - 1:
+            here = (k for k in ratios if k in kept.copies)
+            copies = {k: kept.copies[k] for k in here if _alike(params[k], kept.copies[k])}
         change, before, after = Numbers(), Numbers(), Numbers()
+        asked = set(norms)
         for k, (moved_by, was, now) in _changes(params, copies).items():
             change.put(k, moved_by)
             before.put(k, was)
-            if norms is not None and norms[k]:
+            if k in asked:
                 after.put(k, now)
-        others = [] if norms is None else [k for k in np.flatnonzero(norms).tolist() if k not in copies]
+        others = [k for k in norms if k not in copies]
         for k, now in _norms([params[k] for k in others], others).items():
             after.put(k, now)
-        if norms is not None:
+        if norms:
             pending.parts["weight_norm"] = after.send(pending.count)
             pending.present["weight_norm"] = after.present(pending.count)
         if copies and kept is not None:
@@ -97,18 +99,21 @@ class WeightReader:
             pending.present["update_ratio"] = change.present(pending.count)
             pending.moved["update_ratio"] = kept.moved
 
-    def keep(self, step: int, params: Sequence[Tensor], at: BoolArray, moved: MovedParameters) -> None:
+    def keep(self, step: int, params: Sequence[Tensor], at: Sequence[int], moved: MovedParameters) -> None:
         """Copy the weights `at` these positions, to be compared with those of the next step."""
-        vectors: dict[Kind, dict[int, Tensor]] = {}
-        for k in np.flatnonzero(at).tolist():
-            vector = flat(dense(params[k]))
-            vectors.setdefault((vector.device, vector.dtype), {})[k] = vector
+        kinds: dict[Kind, dict[int, Tensor]] = {}
+        for k in at:
+            tensor = _local(params[k])
+            kinds.setdefault((tensor.device, tensor.dtype), {})[k] = tensor
         copies: dict[int, Tensor] = {}
-        for kind, group in vectors.items():
-            sizes = [vector.numel() for vector in group.values()]
+        for kind, group in kinds.items():
+            sizes = [tensor.numel() for tensor in group.values()]
             parts = self._memory_of(kind, sum(sizes)).split(sizes)
-            with torch.no_grad():
-                foreach.overwrite(parts, list(group.values()))
+            if kind[0].type == "cpu":
+                for tensor, part in zip(group.values(), parts, strict=True):
+                    chunks.copy(tensor, part)
+            else:
+                foreach.overwrite(parts, [flat(tensor) for tensor in group.values()])
             copies.update(zip(group, parts, strict=True))
         self._kept = KeptWeights(step, moved, copies)
 
@@ -120,9 +125,15 @@ class WeightReader:
         return memory[:size]
 
 
+def _local(param: Tensor) -> Tensor:
+    """This rank's part of a parameter, dense and real."""
+    plain = type(param) is Parameter and not param.is_complex()
+    return param.detach() if plain else dense(param)
+
+
 def _alike(param: Tensor, copy: Tensor) -> bool:
     """True if a weight still has the size, the type and the place of its copy."""
-    tensor = dense(param)
+    tensor = _local(param)
     return (tensor.numel(), tensor.dtype, tensor.device) == (copy.numel(), copy.dtype, copy.device)
 
 

@@ -144,8 +144,9 @@ class RuleBindings:
             bound = (self._at_step if moved else self._engine).bind(sites)
             state = bound.init() if before is None else bound.adopt(before.state, before.bound)
         local = self._local(bound, taps, before)
-        staggering = bound.plan.staggering.of(own_sites(bound, captured))
-        reader = ColumnReader(bound.needs.only(column_reader.COLUMNS), staggering)
+        own = own_sites(bound, captured)
+        needs = bound.needs.only(column_reader.COLUMNS).of(own)
+        reader = ColumnReader(needs, bound.plan.staggering.of(own))
         critical = frozenset(one.rule.id for one in bound.plan.rules if one.rule.severity == "critical")
         health_tracker = CheckpointHealthTracker(critical)
         if before is not None:

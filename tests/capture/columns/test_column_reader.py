@@ -14,8 +14,11 @@ from torch import nn
 
 from gradwatch.capture.columns.column_reader import COLUMNS, ColumnReader
 from gradwatch.capture.columns.gradient_values import GRADIENT_COLUMNS
+from gradwatch.engine import Engine
 from gradwatch.engine.columns_needed import EVERY_STEP, Needs
 from gradwatch.engine.staggering import Staggering
+from gradwatch.records.snapshot import Sites
+from gradwatch.rules.files import load_rules
 
 
 def staggering() -> Staggering:
@@ -38,7 +41,7 @@ def parameters() -> list[nn.Parameter]:
 
 
 def test_due_at_each_rule_s_own_steps() -> None:
-    """Rules of every 4 and every 6 on one column, and a staggered one: all at the steps of the first, a part between."""
+    """Rules of every 4 and 6 on one column, and a staggered one: all at the steps of the first, a part between."""
     whole = {"max_abs": frozenset({4, 6}), "update_ratio": frozenset({4})}
     needs, phases = Needs(whole, {"max_abs": frozenset({3})}), staggering()
     shares = [needs.due("max_abs", step, phases, 6) for step in range(13)]
@@ -48,8 +51,12 @@ def test_due_at_each_rule_s_own_steps() -> None:
 
 
 @given(
-    st.dictionaries(st.sampled_from(sorted(COLUMNS)), st.frozensets(st.integers(1, 12), min_size=1, max_size=2)),
-    st.dictionaries(st.sampled_from(sorted(COLUMNS)), st.frozensets(st.integers(2, 12), min_size=1, max_size=2)),
+    st.dictionaries(
+        st.sampled_from(sorted(COLUMNS)), st.frozensets(st.integers(1, 12), min_size=1, max_size=2)
+    ),
+    st.dictionaries(
+        st.sampled_from(sorted(COLUMNS)), st.frozensets(st.integers(2, 12), min_size=1, max_size=2)
+    ),
     st.lists(st.integers(1, 200_000), min_size=1, max_size=6),
 )
 def test_the_next_step_is_the_first_that_is_due(
@@ -101,7 +108,9 @@ def odd() -> list[tuple[str, torch.Tensor, torch.Tensor]]:
     found = []
     for what, grad in grads:
         dense = grad.to_dense() if grad.is_sparse else grad
-        found.append((what, torch.randn_like(dense.resolve_conj(), memory_format=torch.preserve_format), grad))
+        found.append(
+            (what, torch.randn_like(dense.resolve_conj(), memory_format=torch.preserve_format), grad)
+        )
     return found
 
 
@@ -116,7 +125,9 @@ def test_all_are_exact_at_their_cadence(every: int) -> None:
     counts = {name: np.zeros(len(weights), int) for name in COLUMNS}
     before: list[torch.Tensor] = []
     there = [k for k, what in enumerate(whats) if what != "empty"]
-    of_gradients = {(name, k): by_hand(name, grads[k], grads[k], grads[k]) for name in GRADIENT_COLUMNS for k in there}
+    of_gradients = {
+        (name, k): by_hand(name, grads[k], grads[k], grads[k]) for name in GRADIENT_COLUMNS for k in there
+    }
     for step in range(21):
         read = reader.collect(step, weights, lambda: grads)
         reader.moved(np.ones(len(weights), bool), step)
@@ -128,8 +139,13 @@ def test_all_are_exact_at_their_cadence(every: int) -> None:
             if due:
                 counts[name][k] += 1
                 was = before[k] if before else weights[k]
-                expected = of_gradients[name, k] if name in GRADIENT_COLUMNS else by_hand(name, weights[k], was, was)
-                assert columns[name].values[k] == pytest.approx(expected, rel=2e-6, nan_ok=True), (name, whats[k])
+                expected = (
+                    of_gradients[name, k] if name in GRADIENT_COLUMNS else by_hand(name, weights[k], was, was)
+                )
+                assert columns[name].values[k] == pytest.approx(expected, rel=2e-6, nan_ok=True), (
+                    name,
+                    whats[k],
+                )
         before = [weight.clone() for weight in weights]
         for weight in weights:
             weight.mul_(1 - 1e-4 * (1 + step % 3))
@@ -224,7 +240,7 @@ def test_a_ratio_never_comes_without_the_norm_it_is_relative_to() -> None:
     reader, weights = ColumnReader(Needs({}, cadence), Staggering(np.array([16]))), [torch.ones(4, 4)]
     both = []
     for step in range(40):
-        read = reader.collect(step, weights, lambda: [None])
+        read = reader.collect(step, weights, lambda: weights)
         reader.moved(np.ones(1, np.bool_), step)
         columns = {} if read is None else read.columns()
         if "update_ratio" in columns:
@@ -240,7 +256,7 @@ def test_kept_weights_hold_no_more_memory_than_one_part() -> None:
     reader = ColumnReader(Needs({}, {"update_ratio": frozenset({10})}), Staggering(np.full(10, 100_000)))
     places = set()
     for step in range(30):
-        reader.collect(step, weights, lambda: [None] * 10)
+        reader.collect(step, weights, lambda: weights)
         kept = reader._weights._kept
         assert kept is not None
         assert len(kept.copies) == 1
@@ -252,9 +268,29 @@ def test_a_weight_that_was_exchanged_has_no_ratio() -> None:
     """Another size or type in the place of a weight is no update of it; the others are told."""
     weights = [torch.ones(4), torch.ones(5), torch.ones(6)]
     reader = ColumnReader(Needs({"update_ratio": EVERY_STEP}, {}), Staggering(np.array([4, 5, 6])))
-    reader.collect(0, weights, lambda: [None] * 3)
+    reader.collect(0, weights, lambda: weights)
     reader.moved(np.ones(3, np.bool_), 0)
     weights[0], weights[1] = torch.ones(3), torch.ones(5, dtype=torch.float64)
-    read = reader.collect(1, weights, lambda: [None] * 3)
+    read = reader.collect(1, weights, lambda: weights)
     assert read is not None
     assert read.columns()["update_ratio"].present.tolist() == [False, False, True]
+
+
+def test_nothing_is_read_that_no_rule_is_about() -> None:
+    """The default pack judges matrices: a bias is neither read nor copied, an embedding's zeros are not counted."""
+    model = nn.ModuleDict({"embed": nn.Embedding(9, 4), "body": nn.Linear(4, 4)})
+    names, params = zip(*model.named_parameters(), strict=True)
+    own = np.arange(len(params))
+    numels, ndims = np.array([p.numel() for p in params]), np.array([p.ndim for p in params])
+    engine = Engine(load_rules("default")).bind(Sites(names, ("param",) * len(params), numels, ndims, own))
+    reader = ColumnReader(engine.needs.only(COLUMNS).of(own), engine.plan.staggering.of(own))
+    reader.collect(0, params, lambda: params)
+    reader.moved(np.ones(len(params), np.bool_), 0)
+    read = reader.collect(1, params, lambda: params)
+    assert read is not None
+    found = {name: [names[k] for k in np.flatnonzero(one.present)] for name, one in read.columns().items()}
+    assert found == {
+        "zero_fraction": ["body.weight"],
+        "weight_norm": ["embed.weight", "body.weight"],
+        "update_ratio": ["embed.weight", "body.weight"],
+    }

@@ -414,7 +414,9 @@ def test_packs_are_safe_everywhere(name: str) -> None:
     assert all(group.optional for group in rules.groups)
     for rule in rules.rules:
         assert rule.optional, rule.id
-        assert (rule.every, rules.origins[f"{rule.id}.every"] == "default") in ((1, True), (10, False)), rule.id
+        assert (rule.every, rules.origins[f"{rule.id}.every"] == "default") in ((1, True), (10, False)), (
+            rule.id
+        )
         assert rule.enabled or name not in ("default", "observe-only"), rule.id
         assert {"summary", "description"} <= set(rule.annotations), rule.id
         assert not {action.name for action in rule.do} & NOT_BUILT, rule.id
