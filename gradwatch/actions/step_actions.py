@@ -242,10 +242,3 @@ class StepActions:
 def only_total(decision: Decision) -> bool:
     """True if all that is to be done to the gradients is to bound their total norm."""
     return decision.coef is None and decision.zero is None and not decision.elementwise
-
-
-def why_stopped(decision: Decision, captured: OptimizerCapture) -> str:
-    """Message of `TrainingStopped` for a Decision to stop."""
-    rules = sorted({order.rule for order in decision.orders if order.action == "stop" and not order.shadow})
-    said = f"rule {', '.join(rules)} says stop" if rules else "too many steps in a row were skipped"
-    return f"gradwatch stopped training at step {captured.step}: {said}"

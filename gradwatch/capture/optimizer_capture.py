@@ -24,13 +24,14 @@ from gradwatch.capture.gradient_writes import Reading, State, WriteProbes, repla
 from gradwatch.capture.hook_pruning import HookPruning, PrunedCount
 from gradwatch.capture.manual_gradients import ManualGradients
 from gradwatch.capture.norm_after_user_clip import KnownScaling, factor_since
-from gradwatch.capture.window_norms import WindowNorms, is_ordinary, without
+from gradwatch.capture.window_norms import WindowNorms, is_ordinary
 from gradwatch.reading import device
 from gradwatch.reading.batched import CpuReader
 from gradwatch.reading.cpu import CpuNorms
 from gradwatch.reading.device import DeviceNorms, Number, host_value
 from gradwatch.reading.foreach import multiply
 from gradwatch.reading.layouts import parts, unsummed
+from gradwatch.reading.loss_scale_removal import unscaled
 from gradwatch.reading.row_sums import UNDERFLOW
 from gradwatch.reading.single_norm import norm_of
 from gradwatch.records.snapshot import Sites
@@ -309,7 +310,7 @@ class OptimizerCapture:
     def unscaled(self, scale: Number) -> None:
         """The gradients are being divided by `scale`: what was read of them before loses it too."""
         if self._norms is not None:  # what is read later no longer carries it
-            self._norms = without(self._norms, scale)
+            self._norms = unscaled(self._norms, scale)
 
     # -- at the step boundary ----------------------------------------------------------------------------
 
@@ -457,7 +458,7 @@ class OptimizerCapture:
     def divide_applied(self, window: WindowNorms, divisor: Number) -> None:
         """The optimizer itself will divide the gradients of this window: a clip, not a loss scale."""
         window.deferrable = False
-        window.after = self._after = without(window.after, divisor)
+        window.after = self._after = unscaled(window.after, divisor)
 
     def total_applied(self, instead: Mapping[int, float] | None = None) -> float:
         """Root sum of squares of the gradients at the boundary, after the user's clipping; norms `instead` of some."""

@@ -15,8 +15,8 @@ from gradwatch.errors import Problem, RuleFileError
 from gradwatch.records.columns import MODULE_COLUMNS, RANK_COLUMNS, SCALAR_COLUMNS
 from gradwatch.records.decision import CLIP_SECTION
 from gradwatch.records.snapshot import Sites
-from gradwatch.rule_tests.notation import NotationError, expand
 from gradwatch.rule_tests.schema import CaseEntry, Document, ExpectedAction, ExpectedEvent
+from gradwatch.rule_tests.series_notation import NotationError, expand
 from gradwatch.rules.field_types import Model
 from gradwatch.rules.files import load_rules
 from gradwatch.rules.files.extends import locate, read, start

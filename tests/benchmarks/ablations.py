@@ -71,9 +71,9 @@ def _read_clipped_again() -> None:
 
 
 def _read_with_torch() -> None:
-    from gradwatch.reading import batched, row_sums
+    from gradwatch.reading import batched, row_sums_by_torch
 
-    _replace(batched, "fastest", lambda: row_sums.NormRows)
+    _replace(batched, "fastest", lambda: row_sums_by_torch.NormRows)
     _replace(batched.CpuReader.__init__, "__defaults__", (batched.fastest,))
 
 
