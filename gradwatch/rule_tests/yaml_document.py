@@ -23,7 +23,7 @@ from gradwatch.rules.files.extends import locate, read, start
 from gradwatch.rules.files.validation import check
 from gradwatch.rules.rule_set import RuleSet
 from gradwatch.rules.yaml.nodes import Map, Mark, Node, Problems, Scalar, Seq, quoted, shown
-from gradwatch.rules.yaml.text import parse
+from gradwatch.rules.yaml.parse import parse
 
 DERIVED = {"rms": "norm", "norm_applied": "norm and coef", "calls": "norm"}
 """Columns that follow from others, which is what to give."""
