@@ -139,10 +139,10 @@ class Worker:
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
 
-    def communicate(self) -> None:
-        """Wait for its end, and close the pipes."""
+    def communicate(self) -> int:
+        """Wait for its end, and close the pipes; its exit status as subprocess gives it."""
         with self.stdin, self.stdout, os.fdopen(self._ended) as ended:
-            ended.read()
+            return int(ended.read())
 
 
 _made: list[warm_modules.MadeModules] = []
