@@ -22,10 +22,10 @@ from gradwatch.actions.lbfgs_and_sam import ClosureCalls
 from gradwatch.actions.on_error import by_rule, in_place_of, put_aside, put_back
 from gradwatch.actions.skip.skip import StepSkipper
 from gradwatch.actions.zero_and_clip import zero_and_clip
-from gradwatch.capture.gradient_writes import versions_of
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.policies.norm import clip_coefficient
 from gradwatch.reading.device import clip, clip_factor
+from gradwatch.reading.gradient_writes import versions_of
 from gradwatch.records.decision import PARTLY, Decision
 
 SMALLEST = float(np.finfo(np.float32).tiny)

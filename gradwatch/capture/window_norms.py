@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradwatch.capture.gradient_writes import Reading
 from gradwatch.capture.hook_pruning import PrunedCount
 from gradwatch.reading.batched import Detail
 from gradwatch.reading.cpu import CpuNorms
 from gradwatch.reading.device import Number, is_ready
+from gradwatch.reading.gradient_writes import Reading
 from gradwatch.records.snapshot import Sites
 
 Norms = NDArray[np.float64]

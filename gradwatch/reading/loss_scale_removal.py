@@ -7,10 +7,10 @@ it is read (`scale` of `CpuNorms` and `DeviceNorms`).
 
 from __future__ import annotations
 
-from gradwatch.reading.cpu import CpuNorms
 from gradwatch.reading.device import DeviceNorms, Number, host_value
+from gradwatch.reading.gradient_writes import Reading
 
 
-def unscaled(norms: CpuNorms | DeviceNorms, scale: Number) -> CpuNorms | DeviceNorms:
+def unscaled(norms: Reading, scale: Number) -> Reading:
     """These norms without a factor that was in the gradients when they were read."""
     return norms.divided(scale) if isinstance(norms, DeviceNorms) else norms.divided(host_value(scale))

@@ -78,7 +78,7 @@ def _read_with_torch() -> None:
 
 
 def _probe_nothing() -> None:
-    from gradwatch.capture.gradient_writes import WriteProbes
+    from gradwatch.reading.gradient_writes import WriteProbes
 
     for name in ("hold", "release"):
         _replace(WriteProbes, name, _nothing)
