@@ -1,4 +1,4 @@
-"""Whether weights have moved since they were last looked at: a few elements of a few parameters are compared."""
+"""A comparison that shows whether weights have moved: of a few elements of a few parameters, then and now."""
 
 from __future__ import annotations
 
