@@ -19,6 +19,7 @@ from torch import nn
 
 import gradwatch
 from gradwatch.rules.files import parse_rules
+from gradwatch.taps.graph import anomaly
 from tests.support.kept import Kept
 
 PACKAGE = os.path.dirname(gradwatch.__file__)
@@ -138,8 +139,10 @@ def left_behind() -> list[str]:
         "a function around the backward": torch.autograd._engine_run_backward is not RUN_BACKWARD,
         "a function that tells the mode": torch.is_anomaly_enabled is not torch._C.is_anomaly_enabled,
         "a function that shows warnings": warnings._showwarnmsg is not SHOW_WARNING,  # type: ignore[attr-defined]
+        "a filter of warnings": anomaly._FILTER in warnings.filters,  # type: ignore[attr-defined]
     }
     torch.set_anomaly_enabled(False)
+    anomaly._remove(warnings.filters)  # type: ignore[attr-defined]
     for _ in modes:
         torch._C._pop_torch_dispatch_stack(None)
     for each in hooks:
@@ -233,6 +236,7 @@ ENTRIES = [
     ("localise/hold/model_recorder.py", "begins"),
     ("localise/hold/model_recorder.py", "_ends"),
     ("localise/hold/model_recorder.py", "_gradient"),
+    ("taps/graph/anomaly.py", "match"),
     ("taps/backward_entry.py", "run_backward"),
     ("taps/graph/around_backward.py", "around"),
     ("localise/replay/forward_operations.py", "__torch_dispatch__"),
