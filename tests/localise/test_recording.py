@@ -8,7 +8,9 @@ import json
 import os
 import subprocess
 import sys
+import traceback
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -298,6 +300,63 @@ def test_python_warns_in_a_recorded_step_as_bare(option: list[str], tmp_path: Pa
     )
     assert watched.stdout == bare.stdout
     assert watched.stderr == bare.stderr
+
+
+class RaisesInOperation(torch.autograd.Function):
+    """A function of the script's of whose backward an operation raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] @ torch.ones(7, 7)
+
+
+@torch.library.custom_op("gradwatch_tests::raises", mutates_args=())
+def raises(x: Tensor) -> Tensor:
+    """An operation of the script's, in Python, that raises."""
+    raise ValueError("the script's")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: x @ torch.ones(7, 7),
+        lambda x: nn.functional.linear(x, torch.ones(7, 7)),
+        lambda x: x.sum().unknown,
+        lambda x: RaisesInOperation.apply(x).sum().backward(),
+        lambda x: raises(x.detach()),
+        lambda x: x.add_(torch.ones(3, 3, 3)),
+        lambda x: x.detach().view(-1, 17),
+    ],
+    ids=["matmul", "linear", "attribute", "custom backward", "custom operation", "in place", "view"],
+)
+def test_an_operation_that_raises_in_a_recorded_step_has_the_traceback_that_it_has_bare(
+    call: Callable[[Tensor], Any],
+) -> None:
+    """Frame by frame, and the message, as without a recording."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def raised() -> list[str]:
+        x = model(torch.ones(5, 4))
+        try:
+            call(x)
+        except Exception as error:
+            frames = traceback.extract_tb(error.__traceback__)
+            return [f"{each.filename}:{each.lineno}" for each in frames] + [str(error)]
+        return []
+
+    bare = raised()
+    assert bare
+    with gradwatch.watch(model, optimizer, rules=rules("by: record"), sinks=[Kept()], strict=True):
+        (model(torch.randn(5, 4)).square().mean() * float("nan")).backward()
+        optimizer.step()
+        assert len(_get_current_dispatch_mode_stack()) == 1
+        assert raised() == bare
 
 
 def test_the_scripts_own_anomaly_check_raises_in_recorded_steps_too() -> None:

@@ -43,11 +43,6 @@ RULES = {
     "micro": SKIP.replace("skip_step", "drop_micro"),
     "clip": SKIP + "clip: {total: {method: norm, max_norm: 0.5}}\n",
 }
-PASSED_ON = {
-    "result = func(*args, **(kwargs or {}))",
-    "return original(roots, *args, **kwargs)",
-}
-"""Lines of a recording that only run what torch was about to run: what is raised there is not caught."""
 RUN_BACKWARD = torch.autograd._engine_run_backward
 SHOW_WARNING = warnings._showwarnmsg  # type: ignore[attr-defined]
 AT = 2  # the step into which the exception goes
@@ -168,7 +163,7 @@ def escaped(
         if not injected.where or injected.where == "try:":  # the guard itself, or a line of a busier step
             continue
         if kind is RuntimeError:
-            if reached is not None and not (rules == "record" and injected.where in PASSED_ON):
+            if reached is not None:
                 wrong.append(f"{place}: {reached!r}")
             elif rules == "observe" and not all(
                 torch.equal(a, b) for a, b in zip(weights, bare, strict=True)
