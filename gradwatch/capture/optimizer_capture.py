@@ -127,6 +127,10 @@ class OptimizerCapture:
         self.index = index
         self.step = self.step if before is None else before.step
 
+    def exchange(self, k: int, param: nn.Parameter) -> None:
+        """Another parameter of the same shape stands at this position from now on."""
+        self.params[k], self.param_ids[k] = param, id(param)
+
     def no_longer_arrived(self, calls: NDArray[np.int32]) -> Sequence[int]:
         """Positions with a gradient in the step before and none in this one, which had `calls[K]`."""
         before, self.last_calls = self.last_calls, calls

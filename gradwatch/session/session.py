@@ -221,6 +221,7 @@ class Session:
     @property
     def coverage(self) -> float:
         """Parameters that can be measured over parameters that want a gradient, 0..1."""
+        self.catch_up()
         return 0.0 if self.attached is None else self.attached.capture.count_coverage()
 
     def records(self) -> list[Record]:
@@ -316,7 +317,7 @@ class Session:
     def join(
         self,
         models: Iterable[nn.Module],
-        optimizers: Iterable[Optimizer],
+        optimizers: Sequence[Optimizer],
         loose: Iterable[tuple[str, nn.Parameter]] = (),
     ) -> None:
         """Watch further optimizers, from the next backward on; `models` name their parameters, all but the `loose`."""
