@@ -22,10 +22,10 @@ from gradwatch.actions.lbfgs_and_sam import ClosureCalls
 from gradwatch.actions.on_error import by_rule, in_place_of, put_aside, put_back
 from gradwatch.actions.skip.skip import StepSkipper
 from gradwatch.actions.zero_and_clip import zero_and_clip
-from gradwatch.capture.gradient_writes import versions_of
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.policies.norm import clip_coefficient
 from gradwatch.reading.device import clip, clip_factor
+from gradwatch.reading.gradient_writes import versions_of
 from gradwatch.records.decision import PARTLY, Decision
 
 SMALLEST = float(np.finfo(np.float32).tiny)
@@ -242,10 +242,3 @@ class StepActions:
 def only_total(decision: Decision) -> bool:
     """True if all that is to be done to the gradients is to bound their total norm."""
     return decision.coef is None and decision.zero is None and not decision.elementwise
-
-
-def why_stopped(decision: Decision, captured: OptimizerCapture) -> str:
-    """Message of `TrainingStopped` for a Decision to stop."""
-    rules = sorted({order.rule for order in decision.orders if order.action == "stop" and not order.shadow})
-    said = f"rule {', '.join(rules)} says stop" if rules else "too many steps in a row were skipped"
-    return f"gradwatch stopped training at step {captured.step}: {said}"

@@ -9,7 +9,7 @@ step and has none in this one while its place in its module is taken by another 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import numpy as np
@@ -28,6 +28,8 @@ from gradwatch.runtime import guard
 from gradwatch.taps import module_tree
 from gradwatch.taps.dynamo import untraced
 
+Replaced = Callable[[nn.Module, str, Any], bool]
+"""A module is about to get a value under a name; True where that changes no share of what is measured."""
 RECOUNT = 1000  # steps between counts that nothing asked for
 BLIND = 16  # the same while something is not measured
 
@@ -38,12 +40,17 @@ class Registrations:
     def __init__(self) -> None:
         self._owners: set[int] = set()
         self.counted = [0]  # how many there were so far; a list, so that it is looked at without a call
-        owners, count = self._owners, self.counted  # torch's global dicts must not reach this object
+        self._replaced: list[Replaced] = []  # at most one
+        owners, count, taken = (
+            self._owners,
+            self.counted,
+            self._replaced,
+        )  # torch's dicts must not reach `self`
 
         @untraced
         def noticed(module: nn.Module, name: str, value: Any) -> None:
             try:
-                if id(module) in owners:
+                if id(module) in owners and not (taken and taken[0](module, name, value)):
                     count[0] += 1
             except Exception as error:
                 guard.fault("capture", error)
@@ -52,6 +59,10 @@ class Registrations:
             register_module_parameter_registration_hook(noticed),
             register_module_module_registration_hook(noticed),
         ]
+
+    def announce(self, replaced: Replaced) -> None:
+        """Call `replaced` first, and count only what it does not take (False); it must not raise."""
+        self._replaced[:] = [replaced]
 
     def watch(self, modules: Iterable[nn.Module], anew: bool) -> None:
         """Count these modules too, or (`anew`) only them; one that is gone may be counted by mistake, harmlessly."""
@@ -64,6 +75,7 @@ class Registrations:
         for handle in self._handles:
             handle.remove()
         self._handles.clear()
+        self._replaced.clear()
 
 
 class Places:
@@ -97,6 +109,22 @@ class Places:
         owner = module()
         return owner is None or owner._parameters.get(name) is not param
 
+    def at(self, slot: int) -> tuple[nn.Module, str] | None:
+        """The module and the name in it; None where there is no such module, or no more."""
+        place = self._of.get(slot)
+        owner = None if place is None else place[0]()
+        return None if place is None or owner is None else (owner, place[1])
+
+    def left(self, slot: int) -> bool:
+        """True if the module is gone that the parameter stood in."""
+        place = self._of.get(slot)
+        return place is not None and place[0]() is None
+
+    def take_over(self, slot: int, other: int) -> None:
+        """The place of another slot becomes that of this one."""
+        if other in self._of:
+            self._of[slot] = self._of.pop(other)
+
 
 class Coverage:
     """The share of parameters that is measured, 0..1, as last counted, and the names of the others.
@@ -112,14 +140,14 @@ class Coverage:
         self._slot_of = slot_of
         self._at_attach: set[int | None] = set()
         self._registrations = Registrations()
-        self._places = Places()
+        self.places = Places()
         self._strangers: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
         self._counted = 0  # registrations at the last count
         self._left = RECOUNT  # steps until the next one
 
     def scanned(self, modules: list[nn.Module], params: list[nn.Parameter], added: bool) -> None:
         """These parameters of all modules of the models have slots; of those of the models `added`, where some were."""
-        self._places.note(modules, self._slot_of)
+        self.places.note(modules, self._slot_of)
         self._registrations.watch(modules, anew=not added)
         if added:
             self._at_attach.update(map(self._slot_of.__getitem__, map(id, params)))
@@ -133,7 +161,7 @@ class Coverage:
     def remove(self, slots: list[int]) -> list[int]:
         """The parameters in these slots were released; the slots of those whose module is gone too."""
         self._at_attach.difference_update(slots)
-        return self._places.remove(slots)
+        return self.places.remove(slots)
 
     def count(self, models: list[nn.Module], captures: Iterable[OptimizerCapture]) -> float:
         """Walk the models; the ratio, which stays until the next count."""
@@ -193,6 +221,10 @@ class Coverage:
         self.ratio *= 1 - share
         self._left = 0
 
+    def announce(self, replaced: Replaced) -> None:
+        """Call `replaced` when something is put into a watched module; what it takes (True) asks for no new count."""
+        self._registrations.announce(replaced)
+
     @property
     def registrations(self) -> list[int]:
         """In one place: how often something was put into the models."""
@@ -215,4 +247,4 @@ class Coverage:
 
     def _replaced(self, param: nn.Parameter) -> bool:
         """True if something else stands where this parameter stood in its model."""
-        return self._places.lost(self._slot_of.get(id(param), -1), param)
+        return self.places.lost(self._slot_of.get(id(param), -1), param)

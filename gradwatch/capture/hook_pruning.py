@@ -12,8 +12,8 @@ import sys
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.capture.gradient_writes import Reading, State, grown_alike
 from gradwatch.reading.cpu import CpuNorms
+from gradwatch.reading.gradient_writes import Reading, State, grown_alike
 
 PRUNE_FROM = 32  # parameters; below this the hooks cost nothing worth saving
 STEADY = 5  # identical steps before hooks are removed

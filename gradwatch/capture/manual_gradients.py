@@ -10,8 +10,8 @@ from __future__ import annotations
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gradwatch.capture.gradient_writes import State
 from gradwatch.reading.cpu import CpuNorms
+from gradwatch.reading.gradient_writes import State
 from gradwatch.reading.layouts import local
 
 

@@ -6,10 +6,9 @@ are read once, at the end of the last backward.
 
 from __future__ import annotations
 
-import math
 import operator
 import weakref
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -20,40 +19,26 @@ from torch.optim import Optimizer
 from gradwatch.capture.accumulation_steps import AccumulationSchedule
 from gradwatch.capture.arrivals import ArrivalCounts
 from gradwatch.capture.columns.loss import Root, WindowLoss
-from gradwatch.capture.gradient_writes import Reading, State, WriteProbes, replaced, versions_of
+from gradwatch.capture.gradient_reader import NOTHING, GradientReader, Grads, SizePlan
 from gradwatch.capture.hook_pruning import HookPruning, PrunedCount
 from gradwatch.capture.manual_gradients import ManualGradients
-from gradwatch.capture.norm_after_user_clip import KnownScaling, factor_since
-from gradwatch.capture.window_norms import WindowNorms, is_ordinary, without
-from gradwatch.reading import device
-from gradwatch.reading.batched import CpuReader
+from gradwatch.capture.norm_after_user_clip import KnownScaling
+from gradwatch.capture.window_norms import WindowNorms, is_ordinary
 from gradwatch.reading.cpu import CpuNorms
-from gradwatch.reading.device import DeviceNorms, Number, host_value
+from gradwatch.reading.device import DeviceNorms, Number
 from gradwatch.reading.foreach import multiply
+from gradwatch.reading.gradient_writes import Reading, State, replaced, versions_of
 from gradwatch.reading.layouts import parts, unsummed
-from gradwatch.reading.row_sums import UNDERFLOW
-from gradwatch.reading.single_norm import norm_of
+from gradwatch.reading.loss_scale_removal import unscaled
 from gradwatch.records.snapshot import Sites
 from gradwatch.runtime.locks import ForkSafeLock
 
 UNTOUCHED = 1  # version of a gradient that compiled autograd made and nothing wrote to since
-Grads = Sequence[Tensor | None]
 GONE = -2  # in place of an id
-NOTHING: Mapping[int, float] = {}
 KEPT = 1 << 24  # elements of a capture whose gradients may be held until the step, on the host
 # Python calls cost microseconds in the cold caches that a backward leaves; this is none.
 _grad: Callable[[Tensor], Tensor | None] = operator.attrgetter("grad")
 _requires_grad: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
-
-
-class SizePlan:
-    """Reader, write probes and floors for parameters of these sizes, whichever parameters they are."""
-
-    def __init__(self, sites: Sites) -> None:
-        self.elements = int(sites.numels.sum())
-        self.floor: NDArray[np.float64] = sites.numels.astype(np.float64) * UNDERFLOW
-        self.reader = CpuReader()
-        self.write_probes = WriteProbes(sites.numels)
 
 
 class OptimizerCapture:
@@ -95,9 +80,6 @@ class OptimizerCapture:
             sharded = type(param) is not nn.Parameter and hasattr(param, "to_local")
             self.distributed = self.distributed or sharded
             self.on_cpu = self.on_cpu and param.is_cpu
-        self.manual_allreduce = (
-            False  # other code than torch's may average over ranks: read again at the step
-        )
         self.pruning = HookPruning()
         self.spans_two_steps = False  # this window cannot be one step's alone
         self.hook_missed = False  # a gradient arrived and its hook was not called
@@ -110,8 +92,7 @@ class OptimizerCapture:
         self._size_plan: SizePlan = (
             SizePlan(sites) if like is None or like.sites is not sites else like._size_plan
         )
-        self._reader, self._write_probes = self._size_plan.reader, self._size_plan.write_probes
-        self._floor = self._size_plan.floor
+        self._reader = GradientReader(self._size_plan, self.on_cpu, self.distributed)
         self._norms: Reading | None = None
         self._after: Reading | None = None
         self._kept: list[Tensor | None] | None = None  # a second walk finds them faster while they are held
@@ -121,9 +102,6 @@ class OptimizerCapture:
         self._keeps = self.on_cpu and self._size_plan.elements <= KEPT
         # Norms that gradwatch's hooks have taken inside the backward: they need not be read again.
         self.norms_from_hooks: Callable[[Grads], Mapping[int, float]] | None = None
-        self.recent_total_norm: float | None = (
-            None  # total norm of a loop so regular that the exact read may wait
-        )
         self._read_at = 0
         # A clip reads for all threads: one that ended its read after the owner's clip would keep what the clip left.
         self._reading = ForkSafeLock()
@@ -148,6 +126,10 @@ class OptimizerCapture:
         """From now on it is the one at `index`, and counts on from the capture that was there."""
         self.index = index
         self.step = self.step if before is None else before.step
+
+    def exchange(self, k: int, param: nn.Parameter) -> None:
+        """Another parameter of the same shape stands at this position from now on."""
+        self.params[k], self.param_ids[k] = param, id(param)
 
     def no_longer_arrived(self, calls: NDArray[np.int32]) -> Sequence[int]:
         """Positions with a gradient in the step before and none in this one, which had `calls[K]`."""
@@ -217,7 +199,7 @@ class OptimizerCapture:
 
     def expect_manual_allreduce(self, expected: bool) -> None:
         """Expect that the loop's own code averages over ranks: gradients are read again at the step."""
-        self.manual_allreduce = expected
+        self._reader.manual_allreduce = expected
 
     def use_hook_norms(self, norms: Callable[[Grads], Mapping[int, float]] | None) -> None:
         """Norms, by position, that hooks inside the backward have taken, and need not be read again; None: none."""
@@ -232,12 +214,8 @@ class OptimizerCapture:
         self.reduced_total = total
 
     def know_total(self, total: float, ordinary: bool) -> None:
-        """A step was judged; while steps are `ordinary` a quick look at the total is enough.
-
-        Between the last totals: one step out of two that differs must not make the next one unusual as well.
-        """
-        before = self.recent_total_norm or total
-        self.recent_total_norm = math.sqrt(before * total) if ordinary else None
+        """A step was judged; while steps are `ordinary` a quick look at the total is enough."""
+        self._reader.know_total(total, ordinary)
 
     # -- during backward ---------------------------------------------------------------------------------
 
@@ -256,7 +234,7 @@ class OptimizerCapture:
     def begins(self) -> bool:
         """A backward begins, which may need what is held here; whether the gradients before it were cleared."""
         self._kept = None
-        self._write_probes.release()
+        self._reader.write_probes.release()
         cleared = self._arrivals.begins()
         if cleared:
             self.losses.clear()
@@ -300,16 +278,16 @@ class OptimizerCapture:
                 [] if self._keeps else [None if grad is None else weakref.ref(grad) for grad in grads]
             )
             if self.on_cpu and not self.distributed:
-                self._write_probes.hold(grads)
+                self._reader.write_probes.hold(grads)
             known = NOTHING if self.norms_from_hooks is None else self.norms_from_hooks(grads)
-            self._norms = self._take(grads, 1.0, known)
+            self._norms = self._reader.read(grads, 1.0, known)
             self._read_at = self._arrivals.count
             self.known_scalings.clear()
 
     def unscaled(self, scale: Number) -> None:
         """The gradients are being divided by `scale`: what was read of them before loses it too."""
         if self._norms is not None:  # what is read later no longer carries it
-            self._norms = without(self._norms, scale)
+            self._norms = unscaled(self._norms, scale)
 
     # -- at the step boundary ----------------------------------------------------------------------------
 
@@ -332,16 +310,17 @@ class OptimizerCapture:
         unread = self._norms is None or self._read_at != backwards
         if unread:
             self._ids, self._versions, self._assumed = ids, versions, False
-            self._norms = self._take(grads, scale)
+            self._norms = self._reader.read(grads, scale)
         elif type(scale) is not float or scale != 1.0:
             self.unscaled(scale)
         raw = self._norms
         assert raw is not None
         after = raw
         moved = ids != self._ids or versions != self._versions
-        if moved or not (unread or self._untouched(grads, raw, scale)):
-            clipped = self._clipped(grads, versions, raw, scale)
-            after = clipped or self._changed(grads, ids, versions, raw, scale)
+        if moved or not (unread or self._reader.untouched(grads, raw, scale)):
+            now, at_read = (ids, versions), (self._ids, self._versions)
+            clipped = self._reader.clipped(grads, now, at_read, raw, scale, self.known_scalings)
+            after = clipped or self._reader.changed(grads, now, at_read, raw, scale)
         ordinary = not (unread or self.spans_two_steps) and is_ordinary(raw, after)
         state = ids, versions, raw
         self._manual.step()
@@ -426,7 +405,8 @@ class OptimizerCapture:
         raw = self._norms
         assert raw is not None
         left: Grads = self._kept or [None if ref is None else ref() for ref in self._held]
-        self._after = after = self._left(left, raw)
+        gone = self.distributed and self._kept is None
+        self._after = after = None if gone else self._reader.left(left, self._versions, raw)
         calls, current = self._arrivals.counted().copy(), self._arrivals.current
         calls[np.array(self._versions) < 0] = 0
         return WindowNorms(
@@ -441,23 +421,10 @@ class OptimizerCapture:
             loss=self.losses.total(),
         )
 
-    def _left(self, grads: Grads, raw: Reading) -> Reading | None:
-        """Norms after clipping of gradients that were read; None where they are gone or zeroed."""
-        here = [version >= 0 for version in self._versions]
-        if [grad is not None for grad in grads] != here or (self.distributed and self._kept is None):
-            return None
-        if versions_of(grads) == self._versions and self._untouched(grads, raw, 1.0):
-            return raw
-        if not self.on_cpu:  # whether they are zeros cannot be told without waiting
-            return None
-        now = CpuNorms(self._reader.read(grads), self._floor, 1.0)
-        now.refine(grads)
-        return None if ((now.norms() == 0) & (raw.norms() > 0)).any() else now
-
     def divide_applied(self, window: WindowNorms, divisor: Number) -> None:
         """The optimizer itself will divide the gradients of this window: a clip, not a loss scale."""
         window.deferrable = False
-        window.after = self._after = without(window.after, divisor)
+        window.after = self._after = unscaled(window.after, divisor)
 
     def total_applied(self, instead: Mapping[int, float] | None = None) -> float:
         """Root sum of squares of the gradients at the boundary, after the user's clipping; norms `instead` of some."""
@@ -502,57 +469,9 @@ class OptimizerCapture:
         self.params, self.slots, self.position, self.watched_ids = [], np.zeros(0, np.intp), {}, []
         self._norms = self._after = self._last = self._kept = None
         self.frozen, self._held, self._arrivals = [], [], ArrivalCounts([])
-        self._write_probes.release()
+        self._reader.write_probes.release()
 
     # -- inside ------------------------------------------------------------------------------------------
-
-    def _take(self, grads: Grads, scale: Number, known: Mapping[int, float] = NOTHING) -> Reading:
-        """Read these gradients but for norms that are known; on the host, look twice unless they are as usual."""
-        if not self.on_cpu:
-            return device.read(grads, scale)
-        rest = [None if k in known else grad for k, grad in enumerate(grads)] if known else grads
-        left = scale if type(scale) is float else host_value(scale)
-        reading = CpuNorms(self._reader.read(rest), self._floor, left)
-        if known or self.recent_total_norm is None or not reading.is_ordinary(self.recent_total_norm, rest):
-            reading.refine(rest)
-        return reading.completed(known) if known else reading
-
-    def _untouched(
-        self, grads: Grads, raw: Reading, scale: Number, factor: float = 1.0, but: Container[int] = ()
-    ) -> bool:
-        """True if gradients that no version tells of, `but` for some, are as they were read, times `factor`."""
-        if self.distributed or self.manual_allreduce:  # a clip of DTensors bumps no version
-            return False
-        if not isinstance(raw, CpuNorms):
-            return True
-        left = scale if type(scale) is float else host_value(scale)
-        return self._write_probes.agree(grads, raw, factor * left, but)
-
-    def _clipped(self, grads: Grads, versions: list[int], raw: Reading, scale: Number) -> Reading | None:
-        """Norms after clips by known factors, computed without a read; None where more than that happened."""
-        if not self.known_scalings or not isinstance(raw, CpuNorms) or raw.details:
-            return None
-        now = list(map(id, grads)), versions
-        factor = factor_since(self.known_scalings, now, (self._ids, self._versions))
-        if factor is None or not self._untouched(grads, raw, scale, factor):
-            return None
-        return raw if factor == 1.0 else raw.divided(1.0 / factor)
-
-    def _changed(
-        self, grads: Grads, ids: list[int], versions: list[int], raw: Reading, scale: Number
-    ) -> Reading:
-        if isinstance(raw, DeviceNorms):
-            return device.read(grads, scale)
-        pairs = zip(ids, self._ids, versions, self._versions, strict=True)
-        changed = [k for k, (a, b, c, d) in enumerate(pairs) if a != b or c != d]
-        left = host_value(scale)
-        most = not changed or len(changed) * 2 > len(grads)
-        if most or not self._untouched(grads, raw, scale, but=changed):
-            after = CpuNorms(self._reader.read(grads), self._floor, left)
-            if raw.looked or not after.finite():  # is it an element, or only the sum of squares?
-                after.refine(grads)
-            return after
-        return raw.with_norms({k: norm_of(grads[k]) / (left or math.nan) for k in changed})
 
     def _arrived(self, grads: Grads, state: State, current: int) -> NDArray[np.int32]:
         """Arrivals of each gradient, by the hooks on all of them and by what they missed."""

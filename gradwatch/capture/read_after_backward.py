@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 import torch
@@ -77,12 +77,13 @@ class Capture:
 
     # -- parameters --------------------------------------------------------------------------------------
 
-    def join(self, optimizers: Iterable[Optimizer], loose: Iterable[tuple[str, nn.Parameter]]) -> None:
+    def join(self, optimizers: Sequence[Optimizer], loose: Iterable[tuple[str, nn.Parameter]]) -> None:
         """Have the next backward announce the parameters of these optimizers."""
         if self.has_dead():
             self.drop_dead()
         self.slots.add_loose(loose)
-        if not self.slots.of.keys() >= set(map(id, params_of(*optimizers))):
+        # Without an optimizer it is for models, perhaps known ones, that hold what is not watched.
+        if not (optimizers and self.slots.of.keys() >= set(map(id, params_of(*optimizers)))):
             self.slots.scan()
 
     def holds(self, optimizer: Optimizer) -> bool:
@@ -227,7 +228,9 @@ class Capture:
                 if id(param) in self.slots.of
             )
             within |= set() if slots.isdisjoint(reached) else slots
-        wanting = [self.params[slot] for slot in sorted(within | reached, key=self.slots.since.__getitem__)]
+        lost = self.coverage.places.lost  # parameters that others, of another shape, have taken the place of
+        found = sorted(within | reached, key=self.slots.since.__getitem__)
+        wanting = [self.params[slot] for slot in found if not lost(slot, self.params[slot])]
         params, kept = self.slots.in_model_order(wanting, lambda param: f"unnamed[{shape_of(param)}]")
         index = len(self.captures) if before is None else before.index
         sites = self.slots.sites(kept, params)
@@ -236,6 +239,7 @@ class Capture:
             captured.takes_place(index, before)
             self.captures[self.captures.index(before)] = captured
             self.replaced = True
+            self.coverage.adopted()
         return captured
 
     def claim(self, captured: OptimizerCapture) -> None:

@@ -71,7 +71,7 @@ class Slots:
         alive = self.models()
         known = set(map(id, alive))
         added = [model for model in models if id(model) not in known]
-        disturbed = self._scanned != self._registrations[0]
+        disturbed = self.disturbed
         self.model_refs = list(map(weakref.ref, (*alive, *added)))
         if disturbed:
             self.scan()
@@ -84,6 +84,11 @@ class Slots:
         for name, param in named:
             if param.numel() or is_shard(param):
                 self.slot(param, name)
+
+    @property
+    def disturbed(self) -> bool:
+        """True if something was put into the models since they were last walked."""
+        return self._scanned != self._registrations[0]
 
     def scan(self) -> None:
         """Give every parameter of the models a slot and a hook; parameters already known keep theirs."""
@@ -136,6 +141,21 @@ class Slots:
         self._came += 1
         return slot
 
+    def exchange(self, slot: int, param: nn.Parameter) -> None:
+        """Another parameter of the same shape takes a slot, name and hook included; the one before is not held."""
+        self.of.pop(id(self.params[slot]), None)
+        self.hooks.free([slot])
+        self.of[id(param)] = slot
+        self.params[slot] = param
+        self.hooks.put([slot], [param])
+
+    def take_over(self, slot: int, successor: int) -> None:
+        """The parameter in another slot is the successor of the one in this: the other slot becomes free."""
+        param = self.params[successor]
+        self.coverage.places.take_over(slot, successor)
+        self.release([successor])
+        self.exchange(slot, param)
+
     def knows(self, param: nn.Parameter) -> bool:
         """True if a parameter belongs to the watched models."""
         return id(param) in self.of
@@ -185,8 +205,8 @@ class Slots:
         self, fresh: list[nn.Parameter], fallback: Callable[[nn.Parameter], str]
     ) -> tuple[list[nn.Parameter], np.ndarray]:
         """(parameters that want a gradient, their slots) in the order in which they stand in the models."""
-        disturbed, known = self._scanned != self._registrations[0], self.of
-        if disturbed or not known.keys() >= set(map(id, fresh)):
+        known = self.of
+        if self.disturbed or not known.keys() >= set(map(id, fresh)):
             self.scan()  # where a parameter was replaced, added or moved, its name is in the model
         named: list[nn.Parameter] = []
         slots: list[int] = []

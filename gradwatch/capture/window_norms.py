@@ -9,11 +9,11 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradwatch.capture.gradient_writes import Reading
 from gradwatch.capture.hook_pruning import PrunedCount
 from gradwatch.reading.batched import Detail
 from gradwatch.reading.cpu import CpuNorms
-from gradwatch.reading.device import DeviceNorms, Number, host_value, is_ready
+from gradwatch.reading.device import Number, is_ready
+from gradwatch.reading.gradient_writes import Reading
 from gradwatch.records.snapshot import Sites
 
 Norms = NDArray[np.float64]
@@ -91,8 +91,3 @@ def is_ordinary(raw: Reading, after: Reading) -> bool:
     if not isinstance(raw, CpuNorms) or raw.looked:
         return False
     return after is raw or (isinstance(after, CpuNorms) and after.finite() and not after.details)
-
-
-def without(reading: Reading, scale: Number) -> Reading:
-    """A reading free of a factor that is in the gradients."""
-    return reading.divided(scale) if isinstance(reading, DeviceNorms) else reading.divided(host_value(scale))

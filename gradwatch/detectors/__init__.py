@@ -22,10 +22,10 @@ from gradwatch.detectors.detector import (
     rule_keys,
 )
 from gradwatch.detectors.drift import Drift
-from gradwatch.detectors.finiteness import LossNonFinite, NonFinite, NormOverflow
 from gradwatch.detectors.jump import Jump
 from gradwatch.detectors.loss_scale import ScaleCollapse
 from gradwatch.detectors.missing_gradients import AllZero, Never, Stale, Stuck
+from gradwatch.detectors.nonfinite import LossNonFinite, NonFinite, NormOverflow
 from gradwatch.detectors.rank_outlier import RankMismatch, RankOutlier
 from gradwatch.detectors.share_and_depth import DepthRatio, Drop
 from gradwatch.detectors.spike import LossSpike, Spike

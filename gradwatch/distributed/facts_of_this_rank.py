@@ -13,8 +13,8 @@ import numpy as np
 
 from gradwatch.capture.window_norms import Norms, WindowNorms
 from gradwatch.distributed.all_reduced_facts import Layout, Vector
-from gradwatch.distributed.pooled_norms import pool
 from gradwatch.distributed.replica_divergence import compare
+from gradwatch.distributed.sharded_norms import pool
 from gradwatch.records.snapshot import Column
 
 PACE = 0.05

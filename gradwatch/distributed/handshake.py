@@ -12,7 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.shards import ShardPlacement, local_taps
-from gradwatch.distributed import parameter_manifest, pooled_norms
+from gradwatch.distributed import parameter_manifest, sharded_norms
 from gradwatch.distributed.all_reduced_facts import Layout
 from gradwatch.distributed.facts_of_this_rank import Usual
 from gradwatch.distributed.membership import RankMembership
@@ -123,7 +123,7 @@ class RankMeeting:
         start = sum(len(found[table][0]) for table in order[: order.index(digest)])
         leader = next(rank for rank, hello in enumerate(met.hellos) if hello["table"] == digest)
         here = [dense(param.detach()).numel() for param in captured.params]
-        sampled = tuple(name for name in self._requirements.sampled if name in pooled_norms.REDUCED_SAMPLES)
+        sampled = tuple(name for name in self._requirements.sampled if name in sharded_norms.REDUCED_SAMPLES)
         return Layout(
             sites=parameter_manifest.joined([found[table] for table in order]),
             own=np.arange(start, start + len(held)),

@@ -20,7 +20,7 @@ from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.shards import placements, whole
 from gradwatch.capture.snapshot_assembly import Extras, appended
 from gradwatch.capture.window_norms import WindowNorms
-from gradwatch.distributed import facts_of_this_rank, pooled_norms, replica_divergence
+from gradwatch.distributed import facts_of_this_rank, replica_divergence, sharded_norms
 from gradwatch.distributed.all_reduced_facts import UPDATED, Layout, ReducedFacts, Vector, blind
 from gradwatch.distributed.handshake import RankMeeting, RankRequirements
 from gradwatch.distributed.membership import RankMembership
@@ -293,7 +293,7 @@ def _seen_by_all(
         (Known(replica_divergence.rank_columns(reduced, membership.replicas)),) if membership.ranked else ()
     )
     if reduced.layout.pooled:
-        extras = replace(extras, params=(Known(pooled_norms.pooled_columns(reduced)),))
+        extras = replace(extras, params=(Known(sharded_norms.pooled_columns(reduced)),))
     return replace(_norms_seen_by_all(reduced, window, values), extras=replace(extras, ranks=ranked))
 
 
@@ -308,7 +308,7 @@ def _norms_seen_by_all(reduced: ReducedFacts, window: WindowNorms, values: Mappi
         return Shared(whole_window, Extras(), values, slice(0, len(window.sites)), may_act=True)
     total = float(np.sqrt(reduced.column("applied").sum()))
     return Shared(
-        pooled_norms.pooled_window(reduced, window), Extras(), values, reduced.layout.own, True, total
+        sharded_norms.pooled_window(reduced, window), Extras(), values, reduced.layout.own, True, total
     )
 
 

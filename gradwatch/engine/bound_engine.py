@@ -11,13 +11,14 @@ import numpy as np
 from gradwatch.detectors import State
 from gradwatch.engine.actions.backward_clips import Asked, asked, bounds, module_bounds, only_in_backward
 from gradwatch.engine.actions.rule_actions import by_rule, orders, rescaled, without_overridden
-from gradwatch.engine.bound_clip_policies import Failed, clips_only_total, needs_host
+from gradwatch.engine.clip_policy_binding import clips_only_total, needs_host
 from gradwatch.engine.columns_needed import Needs, needs_of
 from gradwatch.engine.engine_state import EngineState, empty_state
 from gradwatch.engine.fast_path import FastPath
 from gradwatch.engine.judge import Step, firing_now
 from gradwatch.engine.rule_plan import NO_BANK, Plan, make_plan
 from gradwatch.engine.series import FREE_COLUMNS, labels
+from gradwatch.engine.strictest_clip import Failed
 from gradwatch.engine.unmatched_rules import admit, may_miss, refusals, unmatched
 from gradwatch.engine.unsupported_rules import Refusal
 from gradwatch.errors import GradwatchError

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from gradwatch.engine.bound_clip_policies import misfits
+from gradwatch.engine.clip_policy_binding import misfits
 from gradwatch.engine.rule_plan import idle_reason, staggering_of
 from gradwatch.engine.series import group_masks, labels, series_of
 from gradwatch.engine.unsupported_rules import Refusal, refuse
 from gradwatch.errors import UnmatchedRulesError
 from gradwatch.records.columns import RANK_COLUMNS
 from gradwatch.records.snapshot import Sites
-from gradwatch.rules.objections import objections
+from gradwatch.rules.impossible_actions import impossible_actions
 from gradwatch.rules.rule_set import Rule, RuleSet
 
 GROUP = "group:"
@@ -37,7 +37,7 @@ def admit(ruleset: RuleSet, sites: Sites, strict: bool = False) -> None:
 
 def refusals(ruleset: RuleSet, sites: Sites) -> Iterator[Refusal]:
     """Everything that cannot be carried out on these sites, which must carry their labels."""
-    for one in objections(ruleset):
+    for one in impossible_actions(ruleset):
         yield Refusal(one.reason, rule=one.rule, clip=one.clip)
     for place, reason, advice in misfits(ruleset, sites):
         yield Refusal(reason, advice, clip=place)

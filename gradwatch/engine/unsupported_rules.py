@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from gradwatch.account import NOT_ARMED
 from gradwatch.errors import UnfitRulesError
-from gradwatch.rules.objections import TOTAL, clip_places
+from gradwatch.rules.impossible_actions import TOTAL, clip_places
 from gradwatch.rules.rule_set import Action, Clip, RuleSet
 
 CLIP = "clip:"

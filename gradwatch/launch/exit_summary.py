@@ -1,11 +1,11 @@
 """The end of a launch under `gradwatch run`: a line on stderr that says what was watched of what its processes did.
 
-It is printed once a launch (`gradwatch.launch.processes`), after all children were joined; of several ranks the first
+It is printed once a launch (`account_with_children`), after all children were joined; of several ranks the first
 prints its own. A child that left no account where the launch looks for it prints it itself, as does one that outlives
 the process that would have. Nothing is printed by a process that is killed: its journal has no end, and the line of its
 parent says so, with what it had recorded; `os._exit` is no such end where the process has trained (`os_exit`). Of a
 process that would have spoken for others and ends so, those that outlive it print their own; what is in the journals of
-the others `gradwatch audit` sums up as the line would have. Needs no torch, as `processes` does not.
+the others `gradwatch audit` sums up as the line would have. Needs no torch, as `account_with_children` does not.
 """
 
 from __future__ import annotations
@@ -18,7 +18,14 @@ from dataclasses import replace
 from gradwatch.account import NOTHING_TAKEN, Account, lines
 from gradwatch.account.account_line import nothing_seen
 from gradwatch.account.exit_reason import how_it_ends, printed_at_exit
-from gradwatch.launch import processes
+from gradwatch.launch.account_with_children import (
+    began,
+    claim,
+    handed_over,
+    launched,
+    recorded,
+    with_children,
+)
 from gradwatch.runtime import stderr
 from gradwatch.runtime.process_identity import alive, here
 from gradwatch.session.settings import LAUNCHED_IN, quiet_asked, told_by
@@ -32,7 +39,7 @@ def arm() -> None:
     """This process may train: have `say`, which the bootstrap calls after all other exit handlers, look at it too."""
     if not _armed[0]:
         _armed[0] = True
-        processes.claim()
+        claim()
         printed_at_exit[0] = True
 
 
@@ -66,12 +73,12 @@ def say(account: Account | None = None, write: Callable[[str], None] = stderr.sa
 def _lines(own: Account) -> Iterator[str]:
     if own.rank or not _first_rank():
         return
-    if alive(own.told_by, processes.began()) and (not own.trained_or_watched or processes.handed_over()):
+    if alive(own.told_by, began()) and (not own.trained_or_watched or handed_over()):
         return
-    account = processes.with_children(own)
+    account = with_children(own)
     if account.trained_or_watched:
         yield from lines(account, shown(account.directory))
-    elif processes.launched() and not processes.recorded():
+    elif launched() and not recorded():
         yield nothing_seen(account)
 
 

@@ -2,8 +2,8 @@
 
 What decides it: one `vector_norm` or `dot` over a whole large tensor adds up to 2^20 squares in one float32
 accumulator, and loses digits by that (4e-4 where all elements are equal, which is what a bias of a summed
-loss gets). Rows of at most 2^13 elements cost the same bandwidth or less (`rows`), and are off by 7e-6 at the
-very worst. Many small tensors cost one dispatch each, so they are laid end to end first (`plan`). All rows land in
+loss gets). Rows of at most 2^13 elements cost the same bandwidth or less (`row_sums`), and are off by 7e-6 at the
+very worst. Many small tensors cost one dispatch each, so they are laid end to end first (`read_plan`). All rows land in
 one buffer, which is added up in float64 on demand: numpy finds cold caches after a backward, and
 costs less for many steps at once.
 """
@@ -22,13 +22,23 @@ from torch import Tensor
 
 from gradwatch.reading.layouts import REDUCED, dense, flat
 from gradwatch.reading.read_plan import Plan
-from gradwatch.reading.row_sums import ROW, NormRows, RowBuffer, SquareRows, fastest, silently
+from gradwatch.reading.row_sums import ROW, RowBuffer
+from gradwatch.reading.row_sums_by_blas import SquareRows, silently, vecdot
+from gradwatch.reading.row_sums_by_torch import NormRows
 
 FEW = 2048  # row norms whose squares float32 may add up
 PATIENCE = 3  # reads off the plan before a new one is made; doubled each time
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 Squares = NDArray[np.float64]
+
+
+def fastest() -> type[RowBuffer]:
+    """The fastest reader with the threads that torch has now; torchrun starts its ranks with one.
+
+    Never decided by a clock, so that two runs of a script read the same digits.
+    """
+    return NormRows if vecdot is None or torch.get_num_threads() > 1 else SquareRows
 
 
 def sum_of_squares(grad: Tensor) -> float:

@@ -1,1 +1,1 @@
-"""Rule files: the model they resolve to, codes, and what no model could have (`objections`); `yaml`, `files`."""
+"""Rule files: the model they resolve to, codes, and actions that no model can have (`impossible_actions`)."""

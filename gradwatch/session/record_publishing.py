@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import NamedTuple
 
-from gradwatch.account.running_totals import RunningTotals
+from gradwatch.account.session_counts import SessionCounts
 from gradwatch.actions.step_actions import Outcome
 from gradwatch.engine.actions.failed_actions import failed
 from gradwatch.engine.actions.norms_after_actions import reshaped
@@ -48,7 +48,7 @@ class Publishing:
 
     def __init__(self) -> None:
         self.sinks: list[Breaker] = []
-        self.totals = RunningTotals()
+        self.totals = SessionCounts()
 
     def give(self, judged: Judged, outcome: Outcome | None) -> None:
         """Publish the Record of a step; `outcome` is what was done of it, None = as decided."""

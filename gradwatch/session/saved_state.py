@@ -15,7 +15,7 @@ from gradwatch.session.binding.optimizer_rules import OptimizerRules
 from gradwatch.session.optimizer_context import Contexts
 
 if TYPE_CHECKING:
-    from gradwatch.session.wiring import Attached
+    from gradwatch.session.attachments import Attached
 
 VERSION = 1
 NOTHING_SAVED: Mapping[str, Any] = {"version": VERSION, "lanes": {}}

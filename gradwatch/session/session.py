@@ -28,6 +28,7 @@ from gradwatch.rules.rule_set import RuleSet
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.runtime.process_identity import here
 from gradwatch.session import saved_state
+from gradwatch.session.attachments import Attached, Rules, Services
 from gradwatch.session.binding.refused_rules import Fitting
 from gradwatch.session.live_sessions import LIVE
 from gradwatch.session.logged_once import Notices
@@ -36,7 +37,6 @@ from gradwatch.session.record_publishing import Publishing
 from gradwatch.session.session_account import Accounting, Counted, of_process, steps_concluded
 from gradwatch.session.settings import Settings, check_directory, quiet_asked, run_info, sink_specs
 from gradwatch.session.watched_optimizers import Ownership
-from gradwatch.session.wiring import Attached, Rules, Services
 from gradwatch.sinks import Sink, make_sink
 from gradwatch.sinks.breaker import Breaker
 from gradwatch.taps.clip_functions import Clip
@@ -221,6 +221,7 @@ class Session:
     @property
     def coverage(self) -> float:
         """Parameters that can be measured over parameters that want a gradient, 0..1."""
+        self.catch_up()
         return 0.0 if self.attached is None else self.attached.capture.count_coverage()
 
     def records(self) -> list[Record]:
@@ -316,7 +317,7 @@ class Session:
     def join(
         self,
         models: Iterable[nn.Module],
-        optimizers: Iterable[Optimizer],
+        optimizers: Sequence[Optimizer],
         loose: Iterable[tuple[str, nn.Parameter]] = (),
     ) -> None:
         """Watch further optimizers, from the next backward on; `models` name their parameters, all but the `loose`."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 from gradwatch.account import Account, Ending, Taken, merged
-from gradwatch.account.running_totals import RunningTotals
+from gradwatch.account.session_counts import SessionCounts
 from gradwatch.records.run_info import RunInfo
 from gradwatch.session.settings import told_by
 from gradwatch.taps.process_totals import TOTALS
@@ -38,7 +38,7 @@ class Accounting:
     def __init__(
         self,
         run: RunInfo,
-        totals: RunningTotals,
+        totals: SessionCounts,
         inactive: Callable[[], dict[str, str]],
         counted: Callable[[], Counted],
         before: Taken,

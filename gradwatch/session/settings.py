@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from gradwatch.errors import AttachError
@@ -182,6 +183,7 @@ def package_version() -> str:
     return _version("gradwatch")
 
 
+@cache
 def _version(package: str) -> str:
     from importlib.metadata import PackageNotFoundError, version
 

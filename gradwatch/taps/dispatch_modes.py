@@ -33,8 +33,6 @@ any_autocast: Callable[[], bool] = getattr(torch._C, "_is_any_autocast_enabled",
 """False where autocast is off for every device in this thread; True also where torch does not tell."""
 dispatch_disabled: Callable[[], contextlib.AbstractContextManager[Any]] = _disable_current_modes
 """No dispatch mode sees what runs inside, in this thread."""
-DispatchMode = TorchDispatchMode
-"""Base of a mode that runs every operation of its thread: torch's documented class, in a module that is not public."""
 _tracing = torch.compiler.is_dynamo_compiling  # the lengths of the stacks would break its graph
 _dispatch_at, _function_at = torch._C._get_dispatch_stack_at, torch._C._get_function_stack_at
 _pop_dispatch, _pop_function = torch._C._pop_torch_dispatch_stack, torch._C._pop_torch_function_stack
@@ -42,6 +40,15 @@ _push_dispatch, _push_function = (
     torch._C._push_on_torch_dispatch_stack,
     torch._C._push_on_torch_function_stack,
 )
+
+
+class DispatchMode(TorchDispatchMode):
+    """Base of a mode that runs every operation of its thread, whose `__torch_dispatch__` is `untraced`."""
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False: torch shall not wrap the method, which puts two frames of its own around it and imports dynamo."""
+        return False
 
 
 def innermost_dispatch() -> Any:

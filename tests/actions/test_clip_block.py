@@ -16,7 +16,8 @@ from torch import Tensor, nn
 import gradwatch
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.engine import Engine, EngineState
-from gradwatch.engine.bound_clip_policies import NO_CLIPPING, bind_clipping
+from gradwatch.engine.clip_policy_binding import bind_clipping
+from gradwatch.engine.strictest_clip import NO_CLIPPING
 from gradwatch.errors import AttachError
 from gradwatch.policies import POLICIES, ClipByNorm, Policy
 from gradwatch.records.snapshot import Sites, Snapshot

@@ -71,14 +71,14 @@ def _read_clipped_again() -> None:
 
 
 def _read_with_torch() -> None:
-    from gradwatch.reading import batched, row_sums
+    from gradwatch.reading import batched, row_sums_by_torch
 
-    _replace(batched, "fastest", lambda: row_sums.NormRows)
+    _replace(batched, "fastest", lambda: row_sums_by_torch.NormRows)
     _replace(batched.CpuReader.__init__, "__defaults__", (batched.fastest,))
 
 
 def _probe_nothing() -> None:
-    from gradwatch.capture.gradient_writes import WriteProbes
+    from gradwatch.reading.gradient_writes import WriteProbes
 
     for name in ("hold", "release"):
         _replace(WriteProbes, name, _nothing)

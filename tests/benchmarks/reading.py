@@ -15,7 +15,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from gradwatch.reading.row_sums import NormRows, RowBuffer, SquareRows, divided
+from gradwatch.reading.row_sums import RowBuffer, divided
+from gradwatch.reading.row_sums_by_blas import SquareRows
+from gradwatch.reading.row_sums_by_torch import NormRows
 
 ELEMENTS = 1 << 24
 

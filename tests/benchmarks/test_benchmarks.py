@@ -417,6 +417,7 @@ def warm_workers(monkeypatch: pytest.MonkeyPatch) -> None:
     """Processes that take turns are forked from a Python that has imported torch: their times do not matter here."""
     pipes = SimpleNamespace(Popen=warm.Worker, PIPE=subprocess.PIPE, DEVNULL=subprocess.DEVNULL)
     monkeypatch.setattr(versions, "subprocess", pipes)
+    monkeypatch.setattr(versions, "TURN", 0.02)
 
 
 @pytest.mark.usefixtures("warm_workers")

@@ -201,7 +201,11 @@ def test_a_bad_rule_file_may_be_passed_by(bad: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("place", "now", "says"),
     [
-        ("gradwatch.rules.objections.NOT_BUILT", frozenset({"snapshot"}), "'snapshot' is not built yet"),
+        (
+            "gradwatch.rules.impossible_actions.NOT_BUILT",
+            frozenset({"snapshot"}),
+            "'snapshot' is not built yet",
+        ),
         (
             "gradwatch.runtime.dependencies._installed",
             lambda module: False,

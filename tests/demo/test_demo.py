@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import io
 import json
+import os
 import re
 import signal
 import subprocess
@@ -22,6 +23,7 @@ from gradwatch.demo import faults
 from gradwatch.demo.play import SCRIPT, Seen
 from gradwatch.records.event import Event
 from tests.cli.pseudo_terminal import PseudoTerminal
+from tests.support import warm
 from tests.support.launch_cases import GRADWATCH
 
 PLAN = faults.make_plan(60)
@@ -180,8 +182,7 @@ def test_the_demo_finds_every_fault_and_keeps_its_endpoint(tmp_path: Path) -> No
         "--dir",
         str(tmp_path / "runs"),
     ]
-    demo = subprocess.Popen([*GRADWATCH, "demo", *options], stdout=subprocess.PIPE, text=True)
-    assert demo.stdout is not None
+    demo = warm.Worker([*GRADWATCH, "demo", *options], os.environ)
     said = []
     for line in demo.stdout:  # ends with the process, or at the line that says that it holds
         said.append(line)
@@ -192,9 +193,9 @@ def test_the_demo_finds_every_fault_and_keeps_its_endpoint(tmp_path: Path) -> No
     assert held is not None, told
     with urllib.request.urlopen(held[1], timeout=120) as response:
         metrics = response.read().decode()
-    demo.send_signal(signal.SIGINT)
-    rest, _ = demo.communicate(timeout=250)
-    assert demo.returncode == 0, told + rest
+    os.kill(demo.pid, signal.SIGINT)
+    rest = demo.stdout.read()
+    assert demo.communicate() == 0, told + rest
     assert "3 of 3 faults found" in told
     assert f"curl -s {held[1]}" in told
     assert re.search(r'^gradwatch_rule_firings_total\{.*rule="non-finite".*\} 1', metrics, re.MULTILINE)

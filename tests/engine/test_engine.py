@@ -523,7 +523,7 @@ def test_rules_that_share_a_baseline_share_its_state() -> None:
 
 def test_check_lists_everything_wrong_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Groups and rules without a match, actions and clips that are not built; optional ones are let off."""
-    monkeypatch.setattr("gradwatch.rules.objections.NOT_BUILT", frozenset({"snapshot"}))
+    monkeypatch.setattr("gradwatch.rules.impossible_actions.NOT_BUILT", frozenset({"snapshot"}))
     ruleset = RuleSet(
         groups=(Group("ghosts", ("*.ghost",)), Group("experts", ("*.experts.*",), optional=True)),
         rules=(

@@ -36,7 +36,7 @@ def size(gw):
     with urllib.request.urlopen(gw.url) as page:
         series = {line.split()[0] for line in page.read().decode().splitlines() if line[0] != "#"}
     return {
-        "slots": len(capture.params), "names": len(capture.names), "places": len(capture.coverage._places._of),
+        "slots": len(capture.params), "names": len(capture.names), "places": len(capture.coverage.places._of),
         "marks": len(capture.slots.hooks._marked_as), "captures": len(capture.captures),
         "courses": len(list(at.rule_bindings)),
         "weights": len(at.weights._reference), "families": len(causes._localiser._recordings._families),

@@ -111,7 +111,7 @@ os._exit(8)
 )
 def test_a_signal_handler_leaves_in_the_midst_of_gradwatchs_own_code(line: int, tmp_path: Path) -> None:
     """Whatever that code was about, and whatever lock it held, the process ends by the handler's status and account."""
-    done = run(tmp_path, LOOP + INSIDE, str(line), fresh=True)
+    done = run(tmp_path, LOOP + INSIDE, str(line))
     assert done.returncode == 7, done.stderr
     (first, *missed) = lines(done)
     watched, taken = first.removeprefix("gradwatch: ").split(" steps watched")[0].split(" of ")
@@ -234,7 +234,7 @@ if __name__ == "__main__":
 
 def test_one_rank_prints_the_account(tmp_path: Path) -> None:
     """Both ranks leave by `os._exit`; the first one speaks."""
-    done = run(tmp_path, RANKS, fresh=True)
+    done = run(tmp_path, RANKS)
     assert done.returncode == 0, done.stderr
     (line,) = lines(done)
     assert line.startswith("gradwatch: 3 of 3 steps watched")

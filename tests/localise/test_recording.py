@@ -5,7 +5,13 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
+import subprocess
+import sys
+import traceback
 import warnings
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,6 +27,7 @@ from gradwatch.taps import module_calls
 from tests.localise.models import Faulty, SqrtAtZero
 from tests.localise.test_in_the_loop import Loop, broken, rules
 from tests.support.kept import Kept
+from tests.support.launch_cases import ROOT
 
 _AS_IT_IS: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
 
@@ -231,6 +238,125 @@ def test_a_backward_that_raises_in_a_recorded_step_warns_of_nothing(own: bool) -
             Raises.apply(model(torch.randn(5, 4))).sum().backward()
     assert ["Error detected in RaisesBackward" in str(one.message) for one in told] == [True] * own
     assert warnings._showwarnmsg is shown  # type: ignore[attr-defined]
+
+
+RAISES = """
+import sys, warnings
+import torch
+torch.manual_seed(0)
+class Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): return x * 2
+    @staticmethod
+    def backward(ctx, grad): raise ValueError("the script's")
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.01)
+def told(name, number=2):
+    for _ in range(number): warnings.warn_explicit(name, UserWarning, "x.py", 1, registry=registry)
+registry = {}
+if sys.argv[1:] == ["watched"]:
+    import gradwatch
+    from gradwatch.rules.files import parse_rules
+    rules = "version: 1\\nrules: {n: {detect: {kind: nonfinite}, do: [{localise: {by: record}}]}}"
+    gradwatch.watch(model, optimizer, rules=parse_rules(rules), sinks=[])
+if not sys.warnoptions: told("once")
+(model(torch.ones(5, 4)).square().mean() * float("nan")).backward()
+optimizer.step()
+try:
+    Raises.apply(model(torch.ones(5, 4))).sum().backward()
+except ValueError as error:
+    print(error)
+if not sys.warnoptions: told("once")
+with warnings.catch_warnings(record=True) as caught:
+    warnings.simplefilter("always")
+    try:
+        Raises.apply(model(torch.ones(5, 4))).sum().backward()
+    except ValueError as error:
+        print(error, len(caught))
+try:
+    warnings.warn("Error detected in it", UserWarning)
+except UserWarning as error:
+    print("raised", error)
+optimizer.step()
+optimizer.step()
+print(len(warnings.filters))
+"""
+
+
+@pytest.mark.parametrize("option", [["-W", "error"], []], ids=["error", "default"])
+def test_python_warns_in_a_recorded_step_as_bare(option: list[str], tmp_path: Path) -> None:
+    """Nothing is printed for the mode under `-W error` either, and what was shown once is not shown again."""
+    (tmp_path / "x.py").write_text(RAISES)
+    bare, watched = (
+        subprocess.run(
+            [sys.executable, *option, "x.py", *watching],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": ROOT},
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        for watching in ([], ["watched"])
+    )
+    assert watched.stdout == bare.stdout
+    assert watched.stderr == bare.stderr
+
+
+class RaisesInOperation(torch.autograd.Function):
+    """A function of the script's of whose backward an operation raises."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0] @ torch.ones(7, 7)
+
+
+@torch.library.custom_op("gradwatch_tests::raises", mutates_args=())
+def raises(x: Tensor) -> Tensor:
+    """An operation of the script's, in Python, that raises."""
+    raise ValueError("the script's")
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: x @ torch.ones(7, 7),
+        lambda x: nn.functional.linear(x, torch.ones(7, 7)),
+        lambda x: x.sum().unknown,
+        lambda x: RaisesInOperation.apply(x).sum().backward(),
+        lambda x: raises(x.detach()),
+        lambda x: x.add_(torch.ones(3, 3, 3)),
+        lambda x: x.detach().view(-1, 17),
+    ],
+    ids=["matmul", "linear", "attribute", "custom backward", "custom operation", "in place", "view"],
+)
+def test_an_operation_that_raises_in_a_recorded_step_has_the_traceback_that_it_has_bare(
+    call: Callable[[Tensor], Any],
+) -> None:
+    """Frame by frame, and the message, as without a recording."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def raised() -> list[str]:
+        x = model(torch.ones(5, 4))
+        try:
+            call(x)
+        except Exception as error:
+            frames = traceback.extract_tb(error.__traceback__)
+            return [f"{each.filename}:{each.lineno}" for each in frames] + [str(error)]
+        return []
+
+    bare = raised()
+    assert bare
+    with gradwatch.watch(model, optimizer, rules=rules("by: record"), sinks=[Kept()], strict=True):
+        (model(torch.randn(5, 4)).square().mean() * float("nan")).backward()
+        optimizer.step()
+        assert len(_get_current_dispatch_mode_stack()) == 1
+        assert raised() == bare
 
 
 def test_the_scripts_own_anomaly_check_raises_in_recorded_steps_too() -> None:

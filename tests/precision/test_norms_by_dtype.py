@@ -18,6 +18,7 @@ from gradwatch.capture.snapshot_assembly import Extras, assemble
 from gradwatch.reading.batched import FLOAT32_MAX
 from gradwatch.records.snapshot import Sites, Snapshot
 from tests.precision.loops import norms_in, watched
+from tests.support.recorder import as_on_device
 
 DTYPES = (
     torch.float16,
@@ -88,7 +89,8 @@ def capture_of(grads: list[Tensor], on_device: bool) -> OptimizerCapture:
     captured = OptimizerCapture(
         0, None, [SimpleNamespace(grad=grad, device=grad.device, is_cpu=grad.is_cpu) for grad in grads], sites
     )  # type: ignore[misc]
-    captured.on_cpu = not on_device
+    if on_device:
+        as_on_device(captured)
     return captured
 
 

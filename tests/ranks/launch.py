@@ -16,6 +16,7 @@ import sys
 import tempfile
 import traceback
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -68,16 +69,23 @@ def main(module: str, folder: str, chosen: str, world: int, rank: int) -> None:
         if chosen and chosen not in name:
             continue
         torch.manual_seed(0)
-        with kept() as lines:
-            try:
-                results[name] = situation(rank)
-            except Exception:
-                results[name] = {"raised": traceback.format_exc()}
         if FOLDER in os.environ:
+            with kept() as lines:
+                results[name] = outcome(situation, rank)
             write(Path(os.environ[FOLDER]), f"{name}, rank {rank}", lines)
+        else:
+            results[name] = outcome(situation, rank)
         dist.barrier()
     Path(folder, f"{rank}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
+
+
+def outcome(situation: Callable[[int], Any], rank: int) -> Any:
+    """What a situation returned; its traceback where it raised."""
+    try:
+        return situation(rank)
+    except Exception:
+        return {"raised": traceback.format_exc()}
 
 
 def fingerprint(tensors: Any) -> str:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from gradwatch.capture.shards import ShardPlacement
 from gradwatch.capture.window_norms import WindowNorms
-from gradwatch.distributed import all_reduced_facts, facts_of_this_rank, pooled_norms, replica_divergence
+from gradwatch.distributed import all_reduced_facts, facts_of_this_rank, replica_divergence, sharded_norms
 from gradwatch.distributed.all_reduced_facts import Layout, ReducedFacts
 from gradwatch.distributed.facts_of_this_rank import Usual
 from gradwatch.reading.batched import FLOAT32_MAX, Detail
@@ -32,7 +32,7 @@ def layout(rank: int, world: int, pooled: bool, counts: list[float] | None = Non
         rank=rank,
         world=world,
         pooled=pooled,
-        sampled=pooled_norms.REDUCED_SAMPLES if pooled else (),
+        sampled=sharded_norms.REDUCED_SAMPLES if pooled else (),
     )
 
 
@@ -62,7 +62,7 @@ def test_shards_add_up_to_the_whole(world: int, seed: int) -> None:
     windows = [window(np.linalg.norm(piece, axis=1)) for piece in pieces]
     told = spoken(layouts, windows)
     assert told.complete
-    found = pooled_norms.pooled_window(told, windows[0])
+    found = sharded_norms.pooled_window(told, windows[0])
     whole = np.linalg.norm(np.concatenate(pieces, axis=1), axis=1)
     np.testing.assert_allclose(found.raw.norms(), whole, rtol=1e-12)
     assert found.after is found.raw
@@ -73,7 +73,7 @@ def test_a_replica_is_not_counted_twice() -> None:
     """Parts that stand for another rank's are left out."""
     layouts = [layout(0, 2, True, [1, 1, 1, 1]), layout(1, 2, True, [0, 1, 0, 1])]
     norms = np.array([3.0, 3.0, 4.0, 4.0])
-    found = pooled_norms.pooled_window(spoken(layouts, [window(norms), window(norms)]), window(norms))
+    found = sharded_norms.pooled_window(spoken(layouts, [window(norms), window(norms)]), window(norms))
     np.testing.assert_allclose(found.raw.norms(), [3, 3 * math.sqrt(2), 4, 4 * math.sqrt(2)])
 
 
@@ -84,7 +84,7 @@ def test_counts_of_nan_and_inf_are_those_of_all_shards() -> None:
     details = [{0: Detail(math.nan, 3, 1), 2: Detail(math.inf, 0, 2)}, {1: Detail(math.inf, 0, 5)}]
     layouts = [layout(rank, 2, True) for rank in range(2)]
     windows = [window(norms, details=known) for norms, known in zip((first, second), details, strict=True)]
-    found = pooled_norms.pooled_window(spoken(layouts, windows), windows[0]).details
+    found = sharded_norms.pooled_window(spoken(layouts, windows), windows[0]).details
     assert [(found[k].nan, found[k].inf) for k in range(4)] == [(3, 1), (0, 5), (0, 3), (0, 0)]
     assert found[3].overflow
 
@@ -105,7 +105,7 @@ def test_columns_of_whole_tensors_add_up() -> None:
         vectors.append(
             facts_of_this_rank.encode(one, w, w.wait(), {}, columns, None, Usual(np.full(K, np.nan)))
         )
-    found = pooled_norms.pooled_columns(ReducedFacts(layouts[0], np.sum(vectors, axis=0)))
+    found = sharded_norms.pooled_columns(ReducedFacts(layouts[0], np.sum(vectors, axis=0)))
     np.testing.assert_allclose(found["zero_fraction"].values, 0.4, rtol=1e-6)
     np.testing.assert_allclose(found["weight_norm"].values, 5.0, rtol=1e-6)
     np.testing.assert_allclose(found["update_ratio"].values, 0.5 / 5.0, rtol=1e-6)

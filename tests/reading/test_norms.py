@@ -11,9 +11,19 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwatch.reading.batched import PATIENCE, CpuReader, RowNorms, inspect, sum_of_squares, suspicious
+from gradwatch.reading.batched import (
+    PATIENCE,
+    CpuReader,
+    RowNorms,
+    fastest,
+    inspect,
+    sum_of_squares,
+    suspicious,
+)
 from gradwatch.reading.read_plan import SMALL
-from gradwatch.reading.row_sums import ROW, UNDERFLOW, NormRows, RowBuffer, SquareRows, divided, fastest
+from gradwatch.reading.row_sums import ROW, UNDERFLOW, RowBuffer, divided
+from gradwatch.reading.row_sums_by_blas import SquareRows
+from gradwatch.reading.row_sums_by_torch import NormRows
 
 KINDS = pytest.mark.parametrize(
     "kind", [NormRows, SquareRows]

@@ -16,7 +16,7 @@ from gradwatch.errors import RuleFileError
 from gradwatch.rules.files import load_rules, parse_rules
 from gradwatch.rules.packs import pack_directory, pack_names
 from gradwatch.rules.problem_codes import CODES, explain
-from gradwatch.rules.yaml.text import MAX_BYTES, MAX_DEPTH, MAX_LINES, MAX_NODES
+from gradwatch.rules.yaml.size_limits import MAX_BYTES, MAX_DEPTH, MAX_LINES, MAX_NODES
 from tests.support.alphabet import UNICODE
 
 HERE = Path(__file__).parent / "rulefiles"

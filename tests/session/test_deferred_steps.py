@@ -279,8 +279,9 @@ def test_a_loop_whose_norm_comes_and_goes_is_calm_all_the_same(
     assert len(at_once) <= 2 * (120 - LEARNED) / MOST
 
 
-@pytest.mark.parametrize("layers", [2, 16], ids=["every mark", "sentinels"])
-@pytest.mark.parametrize("jumps", [False, True])
+@pytest.mark.parametrize(
+    ("jumps", "layers"), [(False, 2), (True, 16)], ids=["every mark", "sentinels, jumps"]
+)
 @pytest.mark.parametrize("share", [0.0, 0.5, 0.7, 1.1])
 def test_a_clip_is_in_time_though_its_verdict_waits(
     share: float, jumps: bool, layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -213,14 +213,14 @@ rules: {{big: {{detect: {{kind: above, of: norm, threshold: 5}}, groups: [heads]
 
 def test_action_not_built_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """An action that a version knows and cannot carry out is refused at attach, never ignored."""
-    monkeypatch.setattr("gradwatch.rules.objections.NOT_BUILT", frozenset({"snapshot"}))
+    monkeypatch.setattr("gradwatch.rules.impossible_actions.NOT_BUILT", frozenset({"snapshot"}))
     model, optimizer = build()
     text = "version: 1\nrules: {r: {detect: {kind: nonfinite}, do: [{snapshot: {keep: 1}}]}}"
     with pytest.raises(RuleFileError, match="snapshot"):
         parse_rules(text)
     monkeypatch.undo()
     rules = parse_rules(text)
-    monkeypatch.setattr("gradwatch.rules.objections.NOT_BUILT", frozenset({"snapshot"}))
+    monkeypatch.setattr("gradwatch.rules.impossible_actions.NOT_BUILT", frozenset({"snapshot"}))
     with pytest.raises(AttachError, match="snapshot"):
         watch(model, optimizer, rules=rules)
 

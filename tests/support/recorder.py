@@ -23,6 +23,11 @@ from gradwatch.session.settings import Settings
 from gradwatch.session.step_pipeline import StepPipeline
 
 
+def as_on_device(captured: OptimizerCapture) -> None:
+    """Have the gradients of a capture read as those of a device are."""
+    captured.on_cpu = captured._reader._on_cpu = False
+
+
 class Recorder:
     """A session whose pipeline only notes what it is given; `decide` may be set to act."""
 
@@ -59,7 +64,8 @@ class Recorder:
     def bound(self, captured: OptimizerCapture) -> OptimizerContext:
         """Bind it, as on a device and with the clip of the total where the test asks for them."""
         ctx = self._bind(captured)
-        captured.on_cpu = captured.on_cpu and not self.on_device
+        if self.on_device:
+            as_on_device(captured)
         ctx.rules.bound.max_norm = self.clip
         return ctx
 

@@ -80,6 +80,23 @@ def test_children_are_fresh_ones_too(tmp_path: Path) -> None:
     assert re.sub(r"'\d+'", "N", other.stdout) == re.sub(r"'\d+'", "N", fresh.stdout)
 
 
+def test_gradwatch_is_imported_as_in_a_fresh_process(tmp_path: Path) -> None:
+    """One import brings the same modules, in the same order and complete, though their bodies have run before."""
+    script = """
+import sys
+import torch, pydantic.main, pydantic.type_adapter, pydantic.json_schema, ruamel.yaml
+import gradwatch.session.attach
+ours = [name for name in sys.modules if name.startswith("gradwatch")]
+print(ours, all(sys.modules[name].__spec__.name == name for name in ours))
+print(gradwatch.session.attach.__spec__.loader.get_source("gradwatch.session.attach")[:60])
+"""
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    fresh = subprocess.run([sys.executable, "-"], input=script, env=environ, capture_output=True, text=True)
+    other = warm.run([sys.executable, "-"], tmp_path, environ, script)
+    assert (other.stdout, other.stderr) == (fresh.stdout, fresh.stderr)
+    assert "gradwatch.session.attach" in fresh.stdout
+
+
 def test_a_script_that_hangs_is_killed(tmp_path: Path) -> None:
     """The time given is the longest that a test waits."""
     with pytest.raises(TimeoutError):

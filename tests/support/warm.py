@@ -2,10 +2,11 @@
 
 For tests of what becomes of a script and its training, bare or under `gradwatch run`. The forked process is a Python's
 from there on: environment, working folder, `sitecustomize`, `__main__`, argv, exit status, exit functions, death by
-signal. gradwatch is imported afresh. Pythons that it starts are warm, too (`tests.support.warm_children`). What
-differs: torch and the libraries that gradwatch needs (LIBRARIES) are in `sys.modules` before the script's first line,
-where the launcher's import hook finds torch, and modules are not torn down at the end. Tests of the start itself, of
-imports, of flags of the interpreter and of what is left at its end start a Python of their own.
+signal. gradwatch is imported anew, from modules whose bodies have run (`tests.support.warm_modules`). Pythons that it
+starts are warm, too (`tests.support.warm_children`). What differs: torch and the libraries that gradwatch needs
+(LIBRARIES) are in `sys.modules` before the script's first line, where the launcher's import hook finds torch, and
+modules are not torn down at the end. Tests of the start itself, of imports, of flags of the interpreter and of what is
+left at its end start a Python of their own.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn
 
-from tests.support import warm_children
+from tests.support import warm_children, warm_modules
 
 ROOT = str(Path(__file__).resolve().parent.parent.parent)
 SERVER = (
@@ -42,6 +43,7 @@ SERVER = (
 LIBRARIES = ("pydantic.main", "pydantic.type_adapter", "pydantic.json_schema", "ruamel.yaml")
 """What gradwatch would import."""
 LONGEST = 1 << 20  # bytes of a request
+STARTS = 2  # of a process that imports gradwatch: as the launcher, and as the script that it becomes
 
 
 class Process:
@@ -137,10 +139,13 @@ class Worker:
         with suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
 
-    def communicate(self) -> None:
-        """Wait for its end, and close the pipes."""
+    def communicate(self) -> int:
+        """Wait for its end, and close the pipes; its exit status as subprocess gives it."""
         with self.stdin, self.stdout, os.fdopen(self._ended) as ended:
-            ended.read()
+            return int(ended.read())
+
+
+_made: list[warm_modules.MadeModules] = []
 
 
 class Server:
@@ -207,6 +212,7 @@ def serve(number: int) -> NoReturn:
     with warnings.catch_warnings():  # a script whose gradwatch imports nothing has none of their filters
         for name in LIBRARIES:
             importlib.import_module(name)
+        _made.extend(warm_modules.MadeModules() for _ in range(STARTS))
     gc.freeze()  # a collection in a process forked from this one looks at what that one has made, and copies no page
     gc.enable()
 
@@ -301,6 +307,9 @@ def _start(words: Sequence[str], env: Mapping[str, str], path: Sequence[str]) ->
     fresh = {"gradwatch", "tests", "sitecustomize"}
     for name in [name for name in sys.modules if name.partition(".")[0] in fresh]:
         del sys.modules[name]
+    sys.meta_path[:] = [one for one in sys.meta_path if not isinstance(one, warm_modules.MadeModules)]
+    if _made:
+        sys.meta_path.insert(0, _made.pop())
     for name in set(os.environ) - set(env):
         del os.environ[name]
     os.environ.update(env)

@@ -28,8 +28,10 @@ class Closing(Kept):
 
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")
-@pytest.mark.parametrize("compiled", [False, True])
-@pytest.mark.parametrize("where", WHERE)
+@pytest.mark.parametrize(
+    ("where", "compiled"),
+    [*((where, False) for where in WHERE), ("in the judge", True), ("global post", True)],
+)
 def test_close_inside_a_step_leaves_no_hook(where: str, compiled: bool) -> None:
     """The step in which the watch is closed runs to its end, and at the latest the next one takes our hooks away."""
     model, optimizer = build()

@@ -17,7 +17,7 @@ from gradwatch.policies import ElementwisePolicy
 from gradwatch.policies.norm_bound import Bound
 from gradwatch.records.columns import MODULE_COLUMNS
 from gradwatch.records.snapshot import BoolArray
-from gradwatch.rules.objections import BOUNDED, at_backward
+from gradwatch.rules.impossible_actions import BOUNDED, at_backward
 from gradwatch.rules.rule_set import Action, RuleSet
 
 

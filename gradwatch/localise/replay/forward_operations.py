@@ -24,6 +24,7 @@ from gradwatch.records.finding import Frame, Operand
 from gradwatch.runtime import guard
 from gradwatch.taps import nested_containers
 from gradwatch.taps.dispatch_modes import DispatchMode
+from gradwatch.taps.dynamo import untraced
 
 COLLECTIVES = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd", "_dtensor"})
 
@@ -78,6 +79,7 @@ class ForwardTracer(DispatchMode):
         """Tensors that may be written into; any other that was not made here is listed in `stray`."""
         self._own.update(map(key_of, tensors))
 
+    @untraced
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Run the operation, and look at what it was given and what it made."""
         try:
@@ -85,7 +87,14 @@ class ForwardTracer(DispatchMode):
         except Exception as error:
             before = None
             guard.fault("localise", error)
-        result = func(*args, **(kwargs or {}))
+        try:
+            result = func(*args, **(kwargs or {}))
+        except BaseException as error:
+            if not isinstance(error, Exception) or guard.came_out_of(type(func).__call__, error):
+                guard.without_frames(error, type(func).__call__)
+                raise
+            guard.fault("localise", error)
+            result = func(*args, **(kwargs or {}))
         try:
             if before is not None:
                 self._guarded(self._makes, func, result)

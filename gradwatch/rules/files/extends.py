@@ -10,7 +10,8 @@ import stat
 from gradwatch.rules.files.pydantic_models import MOST_FILES
 from gradwatch.rules.packs import SUFFIX, pack_names, pack_path
 from gradwatch.rules.yaml.nodes import Map, Mark, Problems, Scalar, Seq, Source, quoted
-from gradwatch.rules.yaml.text import MAX_BYTES, decode, parse
+from gradwatch.rules.yaml.parse import decode, parse
+from gradwatch.rules.yaml.size_limits import MAX_BYTES
 
 
 def locate(reference: str, beside: str) -> str:

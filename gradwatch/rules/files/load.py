@@ -19,8 +19,8 @@ from gradwatch.rules.files.merge import merge_documents
 from gradwatch.rules.files.pydantic_models import MOST_OVERRIDES
 from gradwatch.rules.files.rule_building import Resolver, groups
 from gradwatch.rules.files.rules_digest import digest
-from gradwatch.rules.files.structure import structure
-from gradwatch.rules.objections import Objection, objections
+from gradwatch.rules.files.section_validation import check_sections_of_file
+from gradwatch.rules.impossible_actions import ImpossibleAction, impossible_actions
 from gradwatch.rules.rule_set import Modules, RuleSet
 from gradwatch.rules.yaml.nodes import Map, Mark, Node, Problems, Scalar, Seq, data
 
@@ -54,14 +54,14 @@ def _load(text: str, path: str, run: str, problems: Problems, refuse: Refuse | N
     collector = Collector(problems)
     collector.add(text, path)
     for document in collector.files:
-        structure(document, problems)
+        check_sections_of_file(document, problems)
     if not collector.files:
         raise problems.error()
     document = _merged(collector.files, run, problems)
     ruleset = _resolve(document, problems)
     if not len(problems):
         for place, reason in (
-            *map(_placed, objections(ruleset)),
+            *map(_placed, impossible_actions(ruleset)),
             *(refuse(ruleset) if refuse is not None else ()),
         ):
             problems.add(_mark_of(place, document), "GW215", reason)
@@ -126,7 +126,7 @@ def _resolve(document: Map, problems: Problems) -> RuleSet:
     )
 
 
-def _placed(one: Objection) -> tuple[str, str]:
+def _placed(one: ImpossibleAction) -> tuple[str, str]:
     """(place, reason) of an objection, as a `Refuse` gives them; the place may also be "clip"."""
     if one.rule:
         return f"{one.rule}.do", f"rule {one.rule!r}: {one.reason}"
@@ -151,7 +151,7 @@ def _origins_of_groups(section: Node | None) -> dict[str, str]:
 
 
 def _modules(node: Node | None) -> Modules | None:
-    """The taps, as far as they are right; what is wrong was reported by `structure`."""
+    """The taps, as far as they are right; what is wrong was reported by `check_sections_of_file`."""
     if not isinstance(node, Map):
         return None
     written = data(node)

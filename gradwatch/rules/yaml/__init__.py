@@ -1,1 +1,1 @@
-"""The YAML of rule files: its text, its nodes with their lines, its scalars."""
+"""The YAML of rule files: parsed to nodes with line and column, within limits; scalars as YAML 1.2 reads them."""

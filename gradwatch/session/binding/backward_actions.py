@@ -23,7 +23,7 @@ from gradwatch.engine.actions.backward_clips import (
 )
 from gradwatch.engine.unsupported_rules import Refusal
 from gradwatch.errors import AttachError
-from gradwatch.rules.objections import clip_places
+from gradwatch.rules.impossible_actions import clip_places
 from gradwatch.rules.rule_set import RuleSet
 
 AT_STEP = (

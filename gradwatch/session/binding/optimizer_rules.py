@@ -18,7 +18,7 @@ from gradwatch.capture.columns.norm_local import LocalNorms
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.checkpoint import CheckpointHealthTracker
 from gradwatch.engine import BoundEngine, EngineState
-from gradwatch.engine.bound_clip_policies import Clipping
+from gradwatch.engine.strictest_clip import Clipping
 from gradwatch.records.record import Record
 from gradwatch.records.snapshot import Sites
 

@@ -9,11 +9,11 @@ from gradwatch.capture.columns.column_reader import COLUMNS as READER_COLUMNS
 from gradwatch.capture.columns.module_statistics import COLUMNS as MODULE_COLUMNS
 from gradwatch.distributed.handshake import RankRequirements
 from gradwatch.engine import Engine
-from gradwatch.engine.bound_clip_policies import Clipping
+from gradwatch.engine.strictest_clip import Clipping
 from gradwatch.engine.unsupported_rules import Refusal, only_at
 from gradwatch.records.columns import RANK_COLUMNS
 from gradwatch.records.snapshot import Sites
-from gradwatch.rules.objections import clip_places
+from gradwatch.rules.impossible_actions import clip_places
 
 LOCAL_COLUMNS = MODULE_COLUMNS | {"norm_local"}
 """Columns that differ from rank to rank and are not reduced: an action on them would part the ranks."""

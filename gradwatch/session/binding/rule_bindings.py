@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor
 
 from gradwatch.account.rules_without_data import NOT_COMPARED, Reads
-from gradwatch.account.running_totals import RunningTotals
+from gradwatch.account.session_counts import SessionCounts
 from gradwatch.actions.backward.module_bounds import ModuleBounds
 from gradwatch.actions.clip_section import ClipSection
 from gradwatch.actions.drop_micro import MicroDrop
@@ -42,7 +42,7 @@ class RuleBindings:
     """Binds rules to contexts, and goes through those that have some."""
 
     def __init__(
-        self, engine: Engine, ranks: Ranks, activity: Activity, contexts: Contexts, totals: RunningTotals
+        self, engine: Engine, ranks: Ranks, activity: Activity, contexts: Contexts, totals: SessionCounts
     ) -> None:
         self._engine = engine
         self._ranks = ranks

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradwatch.actions.step_actions import Outcome, why_stopped
+from gradwatch.actions.step_actions import Outcome
+from gradwatch.actions.stop_training import stop_training
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.read_after_backward import Capture
 from gradwatch.capture.window_norms import WindowNorms
@@ -291,10 +292,9 @@ class Boundary:
             self._publish(ctx, judged, outcome)
         if (failure := outcome.error or outcome.passing) is not None:
             self._activity.failed("action", failure)
-        if outcome.done.stop:
-            if evaluations is not None and evaluations.backup is not None:
-                evaluations.backup.restore()
-            raise TrainingStopped(why_stopped(outcome.done, ctx.captured))
+        if outcome.done.stop and evaluations is not None and evaluations.backup is not None:
+            evaluations.backup.restore()
+        stop_training(outcome.done, ctx.captured.step)
 
     def _publish(self, ctx: OptimizerContext, judged: Judged, outcome: Outcome | None) -> None:
         try:
@@ -373,10 +373,9 @@ class Boundary:
             ctx.deferral.flush_ready()
             ctx.deferral.submit(self._pipeline.deferred(ctx, measurement))
             decision = Decision()
-        stop = why_stopped(decision, captured) if decision.stop else ""  # nothing to skip and nothing to clip
+        step = captured.step
         captured.advance()
-        if stop:
-            raise TrainingStopped(stop)
+        stop_training(decision, step)  # nothing to skip and nothing to clip
 
     def abandoned(self, found: Mapping[int, Tensor | None]) -> None:
         """A loop that unscaled its gradients and then did not step: an overflow, or its own affair."""

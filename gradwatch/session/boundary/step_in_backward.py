@@ -17,13 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradwatch.capture.gradient_writes import Reading
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.read_after_backward import Capture
 from gradwatch.capture.window_norms import WindowNorms
 from gradwatch.reading.batched import Detail
 from gradwatch.reading.cpu import CpuNorms
 from gradwatch.reading.device import AsyncCopy, DeviceNorms, host_value
+from gradwatch.reading.gradient_writes import Reading
 from gradwatch.reading.layouts import dense
 from gradwatch.reading.single_norm import exact_norm
 from gradwatch.session.binding.bind_optimizer import Binder

@@ -6,7 +6,7 @@ that were cleared end a step too. What each backward left was read at its end, s
 the gradients may be gone by then. Until weights were seen to move without a step of an optimizer nothing is claimed:
 what was read of a loop whose optimizer is not known yet is kept aside for one step. Parameters that receive gradients
 and never move (a backbone that was neither frozen nor given to the optimizer) are read no more after a while, until
-they do.
+they do. Parameters may also be replaced (`replaced_parameters`).
 
 The parameters are those that no living optimizer has: one side of a GAN may be trained so, or a second model after one
 that had an optimizer.
@@ -15,11 +15,12 @@ that had an optimizer.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import weakref
+from collections.abc import Callable
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import nn
 from torch.optim import Optimizer
 
 from gradwatch.capture.columns.loss import Root
@@ -27,13 +28,13 @@ from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.read_after_backward import Capture
 from gradwatch.reading.device import Number
 from gradwatch.session.binding.bind_optimizer import Binder
+from gradwatch.session.boundary.moved_weights import PROBED, Probed, other_than, probe, probe_at
+from gradwatch.session.boundary.replaced_parameters import ReplacedParameters
 from gradwatch.session.step_pipeline import StepPipeline
 from gradwatch.taps import backward_entry, clip_functions
 from gradwatch.taps.clip_functions import Clip
 from gradwatch.taps.optimizers.param_groups import params_of
 
-PROBED = 8  # parameters compared, and elements of each
-MOST = 1 << 22  # elements of a gradient of which the largest is looked for
 STILL = 64  # backwards after which weights that have not moved are taken to be trained by nothing
 _tracing = torch.compiler.is_dynamo_compiling
 
@@ -61,6 +62,12 @@ class LoopsWithoutOptimizer:
         self._ending = False  # a step is being ended, for which everything is asked to be settled
         capture.unowned = lambda touched, root: self._guarded(lambda: self._arrived(touched, root))
         capture.before_drop = self.flush  # a model may be gone before another backward begins
+        self._replaced = ReplacedParameters(
+            capture, lambda: [(loop.captured, loop.probe_before) for loop in self._loops]
+        )
+        # torch's global hooks must not hold this object.
+        itself = weakref.WeakMethod(self._registered)
+        capture.coverage.announce(lambda *what: (call := itself()) is not None and call(*what))
         self._removes = [backward_entry.listen(self._begins), clip_functions.listen(self._clipped)]
 
     def close(self) -> None:
@@ -77,6 +84,7 @@ class LoopsWithoutOptimizer:
     def _flush(self) -> None:
         self._ending = True
         try:
+            self._replaced.look()
             for loop in self._open():
                 if loop.moved():
                     self._end(loop)
@@ -106,6 +114,17 @@ class LoopsWithoutOptimizer:
             if loop.still == STILL:
                 self._capture.mute(loop.captured, keep=mine[-1])
 
+    def _registered(self, module: nn.Module, name: str, value: Any) -> bool:
+        """A watched module is about to get a value under a name; True if nothing else need take notice of it."""
+        if not self._loops:
+            return False
+        try:
+            with self._capture.arranging.held:
+                return self._replaced.registered(module, name, value)
+        except Exception as error:
+            self._failed(error)
+            return False
+
     def _make_room(self, new: set[int]) -> None:
         """Parameters that are in no capture yet: those of a loop's model join it, others are a loop of their own."""
         captured = self._capture.adopt_unowned(None, [*new])
@@ -113,6 +132,8 @@ class LoopsWithoutOptimizer:
             if not captured.position.keys().isdisjoint(loop.captured.position):
                 known = loop.captured if loop.claimed else None
                 loop.take(self._capture.adopt_unowned(known, [*new, *loop.captured.position]))
+                if known is not None:
+                    self._bind(loop.captured)
                 return
         self._loops.append(_Loop(self._capture.captures, captured))
 
@@ -126,6 +147,8 @@ class LoopsWithoutOptimizer:
 
     def _begins(self, call: backward_entry.BackwardCall) -> None:
         if call.accumulates and not (call.nested or _tracing()):
+            if self._loops:
+                self._guarded(self._replaced.look)
             if self._capture.has_dead():
                 self._capture.drop_dead()  # their parameters may be updated by the script's own code from now on
             if self._loops:
@@ -170,7 +193,7 @@ class LoopsWithoutOptimizer:
         captured = loop.captured
         if not loop.claimed:
             loop.still = 0
-            self._claim(captured)
+            self._bind(captured, claim=True)
         loop.ends()
         if captured.unread:  # updated by the script's own code after all: from the next backward on
             self._capture.cleared(captured)
@@ -182,11 +205,12 @@ class LoopsWithoutOptimizer:
         self._pipeline.observe(captured, window, self._failed)
         captured.advance()
 
-    def _claim(self, captured: OptimizerCapture) -> None:
-        """Bind rules to weights that the script's own code updates."""
+    def _bind(self, captured: OptimizerCapture, claim: bool = False) -> None:
+        """Bind rules to weights that the script's own code updates; `claim`: they are known to be from now on."""
         before, self._ending = self._ending, True
         try:
-            self._capture.claim(captured)
+            if claim:
+                self._capture.claim(captured)
             self._binder.bind(captured)
         finally:
             self._ending = before
@@ -227,10 +251,17 @@ class _Loop:
         self._weights = probe(captured.params)
         return bool(self._weights)
 
+    def probe_before(self, k: int) -> None:
+        """The parameter at this position is about to be replaced: its values are compared as well."""
+        # Not where the step is over already, which another thread may have found in the midst of a replacement.
+        known = {each.position for each in self._weights}
+        if known and k not in known and len(known) < 2 * PROBED:
+            self._weights += probe_at(self.captured.params, k)
+
     def moved(self) -> bool:
         """True if the weights are others than at the end of the backward."""
         # NaN is other than itself: where nothing was seen to move so far, that is not enough.
-        return any(other_than(each, self.claimed) for each in self._weights)
+        return any(other_than(each, self.captured.params, self.claimed) for each in self._weights)
 
     def ends(self) -> None:
         """Its step is over: weights are compared again from the end of the next backward on."""
@@ -239,56 +270,3 @@ class _Loop:
     def cleared(self) -> bool:
         """True if every gradient was taken away."""
         return all(grad is None for grad in self.captured.grads())
-
-
-class Probed(NamedTuple):
-    """Values of one parameter, and where they stand: `param.view(-1)[::every]`, or at `at`."""
-
-    param: Tensor
-    every: int
-    at: Tensor | None
-    values: Tensor
-
-
-def probe(params: Sequence[Tensor]) -> list[Probed]:
-    """A few elements of a few parameters that have a gradient, and of each the one with the largest; never waits."""
-    with_gradient = [param for param in params if param.grad is not None]
-    found = []
-    for param in with_gradient[:: max(1, len(with_gradient) // PROBED)]:
-        flat = _flat(param)
-        every, at = max(1, flat.numel() // PROBED), _largest(param)
-        found.append(Probed(param, every, None, flat[::every].clone()))
-        if at is not None and flat.numel() > PROBED:
-            found.append(Probed(param, every, at, flat.index_select(0, at)))
-    return found
-
-
-def other_than(then: Probed, nan_differs: bool) -> bool:
-    """True if these elements have other values now."""
-    flat = _flat(then.param)
-    now = flat[:: then.every] if then.at is None else flat.index_select(0, then.at)
-    if now.shape != then.values.shape or now.dtype != then.values.dtype:
-        return True
-    if torch.equal(now, then.values):
-        return False
-    return nan_differs or not torch.allclose(now, then.values, rtol=0.0, atol=0.0, equal_nan=True)
-
-
-def _flat(param: Tensor) -> Tensor:
-    flat = param.detach()
-    return getattr(flat, "_local_tensor", flat).reshape(-1)
-
-
-def _largest(param: Tensor) -> Tensor | None:
-    """int64[1], where the gradient is largest, in the first `MOST` elements; of a sparse one in its first row.
-
-    An embedding moves in the few rows that were used. None where that cannot be said.
-    """
-    grad = param.grad
-    if grad is None or hasattr(grad, "_local_tensor") or not grad.numel():
-        return None
-    if grad.layout is torch.sparse_coo and grad.sparse_dim() == 1 and grad._nnz():
-        return grad._indices()[0, :1] * (param.numel() // param.shape[0])
-    if grad.layout is not torch.strided or grad.numel() != param.numel():
-        return None
-    return grad.reshape(-1)[:MOST].abs().argmax().reshape(1)

@@ -2,22 +2,31 @@
 
 The mode is the whole process's. A script that asks meanwhile is told what it would be told without: `detect_anomaly`
 asks, and switches back to that in the end, when the recording may be over. Where a backward raises, torch also warns
-with the lines of the forward, which it would not do without the mode; so that warning is dropped just before it is
-shown. A filter would not do: every change of Python's filters shows again what a script has been warned of once.
+with the lines of the forward, which it would not do without the mode. A filter of Python's ignores that warning, also
+under `-W error`, where torch would print it in another way. It is put into the list of filters past `warnings`, which
+would show again all that a script has been warned of once; where the script has put filters before it since, the
+warning is dropped just before it is shown. What stays is the hint at the end of torch's message about a tensor that was
+changed in place, which names the mode.
 """
 
 from __future__ import annotations
 
 import functools
+import re
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 
+from gradwatch.runtime import guard
 from gradwatch.taps.patch import Layer, Patch
 
-_WITH_LINES = ("Error detected in ", "\n\nPrevious calculation was induced by ")
+_WITH_LINES = re.compile(
+    r"Error detected in [^\n]*\. (Traceback of forward call|No forward pass information)"
+    r"|\n\nPrevious calculation was induced by "
+)
 """Beginnings of the warnings in which torch shows what the mode has written down."""
 _enabled: Callable[[], bool] = torch._C.is_anomaly_enabled
 _checks: Callable[[], bool] = torch._C.is_anomaly_check_nan_enabled
@@ -37,6 +46,9 @@ class AnomalyMode:
             torch.set_anomaly_enabled(True, False)
             for patch in (_is_enabled, _is_checked, _shown):
                 self._removes.append(patch.listen(found))
+            filters: list[Any] = warnings.filters  # type: ignore[assignment]
+            self._removes.append(partial(_remove, filters))
+            filters.insert(0, _FILTER)
 
     def leave(self) -> None:
         """Switch it off, unless the script has switched on its own meanwhile; also where entering was broken off."""
@@ -79,9 +91,29 @@ def _make_shown(layer: Layer[bool]) -> Callable[[Any], None]:
 
 
 def _of_the_mode(warning: Any) -> bool:
-    return type(warning) is UserWarning and str(warning).startswith(_WITH_LINES)
+    return type(warning) is UserWarning and _WITH_LINES.match(str(warning)) is not None
 
 
+class _WithLines:
+    """In the place of a pattern: matches these warnings where the mode is on for a recording only."""
+
+    def match(self, text: str) -> bool:
+        """True if the warning with this text is ignored."""
+        try:
+            return not _checks() and _WITH_LINES.match(text) is not None
+        except Exception as error:
+            guard.fault("localise", error)
+            return False
+
+
+def _remove(filters: list[Any]) -> None:
+    """Take the filter out of the list that it was put into, once; a script may have put another in its place."""
+    at = next((k for k, one in enumerate(filters) if one is _FILTER), None)
+    if at is not None:
+        del filters[at]
+
+
+_FILTER = ("ignore", _WithLines(), UserWarning, None, 0)
 _is_enabled: Patch[bool] = Patch(torch, "is_anomaly_enabled", _make_enabled)
 _is_checked: Patch[bool] = Patch(torch, "is_anomaly_check_nan_enabled", _make_checked)
 _shown: Patch[bool] = Patch(warnings, "_showwarnmsg", _make_shown)

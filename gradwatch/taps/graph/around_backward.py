@@ -57,9 +57,11 @@ def _make(layer: Layer[_Watcher]) -> Callable[..., Any]:
         try:
             return original(roots, *args, **kwargs)
         except BaseException as error:
-            # From Python 3.11 on a bare `raise` adds no entry for its own frame: the traceback is as without it.
-            error.__traceback__ = None if error.__traceback__ is None else error.__traceback__.tb_next
-            raise
+            if not isinstance(error, Exception) or guard.came_out_of(original, error):
+                guard.without_frames(error)
+                raise
+            guard.fault("localise", error)
+            return original(roots, *args, **kwargs)
         finally:
             try:
                 if ended is not None:

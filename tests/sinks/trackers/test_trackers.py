@@ -254,14 +254,8 @@ def test_a_library_that_is_absent_is_named_with_its_extra(
     """Before training starts, and also where ./wandb lies about: an offline run leaves such a folder behind."""
     if folder:
         (tmp_path / package).mkdir()
-    done = subprocess.run(
-        [sys.executable, "-c", ABSENT, package, kind, str(tmp_path)],
-        cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-c", ABSENT, package, kind, str(tmp_path)]
+    done = warm.run(command, tmp_path, {**os.environ, "PYTHONPATH": str(ROOT)})
     assert f"sink {kind!r}: " in done.stdout, done.stderr
     assert f"is not installed; install gradwatch with it: pip install 'gradwatch[{kind}]'" in done.stdout
 

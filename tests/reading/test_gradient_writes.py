@@ -14,9 +14,9 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 import gradwatch
-from gradwatch.capture.gradient_writes import WriteProbes
 from gradwatch.reading.batched import CpuReader
 from gradwatch.reading.cpu import CpuNorms
+from gradwatch.reading.gradient_writes import WriteProbes
 from gradwatch.rules.files import parse_rules
 from tests.support.kept import Kept
 from tests.support.recorder import norms_of

@@ -20,7 +20,7 @@ from gradwatch.journal.entries import RunEntry
 from gradwatch.journal.files import JournalFiles
 from gradwatch.journal.process_account import Recorded
 from gradwatch.journal.retention import Retention
-from gradwatch.launch import processes, strict_rules
+from gradwatch.launch import account_with_children, strict_rules
 from gradwatch.records.run_info import RunInfo
 from gradwatch.session.settings import ROOT, TELLER, told_by
 from tests.launch.test_training import run
@@ -216,7 +216,7 @@ def test_children_are_summed_from_their_journals(tmp_path: Path, monkeypatch: py
     monkeypatch.setenv(ROOT, str(tmp_path))
     monkeypatch.setenv("GRADWATCH_RUN_ID", "r")
     own = Account(Taken(backwards=1, optimizers=2), ended="failed")
-    assert processes.with_children(own) is own
+    assert account_with_children.with_children(own) is own
     one = Account(
         Taken(backwards=4, steps=4, stepped=1), Watched(steps=3, optimizers=1), fired={"a": 1}, rules=5
     )
@@ -227,15 +227,15 @@ def test_children_are_summed_from_their_journals(tmp_path: Path, monkeypatch: py
     written(folder, os.getppid(), None, now + 1, me)
     written(folder, 2**22 + 4, one, now - 100, me)
     written(folder, 2**22 + 5, one, now + 1, me + 1)
-    found = processes.with_children(own)
+    found = account_with_children.with_children(own)
     assert (found.taken.steps, found.taken.backwards, found.watched.steps) == (8, 9, 6)
     assert (found.processes, found.lost, found.running, found.recorded) == (3, 1, 1, 6)
     fired = {"a": 2, "non-finite": 2}
     assert (found.fired, found.actions, found.rules, found.ended) == (fired, {"skip_step": 2}, 5, "failed")
     assert found.directory == str(folder)
-    assert not processes.handed_over()
+    assert not account_with_children.handed_over()
     written(folder, me, one, now + 1, 7)
-    assert processes.handed_over()
+    assert account_with_children.handed_over()
     assert replace(own, told_by=7).trained_or_watched
 
 
@@ -252,13 +252,13 @@ def test_processes_without_an_end_are_told_by_what_they_recorded(
         written(folder, gone, None, now + 1, me, "this one")
     silent = "at least 6 steps recorded in 2 processes that left no summary (killed, or ended by os._exit)"
     fired = " · fired: non-finite ×2 · done: skip_step ×2"
-    assert lines(processes.with_children(Account())) == [f"gradwatch: {silent}{fired}"]
+    assert lines(account_with_children.with_children(Account())) == [f"gradwatch: {silent}{fired}"]
     assert main(["audit", str(folder)]) == 0
     assert f"  {silent}{fired}\n" in capsys.readouterr().out
     account = Account(Taken(steps=3), Watched(steps=3), told_by=me)
     written(folder, 2**22 + 3, account, now + 1, me, "this one")
     written(folder, 2**22 + 4, account, now - 9, me, "an earlier one")
-    line, missed = lines(processes.with_children(Account()))
+    line, missed = lines(account_with_children.with_children(Account()))
     assert line.startswith("gradwatch: 3 of 3 steps watched · ")
     assert fired in line
     missed = missed.removeprefix("gradwatch: ")
@@ -282,9 +282,9 @@ def test_a_first_rank_that_is_gone_is_told_by_the_process_above(
     own = Account()
     written(tmp_path / "r", os.getppid(), None, now + 1, 0)
     written(tmp_path / "r", 2**22 + 1, Account(Taken(steps=3), Watched(steps=3)), now + 1, 0)
-    assert processes.with_children(own) is own
+    assert account_with_children.with_children(own) is own
     written(tmp_path / "r", 2**22 + 2, None, now + 1, 0)
-    found = processes.with_children(own)
+    found = account_with_children.with_children(own)
     assert (found.lost, found.running, found.recorded, found.processes) == (1, 0, 3, 0)
 
 

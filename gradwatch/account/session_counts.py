@@ -11,7 +11,7 @@ ATTACHING = 2
 """Records after which what attaching took has been counted: rules are bound as the first is judged."""
 
 
-class RunningTotals:
+class SessionCounts:
     """Counts over all optimizers of one watch; a step adds about half a microsecond.
 
     `without_data` are the rules that have had no data so far; `own_time` is what the watch measures its cost by.

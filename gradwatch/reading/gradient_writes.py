@@ -23,7 +23,8 @@ from torch import Tensor
 from gradwatch.reading.batched import sum_of_squares
 from gradwatch.reading.cpu import CpuNorms
 from gradwatch.reading.device import DeviceNorms
-from gradwatch.reading.row_sums import UNDERFLOW, norms_of_rows, row_of, silently
+from gradwatch.reading.row_sums import UNDERFLOW
+from gradwatch.reading.row_sums_by_blas import norms_of_rows, row_of, silently
 
 Reading = CpuNorms | DeviceNorms
 State = tuple[list[int], list[int], Reading]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gradwatch.account.running_totals import RunningTotals
+from gradwatch.account.session_counts import SessionCounts
 from gradwatch.runtime.own_time import OwnTime
 from tests.support.sink_records import make_record, make_sites
 
@@ -14,7 +14,7 @@ class Steps:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
-        self.totals = RunningTotals()
+        self.totals = SessionCounts()
         monkeypatch.setattr("gradwatch.runtime.own_time.perf_counter", lambda: self.now)
 
     def step(self, n: int, training: float, before: float, until_measured: float, after: float) -> None:

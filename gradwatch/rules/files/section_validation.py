@@ -25,7 +25,7 @@ from gradwatch.rules.yaml.nodes import Map, Node, Problems, Scalar, Seq, quoted,
 _IN_RULE = dict.fromkeys(keys_of(RuleEntry), "a key of a rule: write it below the rule's id in `rules:`")
 
 
-def structure(document: Map, problems: Problems) -> None:
+def check_sections_of_file(document: Map, problems: Problems) -> None:
     """Report everything that is wrong with the shape of one file."""
     check(document, Document, problems, document.mark, "the file", _IN_RULE)
     sections(document, problems)

@@ -17,7 +17,7 @@ BOUNDED = frozenset({"grad_input_norm"})
 TOTAL = "total"
 
 
-class Objection(NamedTuple):
+class ImpossibleAction(NamedTuple):
     """Reason why the actions of `rule`, or the clip at the place `clip` (see `clip_places`), cannot be carried out."""
 
     reason: str
@@ -25,7 +25,7 @@ class Objection(NamedTuple):
     clip: str = ""
 
 
-def objections(ruleset: RuleSet) -> Iterator[Objection]:
+def impossible_actions(ruleset: RuleSet) -> Iterator[ImpossibleAction]:
     """Everything that cannot be carried out whatever the model; rules that are switched off are not looked at."""
     for rule in ruleset.rules:
         reasons = [*_not_built(rule), *_meaningless(rule), *_misplaced(rule, ruleset)] if rule.enabled else []
@@ -34,10 +34,10 @@ def objections(ruleset: RuleSet) -> Iterator[Objection]:
                 f"{rule.detect.columns[0]} is read by module taps only: add `modules: {{tap: output}}`"
             )
         for reason in reasons:
-            yield Objection(reason, rule=rule.id)
+            yield ImpossibleAction(reason, rule=rule.id)
     for place, method in clip_places(ruleset.clip).items():
         if find_policy(method) is None:
-            yield Objection(f"no method {method!r}; known: {', '.join(sorted(POLICIES))}", clip=place)
+            yield ImpossibleAction(f"no method {method!r}; known: {', '.join(sorted(POLICIES))}", clip=place)
 
 
 def clip_places(clip: Clip | None) -> Mapping[str, str]:

@@ -1,0 +1,156 @@
+"""The strictest of several policies of `clip:` at each site: one factor a gradient and step, and what is learned of it.
+
+The clips of rules are joined with it, and with each other, by `Decision.__or__`, inside the backward by
+`policies.norm_bound.factor_of`; there too the smallest holds.
+
+A clip of the total norm is not among the policies here: it needs one scalar, which the boundary (or a device) makes
+of the gradients it finds, bit-equal to torch. All else is a factor per site; where several policies cover a site,
+the smallest is applied, once.
+
+Norms are those of the gradients as found at the boundary, after the user's own clipping; what is learned is learned
+of them, before any factor of gradwatch. A jump of the learning rate, at which detectors start afresh, leaves the states
+alone: a clip that went blind at every such jump would be none. `rebaseline` is there for changes made on purpose.
+
+Axes: S sites, K series of one policy (a site each, or a group of them).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.engine.bound_clip_policy import BoundPolicy, emptied, filled, named_arrays
+from gradwatch.errors import GradwatchError
+from gradwatch.policies import ElementwisePolicy, State
+from gradwatch.records.snapshot import BoolArray, Snapshot
+from gradwatch.rules.rule_set import ClipAt
+from gradwatch.runtime.interruption import not_ours
+
+Failed = Callable[[Exception], None]
+"""Told of a policy (another's, most likely) that raised, or gave factors that no gradient can bear."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Clipping:
+    """All policies of a rule file bound to S sites; without any, falsy.
+
+    `max_norm` the bound on the total norm (None = none); `policies` those that make factors; `elementwise` those
+    that torch carries out, each with `bool[S]`, the parameters it covers. `at` "backward": hooks carry them out
+    (`gradwatch.engine.actions.backward_clips`), and here they only learn, from the norms before that.
+    """
+
+    max_norm: float | None = None
+    policies: tuple[BoundPolicy, ...] = ()
+    elementwise: tuple[tuple[ElementwisePolicy, BoolArray], ...] = ()
+    at: ClipAt = "step"
+
+    def __bool__(self) -> bool:
+        return self.max_norm is not None or bool(self.policies) or bool(self.elementwise)
+
+    def init(self) -> tuple[State, ...]:
+        """The states of policies that have seen nothing."""
+        return tuple(one.policy.init(len(one.names)) for one in self.policies)
+
+    def coefficients(
+        self, states: tuple[State, ...], snapshot: Snapshot, failed: Failed
+    ) -> NDArray[np.float32] | None:
+        """float32[S], of all policies the smallest; None where every factor is 1.
+
+        A policy that fails, or whose factors no gradient can bear, is reported to `failed`: its factors are 1 there.
+        """
+        # Infinite where no policy says anything, so that a factor above 1 is not lowered by those that are silent.
+        factors = np.full(len(snapshot.norm), np.inf, np.float32)
+        for one, state, (norms, present) in self._measured(states, snapshot):
+            one.spread(_sound(one, state, norms, present, failed), factors)
+        factors[factors == np.inf] = 1
+        return None if (factors == 1).all() else factors
+
+    def learn(self, states: tuple[State, ...], snapshot: Snapshot, failed: Failed) -> tuple[State, ...]:
+        """The states after a step that the optimizer takes, not to be asked of any other; as it was where it fails."""
+        return tuple(
+            _learned(one, state, norms, present, failed)
+            for one, state, (norms, present) in self._measured(states, snapshot)
+        )
+
+    def _measured(
+        self, states: tuple[State, ...], snapshot: Snapshot
+    ) -> Iterator[tuple[BoundPolicy, State, tuple[NDArray[np.float64], BoolArray]]]:
+        with np.errstate(invalid="ignore"):  # Inf that the user's own code made 0
+            clipped = 1 if self.at == "backward" else snapshot.coef
+            norms = snapshot.wide_norm() * clipped
+        for name in ("nonfinite", "norm_overflow"):
+            if name in snapshot.columns:  # finite at the end of backward, perhaps, and not any longer
+                marked = snapshot.columns[name].values > 0
+                norms[marked & (np.isfinite(snapshot.norm) | ~np.isfinite(norms))] = np.nan
+        calls = snapshot.calls > 0
+        for one, state in zip(self.policies, states, strict=True):
+            yield one, state, one.measured(norms, calls)
+
+    def reset(self, states: tuple[State, ...], mask_S: BoolArray) -> tuple[State, ...]:
+        """The states with every series empty that some site of the mask is part of."""
+        return tuple(emptied(one, state, mask_S) for one, state in zip(self.policies, states, strict=True))
+
+    def to_dict(self, states: tuple[State, ...]) -> dict[str, Any]:
+        """Plain lists and numbers (no NaN) by policy and series name; of policies with memory only."""
+        return {
+            one.key: {"names": list(one.names), "fields": {n: a.tolist() for n, a in named_arrays(state)}}
+            for one, state in zip(self.policies, states, strict=True)
+            if state
+        }
+
+    def restored(self, saved: Mapping[str, Any]) -> tuple[State, ...]:
+        """The states from `to_dict`, as far as policies and series are still there; all else is empty."""
+        return tuple(filled(one, saved.get(one.key)) for one in self.policies)
+
+
+def _sound(
+    one: BoundPolicy, state: State, norms: NDArray[np.float64], present: BoolArray, failed: Failed
+) -> NDArray[np.float32]:
+    """float32[K] the factors of one policy; 1 where they are not finite or negative, and where it fails."""
+    try:
+        factors = np.asarray(_again(lambda: one.policy.coefficients(state, norms, present)), np.float32)
+        if factors.shape != norms.shape:
+            raise GradwatchError(f"{factors.shape} factors for {norms.shape} series")
+    except Exception as error:
+        failed(error)
+        return np.ones(len(norms), np.float32)
+    sound = np.isfinite(factors) & (factors >= 0)
+    if sound.all():
+        return factors
+    k = int(np.argmin(sound))
+    series = f" of {one.names[k]!r}" if one.names[k] else ""
+    failed(
+        GradwatchError(
+            f"clip.{one.place}: method {one.policy.method!r} returned the factor {factors[k]}{series}; for"
+            f" {np.count_nonzero(~sound)} of {len(sound)} series it is not finite or below 0, and 1 is used instead"
+        )
+    )
+    return np.where(sound, factors, np.float32(1))
+
+
+def _again(ask: Callable[[], Any]) -> Any:
+    """Ask twice if need be: a passing fault on one rank must not part it from the others, who have none."""
+    try:
+        return ask()
+    except Exception as error:
+        if not_ours(error):
+            raise
+        return ask()
+
+
+def _learned(
+    one: BoundPolicy, state: State, norms: NDArray[np.float64], present: BoolArray, failed: Failed
+) -> State:
+    try:
+        return cast(State, _again(lambda: one.policy.learn(state, norms, present)))
+    except Exception as error:
+        failed(error)
+        return state
+
+
+NO_CLIPPING = Clipping()
+"""A rule file without `clip:`."""

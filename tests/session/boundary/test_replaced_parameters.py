@@ -1,0 +1,201 @@
+"""Loops without an optimizer that replace their parameters, or the whole model, instead of writing into them."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradwatch
+from gradwatch.rules.files import parse_rules
+from tests.support.kept import Kept
+from tests.support.launch_cases import bare_and_watched
+
+STEPS = 12
+LR = 0.05
+Move = Callable[[nn.Module], None]
+
+
+def moved(param: Tensor) -> nn.Parameter:
+    """The parameter after a step of SGD, as a new one."""
+    assert param.grad is not None
+    return nn.Parameter(param.detach() - LR * param.grad)
+
+
+def assigned(model: nn.Module) -> None:
+    """Every parameter by `setattr`."""
+    for module in model.modules():
+        for name, param in list(module.named_parameters(recurse=False)):
+            setattr(module, name, moved(param))
+
+
+def deleted(model: nn.Module) -> None:
+    """Every parameter taken away before another is put there."""
+    for module in model.modules():
+        for name, param in list(module.named_parameters(recurse=False)):
+            delattr(module, name)
+            setattr(module, name, moved(param))
+
+
+def past_registration(model: nn.Module) -> None:
+    """Every parameter past torch's registration hooks."""
+    for module in model.modules():
+        for name, param in list(module.named_parameters(recurse=False)):
+            module._parameters[name] = moved(param)
+
+
+def loaded(model: nn.Module) -> None:
+    """Every parameter by `load_state_dict(assign=True)`, which keeps the class."""
+    model.load_state_dict({name: moved(param) for name, param in model.named_parameters()}, assign=True)
+
+
+def one_layer(model: nn.Module) -> None:
+    """One parameter is replaced, the others are cleared."""
+    last = list(model.children())[-1]
+    assert isinstance(last, nn.Linear)
+    last.weight = moved(last.weight)
+    for param in model.parameters():
+        param.grad = None
+
+
+def mixed(model: nn.Module) -> None:
+    """One parameter is replaced, the others are written into."""
+    last = list(model.children())[-1]
+    assert isinstance(last, nn.Linear)
+    last.weight = moved(last.weight)
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.grad is not None:
+                param.sub_(LR * param.grad)
+                param.grad = None
+
+
+def clipped(model: nn.Module) -> None:
+    """Every parameter by `setattr`, after a clip."""
+    nn.utils.clip_grad_norm_(model.parameters(), 0.05)
+    assigned(model)
+
+
+class Trained:
+    """One such training, bare or watched: `norms` of each step, and how many parameters were `freed` with it."""
+
+    def __init__(self, move: Move, *, watched: bool) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(6)), nn.Linear(4, 1))
+        self.kept, self.norms, self.freed = Kept(), [], 0
+        gw = gradwatch.watch(self.model, sinks=[self.kept], strict=True) if watched else None
+        for _ in range(STEPS):
+            loss = self.model(torch.randn(8, 4)).square().mean()
+            loss.backward()
+            del loss
+            grads = [param.grad for param in self.model.parameters() if param.grad is not None]
+            self.norms.append(float(nn.utils.get_total_norm(grads)))
+            before = [weakref.ref(param) for param in self.model.parameters()]
+            move(self.model)
+            self.freed += sum(ref() is None for ref in before)
+        if gw is not None:
+            self.coverage = gw.coverage
+            self.status = gw.status()
+            gw.close()
+
+
+@pytest.mark.parametrize("move", [assigned, deleted, past_registration, loaded, one_layer, mixed, clipped])
+def test_every_step_is_recorded_and_weights_are_as_bare(move: Move) -> None:
+    """Counted steps are real steps, of one series each, with the norms that the backward left."""
+    bare, seen = Trained(move, watched=False), Trained(move, watched=True)
+    for left, right in zip(bare.model.parameters(), seen.model.parameters(), strict=True):
+        assert torch.equal(left, right)
+    found = [record.snapshot for record in seen.kept.records]
+    assert [one.step for one in found] == list(range(STEPS))
+    assert [one.total_norm for one in found] == pytest.approx(bare.norms, rel=1e-5)
+    assert {one.sites.names for one in found} == {tuple(name for name, _ in bare.model.named_parameters())}
+    assert all(one.scalars["observed_only"] for one in found)
+    assert seen.coverage == 1.0
+    assert seen.status["observed_only"] == [0]
+
+
+@pytest.mark.parametrize("move", [assigned, loaded, one_layer, mixed, clipped])
+def test_what_is_replaced_is_freed_as_in_the_bare_script(move: Move) -> None:
+    """The parameter before is not held until the next backward."""
+    bare = Trained(move, watched=False).freed
+    assert bare >= STEPS
+    assert Trained(move, watched=True).freed == bare
+
+
+def written(model: nn.Module) -> None:
+    """Every parameter in place."""
+    with torch.no_grad():
+        for param in model.parameters():
+            assert param.grad is not None
+            param.sub_(LR * param.grad)
+            param.grad = None
+
+
+def test_baselines_go_on_from_one_parameter_to_the_next() -> None:
+    """A spike after the warm-up fires, as where the same weights are written in place."""
+    rules = parse_rules(
+        "version: 1\nrules: {r: {detect: {kind: spike, of: norm, above: 8}, warmup: 10, severity: warning}}"
+    )
+    fired = []
+    for move in (written, assigned):
+        torch.manual_seed(0)
+        model, kept = nn.Linear(4, 1), Kept()
+        with gradwatch.watch(model, rules=rules, sinks=[kept], strict=True):
+            for step in range(20):
+                (model(torch.randn(64, 4)).square().mean() * (1000 if step == 17 else 1)).backward()
+                move(model)
+        fired.append([one.snapshot.step for one in kept.records if one.verdict.firing])
+    assert 17 in fired[0]
+    assert fired[1] == fired[0]
+
+
+NEW_MODELS = """
+import copy, torch
+torch.manual_seed(0)
+model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+def stepped(model):
+    new = copy.deepcopy(model)
+    for param, before in zip(new.parameters(), model.parameters()):
+        param.data, param.grad = before.data - 0.05 * before.grad, None
+    return new
+for _ in range(20):
+    model(torch.randn(8, 4)).square().mean().backward()
+    model = stepped(model)
+print(model[0].weight.tolist())
+"""
+
+
+def test_a_new_model_each_step_is_the_successor_of_the_one_before(tmp_path: Path) -> None:
+    """One series of windows; the last step, which no backward follows, leaves nothing to compare with."""
+    _, watched = bare_and_watched(NEW_MODELS, tmp_path)
+    assert "0 of 0 steps watched, 19 windows without an optimizer · 4 parameters" in watched.stderr
+    assert "20 backwards and no step of a torch optimizer seen" in watched.stderr
+
+
+TWINS = """
+import torch
+torch.manual_seed(0)
+twins = [torch.nn.Linear(4, 1) for _ in range(2)]
+def train(model):
+    for param in model.parameters(): param.grad = None
+    model(torch.randn(8, 4)).square().mean().backward()
+    model.weight = torch.nn.Parameter(model.weight.detach() - 0.05 * model.weight.grad)
+    model.bias.data -= 0.05 * model.bias.grad
+for _ in range(10):
+    for twin in twins:
+        train(twin)
+del twins[0], twin
+for _ in range(5):
+    train(twins[0])
+print(twins[0].weight.tolist())
+"""
+
+
+def test_twins_that_are_trained_in_turn_keep_their_own_series(tmp_path: Path) -> None:
+    """A living model is no successor of another, also after that one is gone."""
+    _, watched = bare_and_watched(TWINS, tmp_path)
+    assert "25 windows without an optimizer · 4 parameters" in watched.stderr
