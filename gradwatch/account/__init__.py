@@ -6,7 +6,7 @@ metrics and the line at the end of `gradwatch run` are all made from one `Accoun
 
 from gradwatch.account.account import NOT_ARMED, NOTHING_TAKEN, Account, Ending, Taken, Watched, merged, total
 from gradwatch.account.account_line import lines
-from gradwatch.account.unwatched import gaps
+from gradwatch.account.unwatched_reasons import gaps
 
 __all__ = [
     "NOTHING_TAKEN",

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from textwrap import shorten
 
 from gradwatch.account.account import NOT_ARMED, Account
-from gradwatch.account.unwatched import gaps, recorded, unended
+from gradwatch.account.unwatched_reasons import gaps, recorded, unended
 
 PREFIX = "gradwatch: "
 MOST_NAMED = 4

@@ -17,7 +17,7 @@ from gradwatch.errors import GradwatchError
 if TYPE_CHECKING:
     from gradwatch.cli.demo_screen import Screen
     from gradwatch.demo.faults import Finding
-    from gradwatch.demo.play import Run, Seen
+    from gradwatch.demo.follow_run import Run, Seen
 
 DESCRIPTION = """Train a small character transformer on Python's own standard library, as an unmodified script
 under `gradwatch run`, while the script injects three faults into itself: a layer's gradients vanish, a batch gives
@@ -49,7 +49,7 @@ def handle(arguments: argparse.Namespace) -> int:
     """Run it; 1 where a fault was missed or the script failed."""
     from gradwatch.cli.demo_screen import Screen
     from gradwatch.demo.faults import make_plan
-    from gradwatch.demo.play import Run, fresh_directory
+    from gradwatch.demo.follow_run import Run, fresh_directory
     from gradwatch.rules.files import load_rules
 
     load_rules(arguments.rules)

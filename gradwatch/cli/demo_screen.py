@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from gradwatch.cli.terminal import console, paint, redrawable, table
 from gradwatch.demo.faults import Fault, Finding, Plan
-from gradwatch.demo.play import Seen
+from gradwatch.demo.follow_run import Seen
 from gradwatch.records.event import Event
 
 if TYPE_CHECKING:

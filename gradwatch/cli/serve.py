@@ -80,8 +80,8 @@ def handle(arguments: argparse.Namespace) -> int:
     from gradwatch.endpoint.listen_address import parse_listen
     from gradwatch.serve.allowed_targets import AllowedTargets
     from gradwatch.serve.ended_run_counters import Summaries
-    from gradwatch.serve.fleet import Scanner
     from gradwatch.serve.responses import runs
+    from gradwatch.serve.run_scanner import Scanner
     from gradwatch.serve.server import DEFAULT_LISTEN, Server, cache_folder
 
     if not 0.1 <= arguments.every <= 3600 or not 0 <= arguments.ended_for < float("inf"):

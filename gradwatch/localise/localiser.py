@@ -19,8 +19,9 @@ from torch.optim import Optimizer
 from gradwatch.localise.diagnosis.diagnose import diagnose
 from gradwatch.localise.diagnosis.loss_terms import amended_by_loss
 from gradwatch.localise.hold.calls_before_attach import PreAttachRecorder
-from gradwatch.localise.hold.model_recorder import Call, inner
+from gradwatch.localise.hold.inner_model import inner
 from gradwatch.localise.hold.module_attributes import Refused
+from gradwatch.localise.hold.recorded_call import Call
 from gradwatch.localise.hold.step_recorder import StepRecorder
 from gradwatch.localise.replay.anomaly_mode import Raising
 from gradwatch.localise.replay.batch_at_fault import batch_at_fault

@@ -5,7 +5,7 @@ counters of runs that have ended (`/metrics`, from `summary`), and shows people 
 it knows is in the folders: it can be killed and started at any time, and never writes into them.
 """
 
-from gradwatch.serve.fleet import Fleet
+from gradwatch.serve.run_scanner import Fleet
 from gradwatch.serve.server import Server
 
 __all__ = ["Fleet", "Server"]

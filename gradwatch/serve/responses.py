@@ -10,7 +10,7 @@ from gradwatch.endpoint.http_protocol import Content
 from gradwatch.records.run_info import RunInfo
 from gradwatch.runtime.printable import printable
 from gradwatch.serve.ended_run_counters import Known
-from gradwatch.serve.fleet import STATES, Fleet, Member
+from gradwatch.serve.run_scanner import STATES, Fleet, Member
 from gradwatch.sinks.prometheus.exposition import CONTENT_TYPE, Family, Labels, Series, render
 from gradwatch.sinks.prometheus.final_metrics import final_families, labelled
 from gradwatch.sinks.prometheus.metric_catalogue import METRICS, SERVE_METRICS

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from gradwatch.endpoint.http_protocol import Content
 from gradwatch.runtime.printable import printable
-from gradwatch.serve.fleet import STATES, Fleet, Member
+from gradwatch.serve.run_scanner import STATES, Fleet, Member
 
 MOST_ROWS = 500
 _STYLE = """

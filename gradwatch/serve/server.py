@@ -13,8 +13,8 @@ from gradwatch.endpoint.server import Endpoint, Limits, Route
 from gradwatch.errors import GradwatchError
 from gradwatch.monitoring.export import stack_directory
 from gradwatch.runtime.printable import printable
-from gradwatch.serve.fleet import Member, Scanner
 from gradwatch.serve.responses import metrics, runs, sd
+from gradwatch.serve.run_scanner import Member, Scanner
 from gradwatch.serve.runs_page import fleet_page, reading_page, runbook_index, runbook_page
 from gradwatch.sinks.prometheus.file_sd import sweep
 

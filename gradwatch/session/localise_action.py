@@ -14,7 +14,7 @@ from torch.optim import Optimizer
 
 from gradwatch.incidents.bundle.snapshot_rules import snapshots
 from gradwatch.localise.hold.calls_before_attach import PreAttachRecorder
-from gradwatch.localise.hold.model_recorder import Call
+from gradwatch.localise.hold.recorded_call import Call
 from gradwatch.localise.localiser import Ask, Localiser, Suspicion
 from gradwatch.localise.replay.cause_among_ranks import RankAgreement
 from gradwatch.records.decision import Decision

@@ -20,7 +20,7 @@ from rich.cells import cell_len
 
 from gradwatch.cli import demo_screen
 from gradwatch.demo import faults
-from gradwatch.demo.play import SCRIPT, Seen
+from gradwatch.demo.follow_run import SCRIPT, Seen
 from gradwatch.records.event import Event
 from tests.cli.pseudo_terminal import PseudoTerminal
 from tests.support import warm

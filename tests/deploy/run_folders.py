@@ -16,7 +16,7 @@ from gradwatch.records.run_info import RunInfo
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.serve.allowed_targets import AllowedTargets
 from gradwatch.serve.ended_run_counters import Summaries
-from gradwatch.serve.fleet import Fleet, Scanner
+from gradwatch.serve.run_scanner import Fleet, Scanner
 from gradwatch.sinks.journal import JournalSink
 from tests.support.sink_records import make_event, make_record, make_run, make_sites, skip
 

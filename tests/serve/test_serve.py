@@ -25,7 +25,7 @@ from gradwatch.endpoint.http_protocol import RequestError
 from gradwatch.endpoint.listen_address import Address
 from gradwatch.serve import Server
 from gradwatch.serve.ended_run_counters import Summaries
-from gradwatch.serve.fleet import Scanner
+from gradwatch.serve.run_scanner import Scanner
 from gradwatch.sinks.prometheus.file_sd import write_target
 from tests.deploy.run_folders import a_run, history, record_run
 from tests.deploy.servers import wait_until

@@ -14,9 +14,9 @@ import pytest
 
 from gradwatch.records.run_info import RunInfo
 from gradwatch.serve.ended_run_counters import Summaries
-from gradwatch.serve.fleet import Scanner
 from gradwatch.serve.process_discovery import processes, read_endpoint
 from gradwatch.serve.responses import metrics
+from gradwatch.serve.run_scanner import Scanner
 from gradwatch.serve.runs_page import fleet_page
 from tests.deploy.run_folders import a_run, history, record_run, scan, series
 
@@ -165,7 +165,7 @@ def test_thousands_of_finished_runs(tmp_path: Path, dead_pid: int) -> None:
     listed: list[Path] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "gradwatch.serve.fleet.processes", lambda folder: listed.append(folder) or processes(folder)
+            "gradwatch.serve.run_scanner.processes", lambda folder: listed.append(folder) or processes(folder)
         )
         assert len(scanner.scan().members) == 1  # all of them say they are run-1
         assert listed == []

@@ -19,8 +19,8 @@ from gradwatch.journal.entries import LostEntry
 from gradwatch.records.decision import Decision
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.serve.allowed_targets import AllowedTargets
-from gradwatch.serve.fleet import Fleet
 from gradwatch.serve.responses import metrics, sd
+from gradwatch.serve.run_scanner import Fleet
 from gradwatch.serve.runs_page import fleet_page
 from gradwatch.sinks.journal import JournalSink
 from gradwatch.sinks.prometheus.exposition import render

@@ -21,7 +21,7 @@ from gradwatch.records.finding import Finding
 from gradwatch.taps.backward_entry import entry_frame
 
 if TYPE_CHECKING:
-    from gradwatch.localise.hold.model_recorder import Call
+    from gradwatch.localise.hold.recorded_call import Call
 
 MOST = 32  # nodes of a loss
 

@@ -13,7 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradwatch.localise.hold.model_recorder import MAX_BYTES, Call, ModelRecorder, inner
+from gradwatch.localise.hold.inner_model import inner
+from gradwatch.localise.hold.model_recorder import MAX_BYTES, ModelRecorder
+from gradwatch.localise.hold.recorded_call import Call
 from gradwatch.localise.hold.step_recorder import Family, Inherited, StepRecorder
 from gradwatch.localise.replay.fsdp2_all_gather import is_spread
 from gradwatch.taps import backward, module_calls, module_tree

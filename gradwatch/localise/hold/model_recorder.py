@@ -12,37 +12,33 @@ import itertools
 import operator
 import weakref
 from collections import deque
-from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Sequence
 from functools import partial
 from types import CodeType, FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradwatch.localise.diagnosis.loss_terms import Losses
 from gradwatch.localise.diagnosis.tensor_values import tensors
+from gradwatch.localise.hold.inner_model import inner, shared
 from gradwatch.localise.hold.model_kinds import Kind
 from gradwatch.localise.hold.module_buffers import Buffers
-from gradwatch.localise.hold.random_generators import Generators, Held
-from gradwatch.localise.replay.fsdp2_all_gather import spread, ungatherable
+from gradwatch.localise.hold.random_generators import Held
+from gradwatch.localise.hold.recorded_call import Call, autocasts, held_arguments, size_of
 from gradwatch.reading.device import capturing
 from gradwatch.reading.layouts import alias
 from gradwatch.taps import backward, dispatch_modes, module_calls, module_tree
 from gradwatch.taps.dynamo import anything_compiled, untraced
 from gradwatch.taps.graph.node_numbers import next_number
 from gradwatch.taps.muted_forwards import is_muted
-from gradwatch.taps.nested_containers import tensors_replaced
 
 MAX_BYTES = 64 << 20
 """Held per model beyond the arguments of its latest call: earlier micro-batches, gradients at outputs."""
 
 MAX_CALLS = 256
-TALKING = frozenset({"SyncBatchNorm", "FullyShardedDataParallel"})
-CPU_ONLY, CPU_AND_CUDA = ("cpu",), ("cpu", "cuda")
 _tracing = torch.compiler.is_dynamo_compiling
 _orders = itertools.count()  # of calls, over all models of the process
 LOOKED_AT = 3  # first calls, in which a forward that writes into its own parameters is found out
@@ -51,56 +47,6 @@ MOVERS = 64  # optimizers of which it is remembered whether they move a model
 _version: Callable[[Tensor], int] = operator.attrgetter("_version")
 _buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = operator.attrgetter("_buffers")
 _params_of: Callable[[dict[str, Any]], list[Tensor]] = operator.itemgetter("params")
-
-
-@dataclass(slots=True, eq=False)
-class Call:
-    """One forward call: how it was made, and `gradients` that reached its outputs (by position; summed).
-
-    `order` grows from call to call, over all models; `step` counts the optimizer steps before it. `versions` are
-    those of the tensors among the arguments; `seeds` the bytes of the gradients, `tasks` the graph tasks that brought
-    them; `reason` says why it cannot be run again ("" = it can); `caller` is the line that made the call; autograd
-    nodes numbered `ended` and later were made after it; `losses` are those seen of the calls of this model that are
-    `looked` at; `indices` are the samples it was told to be of
-    (`Watch.batch`).
-    """
-
-    order: int
-    step: int
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any]
-    versions: list[int]
-    generators: Generators
-    buffers: dict[str, Tensor]
-    autocast: dict[str, tuple[bool, torch.dtype]]
-    training: bool
-    caller: tuple[CodeType, int] | None
-    indices: Any = None
-    nbytes: int = 0
-    seeds: int = 0
-    outputs: int = 0
-    ended: int = 0
-    gradients: dict[int, Tensor] = field(default_factory=dict)
-    tasks: set[int] = field(default_factory=set)
-    looked: bool = False
-    losses: Losses = field(default_factory=Losses)
-    reason: str = ""
-
-    def release(self, reason: str) -> None:
-        """Let go of every tensor; the call can no longer be run again."""
-        self.args, self.kwargs, self.versions = (), {}, []
-        self.buffers, self.gradients, self.reason = {}, {}, reason
-        self.nbytes = 0
-
-    @contextlib.contextmanager
-    def recorded_modes(self) -> Iterator[None]:
-        """Autocast and grad mode as they were."""
-        with contextlib.ExitStack() as stack:
-            for device in CPU_AND_CUDA if torch.cuda.is_initialized() else CPU_ONLY:
-                enabled, dtype = self.autocast.get(device, (False, None))
-                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False))
-            stack.enter_context(torch.enable_grad())
-            yield
 
 
 class Outermost:
@@ -258,8 +204,8 @@ class ModelRecorder:
             if capturing():
                 return
             self._outermost.now = self
-            held, given = _held(args, kwargs)
-            nbytes = sum(map(_nbytes, given))
+            held, given = held_arguments(args, kwargs)
+            nbytes = sum(map(size_of, given))
             if self._light and nbytes > self._max_bytes:
                 return
             generators = self._generators.before()
@@ -280,7 +226,7 @@ class ModelRecorder:
                 versions=list(map(_version, given)),
                 generators=generators,
                 buffers={} if self._buffers is None else self._buffers.held(first=not self.calls),
-                autocast=_autocasts() if dispatch_modes.any_autocast() else {},
+                autocast=autocasts() if dispatch_modes.any_autocast() else {},
                 training=module.training,
                 caller=caller,
                 indices=self.indices,
@@ -360,7 +306,7 @@ class ModelRecorder:
             call.gradients[position] = before + kept
             return
         call.gradients[position] = kept
-        size = _nbytes(kept)
+        size = size_of(kept)
         call.nbytes += size
         call.seeds += size
         if call.seeds > self._max_bytes:
@@ -402,60 +348,6 @@ def _gradient(recording: ModelRecorder, call: Call, position: int, grad: Tensor)
             recording._hold_gradient(call, position, grad)
     except Exception as error:
         recording._failed("localise", error)
-
-
-def shared(model: nn.Module, modules: Sequence[nn.Module] | None = None) -> str:
-    """The reason why the forward of a model, of these `modules`, cannot be run by one rank alone; "" where it can."""
-    modules = module_tree.modules(model) if modules is None else modules
-    for kind in set(map(type, modules)):
-        for base in kind.__mro__:
-            if base.__name__ in TALKING:
-                return f"the forward of {kind.__name__} communicates with other ranks"
-    return ungatherable(model) if spread(module_tree.parameters_in(modules)) else ""
-
-
-def inner(model: nn.Module) -> nn.Module:
-    """The module whose forward computes, inside what DDP and torch.compile wrap around it."""
-    while True:
-        wrapped = getattr(model, "_orig_mod", None)
-        if isinstance(model, DistributedDataParallel):
-            wrapped = model.module
-        if not isinstance(wrapped, nn.Module):
-            return model
-        model = wrapped
-
-
-def _held(
-    args: tuple[Any, ...], kwargs: dict[str, Any]
-) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], list[Tensor]]:
-    """The arguments and the tensors in them; what is computed from others is held without the graph behind it."""
-    given: list[Tensor] = []
-    for value in args:
-        if not isinstance(value, Tensor):
-            break
-        given.append(value if value.grad_fn is None else _alias(value))
-    if not kwargs and len(given) == len(args):  # nearly every model; a walk through containers takes 10 us
-        return (tuple(given), {}), given
-    held = tensors_replaced(_alias, (args, kwargs))
-    return held, tensors(held)
-
-
-def _alias(tensor: Tensor) -> Tensor:
-    if tensor.grad_fn is None:
-        return tensor
-    return tensor.detach().requires_grad_()
-
-
-def _nbytes(tensor: Tensor) -> int:
-    return tensor.numel() * tensor.element_size()
-
-
-def _autocasts() -> dict[str, tuple[bool, torch.dtype]]:
-    """Of every device that may compute here."""
-    return {
-        device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
-        for device in (CPU_AND_CUDA if torch.cuda.is_initialized() else CPU_ONLY)
-    }
 
 
 def _versions(module: nn.Module) -> dict[int, int]:

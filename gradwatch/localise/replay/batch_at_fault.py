@@ -5,8 +5,9 @@ from __future__ import annotations
 from torch import nn
 
 from gradwatch.localise.hold.batch_hash import fingerprint
-from gradwatch.localise.hold.model_recorder import Call, inner
+from gradwatch.localise.hold.inner_model import inner
 from gradwatch.localise.hold.module_attributes import Refused
+from gradwatch.localise.hold.recorded_call import Call
 from gradwatch.localise.replay.step_replay import refuse, within
 from gradwatch.records.finding import Batch, Finding
 

@@ -18,9 +18,10 @@ from gradwatch.incidents.bundle.incident_json import CallDocument, GeneratorStat
 from gradwatch.localise.diagnosis.python_frames import frame_of
 from gradwatch.localise.diagnosis.tensor_values import tensors
 from gradwatch.localise.hold.batch_hash import fingerprint
-from gradwatch.localise.hold.model_recorder import Call, inner, shared
+from gradwatch.localise.hold.inner_model import inner, shared
 from gradwatch.localise.hold.module_attributes import Refused
 from gradwatch.localise.hold.random_generators import CPU, NUMPY, PYTHON, Generators, of_cuda
+from gradwatch.localise.hold.recorded_call import Call
 from gradwatch.localise.replay.arguments_json import encode, missing
 from gradwatch.localise.replay.fsdp2_all_gather import is_spread
 from gradwatch.localise.replay.step_replay import refuse

@@ -31,9 +31,10 @@ from gradwatch.localise.diagnosis.module_gain import Profile, suspect
 from gradwatch.localise.diagnosis.python_frames import OURS, TORCH
 from gradwatch.localise.diagnosis.tensor_values import finite, tensors
 from gradwatch.localise.hold.batch_hash import fingerprint
-from gradwatch.localise.hold.model_recorder import Call, inner
+from gradwatch.localise.hold.inner_model import inner
 from gradwatch.localise.hold.module_attributes import Refused
 from gradwatch.localise.hold.random_generators import CPU, NUMPY, PYTHON, Generators, Source, of_cuda
+from gradwatch.localise.hold.recorded_call import Call
 from gradwatch.localise.replay.arguments_json import DTYPES, TreeError, decode
 from gradwatch.localise.replay.bundle_evidence import NO_GRADIENT
 from gradwatch.localise.replay.step_replay import replay

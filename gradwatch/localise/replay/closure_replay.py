@@ -15,7 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwatch.localise.hold.model_recorder import MAX_BYTES, shared
+from gradwatch.localise.hold.inner_model import shared
+from gradwatch.localise.hold.model_recorder import MAX_BYTES
 from gradwatch.localise.hold.module_attributes import Refused, written_in_place
 from gradwatch.localise.hold.random_generators import Generators
 from gradwatch.localise.replay.fsdp2_all_gather import is_spread

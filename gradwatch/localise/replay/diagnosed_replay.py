@@ -9,8 +9,9 @@ from torch import Tensor, nn
 
 from gradwatch.localise.diagnosis.diagnose import diagnose, warned
 from gradwatch.localise.diagnosis.module_gain import Profile, suspect
-from gradwatch.localise.hold.model_recorder import Call, inner
+from gradwatch.localise.hold.inner_model import inner
 from gradwatch.localise.hold.module_attributes import Refused
+from gradwatch.localise.hold.recorded_call import Call
 from gradwatch.localise.replay.cause_among_ranks import RankAgreement
 from gradwatch.localise.replay.fsdp2_all_gather import gather, is_spread, refuse_gathering
 from gradwatch.localise.replay.step_replay import Trace, replay

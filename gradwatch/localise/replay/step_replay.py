@@ -19,8 +19,10 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from gradwatch.localise.diagnosis.python_frames import frame_of
 from gradwatch.localise.diagnosis.tensor_values import describe, finite, state, tensors
-from gradwatch.localise.hold.model_recorder import MAX_BYTES, Call, inner
+from gradwatch.localise.hold.inner_model import inner
+from gradwatch.localise.hold.model_recorder import MAX_BYTES
 from gradwatch.localise.hold.module_attributes import Refused, written_in_place
+from gradwatch.localise.hold.recorded_call import Call
 from gradwatch.localise.replay.backward_nodes import Culprit
 from gradwatch.localise.replay.forward_operations import Origin, key_of
 from gradwatch.localise.replay.fsdp2_all_gather import without_fsdp

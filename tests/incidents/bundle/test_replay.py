@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from gradwatch.cli import main
 from gradwatch.errors import GradwatchError
 from gradwatch.incidents.bundle.bundle_reader import BundleError, read_document, read_tensors
-from gradwatch.localise.hold.model_recorder import inner
+from gradwatch.localise.hold.inner_model import inner
 from gradwatch.localise.replay.bundle_evidence import NO_GRADIENT
 from gradwatch.localise.replay.bundle_replay import Rerun, load_weights
 from gradwatch.records.finding import Finding

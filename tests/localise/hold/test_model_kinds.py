@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradwatch.localise.hold.model_recorder import MAX_BYTES, Call
+from gradwatch.localise.hold.model_recorder import MAX_BYTES
+from gradwatch.localise.hold.recorded_call import Call
 from gradwatch.localise.hold.step_recorder import StepRecorder
 
 

@@ -1,0 +1,103 @@
+"""One forward call as it is held: its arguments, the state before it, the gradients that reached its outputs."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from types import CodeType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gradwatch.localise.diagnosis.loss_terms import Losses
+from gradwatch.localise.diagnosis.tensor_values import tensors
+from gradwatch.localise.hold.random_generators import Generators
+from gradwatch.taps.nested_containers import tensors_replaced
+
+CPU_ONLY, CPU_AND_CUDA = ("cpu",), ("cpu", "cuda")
+
+
+@dataclass(slots=True, eq=False)
+class Call:
+    """One forward call: how it was made, and `gradients` that reached its outputs (by position; summed).
+
+    `order` grows from call to call, over all models; `step` counts the optimizer steps before it. `versions` are
+    those of the tensors among the arguments; `seeds` the bytes of the gradients, `tasks` the graph tasks that brought
+    them; `reason` says why it cannot be run again ("" = it can); `caller` is the line that made the call; autograd
+    nodes numbered `ended` and later were made after it; `losses` are those seen of the calls of this model that are
+    `looked` at; `indices` are the samples it was told to be of
+    (`Watch.batch`).
+    """
+
+    order: int
+    step: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    versions: list[int]
+    generators: Generators
+    buffers: dict[str, Tensor]
+    autocast: dict[str, tuple[bool, torch.dtype]]
+    training: bool
+    caller: tuple[CodeType, int] | None
+    indices: Any = None
+    nbytes: int = 0
+    seeds: int = 0
+    outputs: int = 0
+    ended: int = 0
+    gradients: dict[int, Tensor] = field(default_factory=dict)
+    tasks: set[int] = field(default_factory=set)
+    looked: bool = False
+    losses: Losses = field(default_factory=Losses)
+    reason: str = ""
+
+    def release(self, reason: str) -> None:
+        """Let go of every tensor; the call can no longer be run again."""
+        self.args, self.kwargs, self.versions = (), {}, []
+        self.buffers, self.gradients, self.reason = {}, {}, reason
+        self.nbytes = 0
+
+    @contextlib.contextmanager
+    def recorded_modes(self) -> Iterator[None]:
+        """Autocast and grad mode as they were."""
+        with contextlib.ExitStack() as stack:
+            for device in CPU_AND_CUDA if torch.cuda.is_initialized() else CPU_ONLY:
+                enabled, dtype = self.autocast.get(device, (False, None))
+                stack.enter_context(torch.autocast(device, dtype=dtype, enabled=enabled, cache_enabled=False))
+            stack.enter_context(torch.enable_grad())
+            yield
+
+
+def held_arguments(
+    args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[tuple[Any, ...], dict[str, Any]], list[Tensor]]:
+    """The arguments and the tensors in them; what is computed from others is held without the graph behind it."""
+    given: list[Tensor] = []
+    for value in args:
+        if not isinstance(value, Tensor):
+            break
+        given.append(value if value.grad_fn is None else _alias(value))
+    if not kwargs and len(given) == len(args):  # nearly every model; a walk through containers takes 10 us
+        return (tuple(given), {}), given
+    held = tensors_replaced(_alias, (args, kwargs))
+    return held, tensors(held)
+
+
+def _alias(tensor: Tensor) -> Tensor:
+    if tensor.grad_fn is None:
+        return tensor
+    return tensor.detach().requires_grad_()
+
+
+def size_of(tensor: Tensor) -> int:
+    """Bytes of a tensor."""
+    return tensor.numel() * tensor.element_size()
+
+
+def autocasts() -> dict[str, tuple[bool, torch.dtype]]:
+    """Autocast of every device that may compute here."""
+    return {
+        device: (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        for device in (CPU_AND_CUDA if torch.cuda.is_initialized() else CPU_ONLY)
+    }
