@@ -123,7 +123,7 @@ class RankMeeting:
         start = sum(len(found[table][0]) for table in order[: order.index(digest)])
         leader = next(rank for rank, hello in enumerate(met.hellos) if hello["table"] == digest)
         here = [dense(param.detach()).numel() for param in captured.params]
-        sampled = tuple(name for name in self._requirements.sampled if name in sharded_norms.REDUCED_SAMPLES)
+        sampled = tuple(name for name in self._requirements.sampled if name in sharded_norms.REDUCED_COLUMNS)
         return Layout(
             sites=parameter_manifest.joined([found[table] for table in order]),
             own=np.arange(start, start + len(held)),

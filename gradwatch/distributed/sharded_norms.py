@@ -15,12 +15,14 @@ from gradwatch.capture.window_norms import Norms, WindowNorms
 from gradwatch.distributed.all_reduced_facts import UPDATED, Layout, ReducedFacts, Vector
 from gradwatch.reading.batched import FLOAT32_MAX, Detail
 from gradwatch.reading.cpu import CpuNorms
+from gradwatch.records.columns import CATALOGUE, COSTLY_COLUMNS
 from gradwatch.records.snapshot import Column
 
 HOLDER = 2.0**26
 """Added to a rank's `calls` of a parameter it had a gradient for: sums count arrivals and ranks at once."""
-REDUCED_SAMPLES = ("zero_fraction", "weight_norm", "update_ratio")
-"""Sampled columns that can be made of shards' by adding up; the largest element (`max_abs`) cannot."""
+BY_ELEMENTS = frozenset(one.name for one in CATALOGUE if one.sharded == "mean by elements")
+REDUCED_COLUMNS = tuple(one.name for one in CATALOGUE if one.name in COSTLY_COLUMNS and one.sharded)
+"""Columns of whole tensors that can be made of shards' by adding up; the largest element (`max_abs`) cannot."""
 
 
 def pool(
@@ -57,7 +59,7 @@ def pool(
 def _addable(layout: Layout, name: str, column: Column, columns: Mapping[str, Column]) -> Vector:
     """A shard's value in the form in which those of all shards add up."""
     values = column.values.astype(np.float64)
-    if name == "zero_fraction":
+    if name in BY_ELEMENTS:
         return values * layout.share
     if name == "update_ratio":
         return np.square(values * np.maximum(columns[UPDATED].values, WEIGHT_NORM_FLOOR))
@@ -90,7 +92,7 @@ def pooled_window(reduced: ReducedFacts, window: WindowNorms) -> WindowNorms:
 
 
 def pooled_columns(reduced: ReducedFacts) -> dict[str, Column]:
-    """The sampled columns of the whole parameters."""
+    """The columns of whole tensors, of the whole parameters."""
     found = {}
     for name in reduced.layout.sampled:
         present = reduced.column(f"{name}/present") > 0
@@ -101,7 +103,7 @@ def pooled_columns(reduced: ReducedFacts) -> dict[str, Column]:
 
 def _added_up(reduced: ReducedFacts, name: str) -> Vector:
     total = reduced.column(name)
-    if name == "zero_fraction":
+    if name in BY_ELEMENTS:
         return total
     if name == "update_ratio":
         return np.sqrt(total) / np.maximum(np.sqrt(reduced.column(UPDATED)), WEIGHT_NORM_FLOOR)

@@ -17,12 +17,13 @@ from gradwatch.engine.engine_state import EngineState, empty_state
 from gradwatch.engine.fast_path import FastPath
 from gradwatch.engine.judge import Step, firing_now
 from gradwatch.engine.rule_plan import NO_BANK, Plan, make_plan
-from gradwatch.engine.series import FREE_COLUMNS, labels
+from gradwatch.engine.series import labels
 from gradwatch.engine.strictest_clip import Failed
 from gradwatch.engine.unmatched_rules import admit, may_miss, refusals, unmatched
 from gradwatch.engine.unsupported_rules import Refusal
 from gradwatch.errors import GradwatchError
 from gradwatch.policies.norm_bound import Bound
+from gradwatch.records.columns import FREE_COLUMNS
 from gradwatch.records.decision import Decision
 from gradwatch.records.run_info import RuleInfo
 from gradwatch.records.snapshot import BoolArray, Sites, Snapshot

@@ -1,6 +1,6 @@
 """Columns that the capture must read beyond the free ones, and of which sites at which steps: the union over all rules.
 
-A rule judges a column of `SAMPLED` at its own cadence and at no other, however often another rule asks for the same.
+A rule judges a column of `COSTLY_COLUMNS` at its own cadence and at no other, however often another asks for it.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ from gradwatch.records.snapshot import BoolArray
 from gradwatch.rules.rule_set import Rule
 
 EVERY_STEP = frozenset({1})
+OF_UPDATES = frozenset({"update_norm", "update_ratio"})
+"""Columns that compare weights with those of the step before."""
 Cadences = Mapping[str, frozenset[int]]
 
 
@@ -81,7 +83,7 @@ class Needs:
 
 def first_step(column: str) -> int:
     """The first step with a value of a column: the update of step s is seen at the boundary of s + 1."""
-    return 1 if column == "update_ratio" else 0
+    return 1 if column in OF_UPDATES else 0
 
 
 def needs_of(rules: Iterable[Rule], free: frozenset[str]) -> Needs:

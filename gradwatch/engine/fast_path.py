@@ -23,9 +23,8 @@ from numpy.typing import NDArray
 from gradwatch.detectors import Detector, State, first_crossed, may_breach
 from gradwatch.engine.engine_state import EngineState
 from gradwatch.engine.rule_plan import NO_BANK, Bank, Plan, RulePlan
-from gradwatch.engine.series import COUNT_COLUMNS
 from gradwatch.engine.snapshot_reader import Reader
-from gradwatch.records.columns import RANK_COLUMNS, SCALAR_COLUMNS
+from gradwatch.records.columns import COUNT_COLUMNS, RANK_COLUMNS, SCALAR_COLUMNS
 from gradwatch.records.snapshot import Snapshot
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)

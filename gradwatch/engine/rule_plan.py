@@ -12,11 +12,11 @@ import numpy as np
 from gradwatch.detectors import Detector, Sample
 from gradwatch.engine.clip_policy_binding import bind_clipping
 from gradwatch.engine.columns_needed import Needs, needs_of
-from gradwatch.engine.series import FREE_COLUMNS, Series, roots_of, series_of
+from gradwatch.engine.series import Series, roots_of, series_of
 from gradwatch.engine.snapshot_reader import Reader
 from gradwatch.engine.staggering import Staggering
 from gradwatch.engine.strictest_clip import NO_CLIPPING, Clipping
-from gradwatch.records.columns import MODULE_COLUMNS, RANK_COLUMNS
+from gradwatch.records.columns import FREE_COLUMNS, MODULE_COLUMNS, RANK_COLUMNS
 from gradwatch.records.snapshot import BoolArray, FloatArray, Sites
 from gradwatch.rules.rule_set import Action, Rule, RuleSet
 

@@ -14,23 +14,18 @@ from numpy.typing import NDArray
 
 from gradwatch.detectors import Detector
 from gradwatch.engine.staggering import Staggering
-from gradwatch.records.columns import MODULE_COLUMNS, RANK_COLUMNS, SCALAR_COLUMNS
+from gradwatch.records.columns import (
+    COUNT_COLUMNS,
+    FREE_COLUMNS,
+    MODULE_COLUMNS,
+    RANK_COLUMNS,
+    SCALAR_COLUMNS,
+)
 from gradwatch.records.snapshot import BoolArray, Sites
 from gradwatch.rules.rule_set import Group, Rule, RuleSet
 
 SeriesScope = Literal["param", "group", "total", "scalar"]
 Index = NDArray[np.intp]
-
-COUNT_COLUMNS = frozenset({"nonfinite", "nan_count", "inf_count", "norm_overflow"})
-"""Columns filled on suspicion only: when absent and the norms are finite, they are zero."""
-
-FREE_COLUMNS = frozenset(
-    {"norm", "rms", "norm_applied", "coef", "calls", "nonfinite", "norm_overflow", *SCALAR_COLUMNS}
-)
-"""Columns that are always there, or come by themselves when a norm is suspicious: not to be asked for."""
-
-ALWAYS = FREE_COLUMNS - set(SCALAR_COLUMNS) | COUNT_COLUMNS | {"total_norm"}
-"""Columns that every step has, so that a rule on one of them is never without data."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,14 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.detectors import Sample
-from gradwatch.engine.series import COUNT_COLUMNS, Index, Series, roots_of
+from gradwatch.engine.series import Index, Series, roots_of
+from gradwatch.records.columns import AVERAGED, COUNT_COLUMNS, LARGEST, SMALLEST, SUMMED
 from gradwatch.records.snapshot import BoolArray, FloatArray, Snapshot
-
-SUMMED = COUNT_COLUMNS | {"calls"}
-SMALLEST = frozenset({"coef"})
-LARGEST = frozenset({"max_abs", "update_ratio"})
-AVERAGED = frozenset({"zero_fraction", "activation_mean", "activation_std", "activation_near_zero"})
-"""How a group or a total is made of sites; columns in none of these sets are norms: root sum of squares."""
 
 DERIVED = frozenset({"norm_applied", "coef"})
 """Columns that `Snapshot.column` makes from the norms."""

@@ -83,14 +83,31 @@ def zeros(tensor: Tensor) -> int:
     return sum(map(_zeros, _chunks(tensor)))
 
 
-def zeros_and_largest(tensor: Tensor) -> tuple[int, float]:
-    """(number of elements that are exactly zero, largest magnitude or NaN if any element is), in one pass."""
-    count, largest = 0, 0.0
+def zeros_and_extremes(tensor: Tensor) -> tuple[int, float, float]:
+    """(number of elements that are exactly zero, smallest, largest: NaN if any element is), in one pass."""
+    count, lows, highs = 0, [], []
     for values in _chunks(tensor):
         count += _zeros(values)
-        high = max(float(values.max()), -float(values.min()))  # NaN if any element is
-        largest = high if high > largest or high != high else largest
-    return count, largest
+        lows.append(values.min())
+        highs.append(values.max())
+    return count, float(np.min(lows)), float(np.max(highs))
+
+
+def mean_and_std(tensor: Tensor) -> tuple[float, float]:
+    """(mean, standard deviation with division by n), in one pass.
+
+    Each chunk about a mean of its own, which are then joined (Chan, Golub and LeVeque 1983): a spread that is small
+    beside the mean is not lost.
+    """
+    count, mean, squares = 0, 0.0, 0.0
+    for values in _chunks(tensor):
+        size = values.size
+        part_mean, part_squares = silently(_moments, values)
+        apart = part_mean - mean
+        squares += part_squares + apart * apart * count * size / (count + size)
+        mean += apart * size / (count + size)
+        count += size
+    return mean, math.sqrt(squares / count)
 
 
 def norm(tensor: Tensor) -> float:
@@ -121,13 +138,30 @@ def _zeros(values: Values) -> int:
     return values.size - int(np.count_nonzero(nonzero))
 
 
+def _moments(values: Values) -> tuple[float, float]:
+    """(mean, sum of squared deviations from it) of a chunk."""
+    about = values.mean()
+    apart = np.subtract(values, about, _SCRATCH.change[values.dtype].reshape(-1)[: values.size])
+    offset, squares = float(np.add.reduce(apart)), _fast_square(apart)
+    if _certain(squares, values.size):
+        return float(about) + offset / values.size, max(0.0, squares - offset * offset / values.size)
+    wide = values.astype(np.float64)
+    mean = float(wide.mean())
+    return mean, float(np.add.reduce(np.square(wide - mean)))
+
+
 def _square(values: Values) -> float:
     """The sum of squares."""
+    total = _fast_square(values)
+    return total if _certain(total, values.size) else _exact(values)
+
+
+def _fast_square(values: Values) -> float:
     rows, rest = _in_rows(values)
     total = float(np.vdot(rest, rest))
     if len(rows):
         total += float(np.add.reduce(_squares(rows), dtype=np.float64))
-    return total if _certain(total, values.size) else _exact(values)
+    return total
 
 
 def _squares_of_change(new: Values, old: Values) -> tuple[float, float, float]:

@@ -10,9 +10,8 @@ from typing import Any, get_args
 import numpy as np
 
 from gradwatch.detectors.detector import Column
-from gradwatch.engine.series import COUNT_COLUMNS
 from gradwatch.errors import Problem, RuleFileError
-from gradwatch.records.columns import MODULE_COLUMNS, RANK_COLUMNS, SCALAR_COLUMNS
+from gradwatch.records.columns import COUNT_COLUMNS, MODULE_COLUMNS, RANK_COLUMNS, SCALAR_COLUMNS
 from gradwatch.records.decision import CLIP_SECTION
 from gradwatch.records.snapshot import Sites
 from gradwatch.rule_tests.schema import CaseEntry, Document, ExpectedAction, ExpectedEvent

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from gradwatch.records.columns import SCALAR_COLUMNS
+from gradwatch.records.columns import COSTLY_COLUMNS, SCALAR_COLUMNS
 
 if TYPE_CHECKING:  # numpy, which `gradwatch run` does without
     from gradwatch.records.decision import OnError
@@ -24,16 +24,8 @@ Tap = Literal["output", "full_backward"]
 NOT_BUILT: frozenset[str] = frozenset()
 """Actions that parse and validate but that this version cannot carry out: refused by name at attach."""
 
-SAMPLED = frozenset(
-    {
-        *("zero_fraction", "max_abs", "weight_norm", "update_ratio"),
-        *("activation_mean", "activation_std", "activation_near_zero"),
-    }
-)
-"""Columns that cost a read of whole tensors; see `Rule.staggered`."""
-
-SAMPLED_EVERY = 10
-"""`every` of a rule on one of them that does not say it and has no `do`."""
+COSTLY_EVERY = 10
+"""`every` of a rule on a column of `COSTLY_COLUMNS` that does not say it and has no `do`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +142,7 @@ class Rule:
 
         So where a column costs a read of whole tensors, each site is judged by itself, and no action waits for it.
         """
-        costly = self.detect.columns[0] in SAMPLED
+        costly = self.detect.columns[0] in COSTLY_COLUMNS
         return costly and self.every > 1 and self.scope == "param" and self.detect.elementwise and not self.do
 
     @property

@@ -1,4 +1,4 @@
-"""Columns of parameters that cost a read of whole tensors: zero fraction, max|g|, weight norm, update ratio.
+"""Columns of parameters that cost a read of whole tensors: values of gradients, norms of weights and of updates.
 
 Each is read exactly, and only of the parameters that some rule judges at this step (`Needs`); of a staggered rule
 these are about one in `every`, by elements. An update ratio costs a copy of the weights, made one step before.
@@ -16,7 +16,7 @@ from torch import Tensor
 from gradwatch.capture.columns.gradient_values import GRADIENT_COLUMNS, read_gradient_values
 from gradwatch.capture.columns.pending_columns import MovedParameters, PendingColumns
 from gradwatch.capture.columns.update_ratio import WEIGHT_COLUMNS, WeightReader
-from gradwatch.engine.columns_needed import Needs
+from gradwatch.engine.columns_needed import OF_UPDATES, Needs
 from gradwatch.engine.staggering import Staggering
 from gradwatch.reading.device import Number
 from gradwatch.records.snapshot import BoolArray
@@ -37,7 +37,7 @@ class ColumnReader:
         self._staggering = staggering
         self._count = len(staggering)
         self._names = sorted(self.wanted)
-        self._compares = "update_ratio" in self.wanted
+        self._compared = sorted(OF_UPDATES & self.wanted)
         self._reads_weights = bool(WEIGHT_COLUMNS & self.wanted)
         self._weights = WeightReader()
         period = math.lcm(*needs.cadences)
@@ -59,8 +59,8 @@ class ColumnReader:
             later = self._needs.next_due(name, step, self._staggering)
             if later is not None:
                 found.append(later)
-        if self._compares:  # what it compares is kept one step before
-            later = self._needs.next_due("update_ratio", step + 1, self._staggering)
+        for name in self._compared:  # what it compares is kept one step before
+            later = self._needs.next_due(name, step + 1, self._staggering)
             found += [] if later is None else [later - 1]
         return min(found, default=NEVER)
 
@@ -81,7 +81,7 @@ class ColumnReader:
             self._weights.discard()
             return None
         due = {name: at for name in self._names if (at := self._due(name, step, len(params)))}
-        keep = self._due("update_ratio", step + 1, len(params)) if self._compares else ()
+        keep = {k for name in self._compared for k in self._due(name, step + 1, len(params))}
         if not due and not keep:
             self._weights.discard()
             self.idle = range(step, self._next(step))
@@ -91,11 +91,12 @@ class ColumnReader:
         if of_gradients:
             read_gradient_values(pending, of_gradients, gradients, scale)
         if self._reads_weights:
-            self._weights.read(pending, step, params, due.get("weight_norm", ()), due.get("update_ratio", ()))
+            updates = {name: due[name] for name in self._compared if name in due}
+            self._weights.read(pending, step, params, due.get("weight_norm", ()), updates)
         if keep:  # but what gets no gradient, which no optimizer moves
             moved = MovedParameters(step)
             self.awaiting.append(moved)
-            self._weights.keep(step, params, [k for k in keep if gradients[k] is not None], moved)
+            self._weights.keep(step, params, [k for k in sorted(keep) if gradients[k] is not None], moved)
         return pending if due else None
 
     def _due(self, name: str, step: int, size: int) -> Sequence[int]:

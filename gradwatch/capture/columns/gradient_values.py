@@ -1,4 +1,4 @@
-"""Columns of gradient values: the fraction of exact zeros and the largest magnitude."""
+"""Columns of gradient values: the fraction of exact zeros, extremes, mean and standard deviation."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ import torch
 from torch import Tensor
 
 from gradwatch.capture.columns.pending_columns import Numbers, PendingColumns
-from gradwatch.reading.chunks import zeros, zeros_and_largest
+from gradwatch.reading.chunks import mean_and_std, zeros, zeros_and_extremes
 from gradwatch.reading.device import Number, on_host
 from gradwatch.reading.layouts import dense, flat
 
-GRADIENT_COLUMNS = frozenset({"zero_fraction", "max_abs"})
+_EXTREMES, _MOMENTS = frozenset({"max_abs", "min", "max"}), frozenset({"mean", "std"})
+GRADIENT_COLUMNS = _EXTREMES | _MOMENTS | {"zero_fraction"}
 
 
 def read_gradient_values(
@@ -35,22 +36,35 @@ def read_gradient_values(
                 numbers[name].put(k, number)
     for name, each in numbers.items():
         pending.present[name] = each.present(pending.count)
-        pending.parts[name] = each.send(pending.count, scale if name == "max_abs" else 1.0)
+        pending.parts[name] = each.send(pending.count, 1.0 if name == "zero_fraction" else scale)
 
 
 def _read(tensor: Tensor, names: Sequence[str]) -> Sequence[float | Tensor]:
     if not on_host(tensor):
         vector = flat(tensor)
         return [_on_device(name, vector) for name in names]
-    if "max_abs" not in names:
-        return [zeros(tensor) / tensor.numel()]
-    count, largest = zeros_and_largest(tensor)
-    return [largest if name == "max_abs" else count / tensor.numel() for name in names]
+    found: dict[str, float] = {}
+    if not _EXTREMES.isdisjoint(names):
+        count, found["min"], found["max"] = zeros_and_extremes(tensor)
+        found["zero_fraction"], found["max_abs"] = count / tensor.numel(), max(found["max"], -found["min"])
+    elif "zero_fraction" in names:
+        found["zero_fraction"] = zeros(tensor) / tensor.numel()
+    if not _MOMENTS.isdisjoint(names):
+        found["mean"], found["std"] = mean_and_std(tensor)
+    return [found[name] for name in names]
 
 
 def _on_device(name: str, vector: Tensor) -> Tensor:
+    wide = torch.promote_types(vector.dtype, torch.float32)
     if name == "zero_fraction":
         return (vector.numel() - torch.count_nonzero(vector)).float() / vector.numel()
-    wide = torch.promote_types(vector.dtype, torch.float32)
-    largest: Tensor = torch.linalg.vector_norm(vector, float("inf")).to(wide)
-    return largest
+    found: Tensor
+    if name == "mean":
+        found = vector.mean(dtype=wide)
+    elif name == "std":
+        found = vector.to(wide).std(correction=0)
+    elif name == "max_abs":
+        found = torch.linalg.vector_norm(vector, float("inf")).to(wide)
+    else:
+        found = (vector.amin() if name == "min" else vector.amax()).to(wide)
+    return found

@@ -5,7 +5,7 @@ That change is the optimizer's, and whatever the script itself has written to th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -14,11 +14,12 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from gradwatch.capture.columns.pending_columns import MovedParameters, Numbers, PendingColumns, PendingValues
+from gradwatch.engine.columns_needed import OF_UPDATES
 from gradwatch.reading import chunks, foreach
 from gradwatch.reading.device import Floats, on_host, widest
 from gradwatch.reading.layouts import dense, flat
 
-WEIGHT_COLUMNS = frozenset({"weight_norm", "update_ratio"})
+WEIGHT_COLUMNS = frozenset({"weight_norm"}) | OF_UPDATES
 # A weight matrix that starts at zero (LoRA B, zero-init residuals) has a huge first ratio and no problem.
 WEIGHT_NORM_FLOOR = 0.1
 
@@ -72,14 +73,14 @@ class WeightReader:
         step: int,
         params: Sequence[Tensor],
         norms: Sequence[int],
-        ratios: Sequence[int],
+        updates: Mapping[str, Sequence[int]],
     ) -> None:
-        """Put the norms and the update ratios due at these positions into `pending`; a ratio where a copy was kept."""
+        """Put the norms and the `updates` due at these positions into `pending`; an update where a copy was kept."""
         kept, self._kept = self._kept, None
         copies: dict[int, Tensor] = {}
         if kept is not None and kept.step == step - 1:
-            here = (k for k in ratios if k in kept.copies)
-            copies = {k: kept.copies[k] for k in here if _alike(params[k], kept.copies[k])}
+            here = {k: kept.copies[k] for at in updates.values() for k in at if k in kept.copies}
+            copies = {k: copy for k, copy in here.items() if _alike(params[k], copy)}
         change, before, after = Numbers(), Numbers(), Numbers()
         asked = set(norms)
         for k, (moved_by, was, now) in _changes(params, copies).items():
@@ -94,10 +95,14 @@ class WeightReader:
             pending.parts["weight_norm"] = after.send(pending.count)
             pending.present["weight_norm"] = after.present(pending.count)
         if copies and kept is not None:
-            ratio = PendingRatio(change.send(pending.count), before.send(pending.count))
-            pending.parts["update_ratio"] = ratio
-            pending.present["update_ratio"] = change.present(pending.count)
-            pending.moved["update_ratio"] = kept.moved
+            changed, there = change.send(pending.count), change.present(pending.count)
+            ratio = PendingRatio(changed, before.send(pending.count))
+            for name, at in updates.items():
+                due = np.zeros(pending.count, np.bool_)
+                due[list(at)] = True
+                pending.parts[name] = ratio if name == "update_ratio" else changed
+                pending.present[name] = due & there
+                pending.moved[name] = kept.moved
 
     def keep(self, step: int, params: Sequence[Tensor], at: Sequence[int], moved: MovedParameters) -> None:
         """Copy the weights `at` these positions, to be compared with those of the next step."""

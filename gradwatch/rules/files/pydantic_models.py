@@ -66,9 +66,9 @@ class Timing(Model):
     """The keys that `defaults` and a rule share."""
 
     every: Count = unset(
-        "Evaluated at steps with step % every = 0, from whole tensors. Left out: every step; but a rule without "
-        "`do` on a column that costs a second look (zero_fraction, max_abs, weight_norm, update_ratio, "
-        "activation_*) then reads a sample, on three steps of each hundred."
+        "Evaluated at steps with step % every = 0; with scope param on a column that costs a read of whole "
+        "tensors, each parameter at a step of its own out of every so many. Left out: 1; 10 for a rule without "
+        "`do` on such a column (see gradwatch/docs/columns.md)."
     )
     warmup: Count = unset("Samples of a series before it may fire; only kinds with a baseline.")
     half_life: Count = unset("Half-life of the baseline in samples; only kinds with a baseline.")

@@ -23,9 +23,8 @@ from gradwatch.checkpoint import CheckpointHealthTracker
 from gradwatch.distributed.ranks import Ranks
 from gradwatch.engine import BoundEngine, Engine
 from gradwatch.engine.actions.backward_clips import asks_backward, at_step, drops_micro
-from gradwatch.engine.series import ALWAYS
 from gradwatch.errors import AttachError
-from gradwatch.records.columns import RANK_COLUMNS
+from gradwatch.records.columns import ALWAYS, RANK_COLUMNS
 from gradwatch.records.snapshot import Sites
 from gradwatch.session.binding.backward_actions import clipper_of, micro_drop_of, own_sites
 from gradwatch.session.binding.optimizer_rules import OptimizerRules, clip_section_of
