@@ -58,7 +58,7 @@ def owed() -> bool:
 
 
 def goes_on() -> None:
-    """What was to end this process has failed: there will be more to say."""
+    """Note that the process goes on after all, since `os.exec…` has failed: there will be more to say."""
     if os.getpid() in _said_by:
         _said_by.remove(os.getpid())
 
