@@ -37,7 +37,7 @@ _leaving: list[int] = []  # the process in which this is under way
 
 
 def listen(conclude: Conclude) -> Callable[[], None]:
-    """Call `conclude` before `os._exit` or `os.exec…` ends this process or a fork of it; the returned call ends that."""
+    """Call `conclude` before `os._exit` or `os.exec…` ends this process or a fork of it; returns the call to stop."""
     removes = [patch.listen(conclude) for patch in (_exit_patch, _execv_patch, _execve_patch)]
 
     def remove() -> None:
