@@ -57,6 +57,12 @@ def owed() -> bool:
     return trained and here[0] == os.getpid() and os.getpid() not in _said_by
 
 
+def goes_on() -> None:
+    """Note that the process goes on after all, since `os.exec…` has failed: there will be more to say."""
+    if os.getpid() in _said_by:
+        _said_by.remove(os.getpid())
+
+
 def say(account: Account | None = None, write: Callable[[str], None] = stderr.say) -> None:
     """Print what there is to say, once a process and at once, so that other processes do not write in between.
 

@@ -1,5 +1,8 @@
 """The end of a process by `os._exit`, which runs no exit handler: its journal gets its end, and its account is printed.
 
+So it is where `os.exec…` puts another program into its place. Should that fail, the script goes on unwatched, and its
+account is printed once more, at its end.
+
 Training scripts end so to get past threads that would hold Python up (DataLoaders, loggers). Forked children, those of
 multiprocessing included, leave by it too: where nothing was trained in the process itself the call is Python's own. The
 exit status, and what the script has left unflushed in its streams, are as bare. It may be called at any moment, by a
@@ -34,8 +37,14 @@ _leaving: list[int] = []  # the process in which this is under way
 
 
 def listen(conclude: Conclude) -> Callable[[], None]:
-    """Call `conclude` before `os._exit` ends this process, or one forked from it; the returned call ends that."""
-    return _patch.listen(conclude)
+    """Call `conclude` before `os._exit` or `os.exec…` ends this process or a fork of it; returns the call to stop."""
+    removes = [patch.listen(conclude) for patch in (_exit_patch, _execv_patch, _execve_patch)]
+
+    def remove() -> None:
+        for each in removes:
+            each()
+
+    return remove
 
 
 def _make(layer: Layer[Conclude]) -> Callable[..., Any]:
@@ -54,7 +63,40 @@ def _make(layer: Layer[Conclude]) -> Callable[..., Any]:
     return _exit
 
 
-_patch: Patch[Conclude] = Patch(os, "_exit", _make)
+def _make_exec(layer: Layer[Conclude]) -> Callable[..., Any]:
+    original = layer.original
+
+    @functools.wraps(original)
+    def execute(path: Any, *args: Any, **kwargs: Any) -> Any:
+        pid = os.getpid()
+        # `os.execvp` tries one folder after another.
+        ends = original in (posix.execv, posix.execve) and _is_program(path)
+        if not (ends and layer.listeners and exit_summary.owed() and pid not in _leaving):
+            return original(path, *args, **kwargs)
+        _leaving.append(pid)
+        _conclude(layer, functools.partial(original, path, *args, **kwargs))
+        try:
+            return original(path, *args, **kwargs)
+        finally:  # it has failed
+            _leaving.remove(pid)
+            exit_summary.goes_on()
+
+    execute.__module__ = "os"
+    return execute
+
+
+_exit_patch: Patch[Conclude] = Patch(os, "_exit", _make)
+_execv_patch: Patch[Conclude] = Patch(os, "execv", _make_exec)
+_execve_patch: Patch[Conclude] = Patch(os, "execve", _make_exec)
+"""Those two that the others of their family call."""
+
+
+def _is_program(path: Any) -> bool:
+    """True if this is a file that may be executed, or the number of an open one."""
+    try:
+        return isinstance(path, int) or (os.path.isfile(path) and os.access(path, os.X_OK))
+    except (TypeError, ValueError):
+        return False
 
 
 def _status(*args: Any, **kwargs: Any) -> int | None:

@@ -156,6 +156,69 @@ def test_a_lock_that_the_interrupted_code_holds_does_not_keep_the_process(tmp_pa
     assert done.returncode == 7, done.stderr
 
 
+EXEC = """
+step()
+if "again" not in sys.argv:
+    for wrong in (("/no/such", ["x"]), ("/etc/passwd", ["x"]), (3.5, ["x"]), ("python-none", ["x"])):
+        try:
+            os.execvp(*wrong) if wrong[0] == "python-none" else os.execv(*wrong)
+        except Exception as error:
+            print(type(error).__name__, error, flush=True)
+    EXECUTE
+print("second", flush=True)
+"""
+EXECS = {
+    "execv": "os.execv(sys.executable, [sys.executable, sys.argv[0], 'again'])",
+    "execve": "os.execve(sys.executable, [sys.executable, sys.argv[0], 'again'], os.environ)",
+    "execlp": "os.execlp(sys.executable, sys.executable, sys.argv[0], 'again')",
+    "to a shell": "os.execlp('sh', 'sh', '-c', 'echo second')",
+}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param(call, id=name, marks=[pytest.mark.soak] if name in ("execve", "execlp") else [])
+        for name, call in EXECS.items()
+    ],
+)
+def test_a_process_that_another_program_takes_the_place_of_has_its_account(call: str, tmp_path: Path) -> None:
+    """What each image has trained is in one line of its own; calls that fail raise as bare, and nothing is said."""
+    script = LOOP + EXEC.replace("EXECUTE", call)
+    done = run(tmp_path, script)
+    (tmp_path / "bare.py").write_text(script)
+    bare = execute_warm([sys.executable, "bare.py"], tmp_path)
+    assert (done.returncode, done.stdout) == (bare.returncode, bare.stdout), done.stderr
+    images = 1 if "echo" in call else 2
+    told = [line.split(" · ")[0] for line in lines(done) if "baselines" not in line]
+    assert told == ["gradwatch: 5 of 5 steps watched"] * images
+
+
+FAILS = """
+import stat
+broken = os.path.abspath("broken")
+with open(broken, "w") as file:
+    file.write("no program")
+os.chmod(broken, 0o755)
+try:
+    os.execv(broken, [broken])
+except OSError as error:
+    print(type(error).__name__, flush=True)
+step()
+"""
+
+
+def test_a_script_that_goes_on_after_all_has_its_account_at_its_end(tmp_path: Path) -> None:
+    """The call fails at the last moment: what was trained after it is told as not watched."""
+    done = run(tmp_path, LOOP + FAILS)
+    assert (done.returncode, done.stdout) == (0, "OSError\n"), done.stderr
+    assert [line.split(" · ")[0] for line in lines(done)][:2] == [
+        "gradwatch: 4 of 4 steps watched",
+        "gradwatch: 4 of 5 steps watched",
+    ]
+    assert "1 of 5 optimizer steps not watched" in done.stderr
+
+
 FORKS = """
 import multiprocessing, pickle
 from torch.utils.data import DataLoader

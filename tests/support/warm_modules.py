@@ -41,6 +41,13 @@ class MadeModules(MetaPathFinder):
                 importlib.import_module(name)
         self._made = {name: sys.modules.pop(name) for name in [*sys.modules] if _ours(name)}
         self._imports: Mapping[str, Sequence[str]] = imports
+        for (
+            name,
+            module,
+        ) in self._made.items():  # else `from package import module` finds it without an import
+            package, _, attribute = name.rpartition(".")
+            if vars(self._made.get(package, module)).get(attribute) is module:
+                delattr(self._made[package], attribute)
 
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
