@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple
 
 Of = Literal["parameter", "module", "rank", "step"]
 Grouped = Literal["root sum of squares", "root mean square", "mean", "sum", "largest", "smallest", ""]
-Reads = Literal["", "gradient", "weight", "weight, twice", "output"]
+Reads = Literal["", "gradient", "weight", "weight and a copy", "output"]
 Ranks = Literal["sum of squares", "sum", "mean by elements", "mean", "same on all", ""]
 
 
@@ -97,9 +97,15 @@ CATALOGUE: tuple[ColumnInfo, ...] = (
     _values("mean", "g", "the mean of the elements", "mean", "mean by elements"),
     _values("std", "g", "the standard deviation of the elements (divided by n)", ""),
     _weights("weight_norm", "‖w‖", "L2 norm of the weight, before the step", _ROOT, "weight"),
-    _weights("update_norm", "‖Δw‖", "L2 norm of what the step before has changed", _ROOT, "weight, twice"),
     _weights(
-        "update_ratio", "‖Δw‖/‖w‖", "the same by the weight's norm, at least 0.1", "largest", "weight, twice"
+        "update_norm", "‖Δw‖", "L2 norm of what the step before has changed", _ROOT, "weight and a copy"
+    ),
+    _weights(
+        "update_ratio",
+        "‖Δw‖/‖w‖",
+        "the same by the weight's norm, at least 0.1",
+        "largest",
+        "weight and a copy",
     ),
     _modules("grad_output_norm", "‖g‖", "L2 norm of the gradient of a module's outputs", _ROOT),
     _modules("grad_input_norm", "‖g‖", "L2 norm of the gradient of a module's inputs", _ROOT),

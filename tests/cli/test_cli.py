@@ -135,6 +135,37 @@ def test_check_speaks_json(bad: str, good: str, capsys: pytest.CaptureFixture[st
     assert second["enabled"] == 1
 
 
+def test_check_says_what_columns_cost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--cost`: cadence and reads of each column, with `--model` in bytes a step; a wrong model is named."""
+    (tmp_path / "made.py").write_text(
+        "from torch import nn\nbuild = lambda: nn.Linear(1000, 500)\nsize = lambda: 3\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert main(["rules", "check", "default", "--cost", "--model", "made:build"]) == 0
+    said = capsys.readouterr().out
+    assert "zero_fraction  gradient           each every 10 steps  dead" in said
+    assert (
+        "2 parameters: 2 MB of gradients a step for their norms, and for these columns 0.8 MB on average"
+        in said
+    )
+    assert main(["rules", "check", "default", "--cost", "--json"]) == 0
+    (report,) = json.loads(capsys.readouterr().out)["files"]
+    assert [one["column"] for one in report["cost"]["columns"]] == [
+        "zero_fraction",
+        "weight_norm",
+        "update_ratio",
+    ]
+    for words in (
+        ["--cost", "--model", "made:size"],
+        ["--cost", "--model", "made:none"],
+        ["--model", "made:build"],
+    ):
+        assert main(["rules", "check", "default", *words]) == 2
+        assert "--model" in capsys.readouterr().err
+
+
 def test_check_of_a_missing_file_is_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """What cannot be read at all is no finding about its content."""
     assert main(["rules", "check", str(tmp_path / "none.yaml")]) == 2

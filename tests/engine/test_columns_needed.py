@@ -136,3 +136,66 @@ def test_acting_between_the_steps_a_rule_is_asked_on_is_refused(do: str) -> None
     """An action on the gradients of a step needs a verdict on every step: `every: 2` is refused."""
     with pytest.raises(RuleFileError, match="GW211"):
         parse_rules(f"{HEAD}  r: {{detect: {{kind: nonfinite}}, every: 2, do: [{do}]}}\n")
+
+
+@pytest.mark.parametrize("every", [1, 2, 3, 10])
+@pytest.mark.parametrize("beside", [False, True])
+def test_every_parameter_is_judged_once_in_a_cadence(every: int, beside: bool) -> None:
+    """Evaluations are counted per parameter, whose phases differ; those of other rules beside it change none."""
+    others = (
+        "  total: {detect: {kind: above, of: max_abs, threshold: -1}, scope: total, for: 1, every: 4}\n"
+        "  often: {detect: {kind: above, of: max_abs, threshold: -1}, for: 1, every: 7}\n"
+    )
+    rules = parse_rules(
+        f"{HEAD}  mine: {{detect: {{kind: above, of: max_abs, threshold: -1}}, for: 1, every: {every}}}\n"
+        + (others if beside else "")
+    )
+    model = nn.Sequential(*(nn.Linear(300, 300) for _ in range(4)))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+    sink = Kept()
+    with gradwatch.watch(model, optimizer, rules=rules, sinks=[sink], strict=True):
+        for _ in range(60):
+            optimizer.zero_grad()
+            model(torch.ones(2, 300)).sum().backward()
+            optimizer.step()
+    judged = np.array([record.verdict.breaching.get("mine", np.zeros(8, bool)) for record in sink.records])
+    assert (judged.sum(0) == 60 // every).all()
+    assert all((np.diff(np.flatnonzero(judged[:, k])) == every).all() for k in range(8))
+    if every > 1:  # the weights are spread, so no step reads them all
+        assert not judged[:, ::2].all(1).any()
+
+
+LATE: dict[str, tuple[str, int]] = {"stuck": ("lr", 0), "update-too-big": ("rate", 50), "dead": ("relu", 60)}
+
+
+@pytest.mark.parametrize("rule", LATE)
+@pytest.mark.parametrize("size", [16, 400])
+def test_the_default_pack_tells_within_twenty_steps(rule: str, size: int) -> None:
+    """A learning rate of 0, one that is a thousand times too high for 15 steps, a layer that has died."""
+    what, onset = LATE[rule]
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        nn.Linear(size, size), nn.ReLU(), nn.Linear(size, size), nn.ReLU(), nn.Linear(size, 2)
+    )
+    optimizer = torch.optim.SGD(model.parameters(), 0.0 if what == "lr" else 1e-3)
+    sink = Kept()
+    with gradwatch.watch(model, optimizer, sinks=[sink], strict=True):
+        for step in range(onset + 22):
+            if what == "rate":
+                optimizer.param_groups[0]["lr"] = 1.0 if onset <= step < onset + 15 else 1e-3
+            if what == "relu" and step == onset:
+                with torch.no_grad():
+                    model[2].bias.fill_(-1e3)
+            optimizer.zero_grad()
+            out = model(torch.randn(32, size))
+            # A gradient of a size that a step of 1 turns into half of the weights.
+            (out - 1).pow(2).mean().backward()
+            if what == "rate":
+                for param in model.parameters():
+                    assert param.grad is not None
+                    param.grad.mul_(0.5 * param.detach().norm() / param.grad.norm().clamp(min=1e-30))
+            optimizer.step()
+    events = [event for record in sink.records for event in record.verdict.events if event.rule == rule]
+    firing = [event.step for event in events if event.kind == "firing"]
+    assert firing
+    assert onset <= firing[0] <= onset + 20

@@ -9,11 +9,13 @@ from collections.abc import Mapping
 from dataclasses import asdict, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
-from gradwatch.cli import rules_test
+from gradwatch.cli.rules import unit_tests
 from gradwatch.cli.terminal import complain, framed, paint, plural, table
-from gradwatch.errors import RuleFileError
+from gradwatch.errors import GradwatchError, RuleFileError
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from gradwatch.rules.rule_set import Rule, RuleSet
 
 
@@ -34,10 +36,18 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "Exit 1 where something is wrong, 2 where a file cannot be read.",
     )
     check.add_argument("files", nargs="+", metavar="FILE", help="rule file, or a shipped pack by name")
+    check.add_argument(
+        "--cost", action="store_true", help="also how often rules read whole tensors beyond the norms"
+    )
+    check.add_argument(
+        "--model",
+        metavar="MODULE:FUNCTION",
+        help="with --cost: builds a model; how many bytes that is a step",
+    )
     check.add_argument("--json", action="store_true", help="print JSON")
     check.set_defaults(handler=handle_check)
 
-    rules_test.add_parser(verbs)
+    unit_tests.add_parser(verbs)
 
     explain = verbs.add_parser(
         "explain",
@@ -78,7 +88,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def handle_check(arguments: argparse.Namespace) -> int:
     """Report on each file; 1 where any has a problem, 2 where one cannot be read at all."""
-    reports = [check_one(path) for path in arguments.files]
+    from gradwatch.cli.rules.read_cost import lines_of, model_of
+
+    if arguments.model and not arguments.cost:
+        raise GradwatchError("--model MODULE:FUNCTION needs --cost: it is the model whose reads are counted")
+    model = model_of(arguments.model) if arguments.model else None
+    reports = [check_one(path, arguments.cost, model) for path in arguments.files]
     wrong = [problem for report in reports for problem in report["problems"]]
     if arguments.json:
         documents = [
@@ -94,6 +109,8 @@ def handle_check(arguments: argparse.Namespace) -> int:
                 print(f"{paint('ok', 'green')}  {report['path']}: {counted}, digest {report['digest'][:12]}")
             for note in report["notes"]:
                 print(f"{paint('note', 'yellow')}  {note}")
+            if "cost" in report:
+                print("\n".join(lines_of(report["cost"])))
         if wrong:
             codes = sorted({problem.code for problem in wrong})
             complain(
@@ -103,9 +120,10 @@ def handle_check(arguments: argparse.Namespace) -> int:
     return 2 if unreadable else int(bool(wrong))
 
 
-def check_one(path: str) -> dict[str, Any]:
-    """Contents of one rule file: its rules and digest, or its problems; notes on what is staggered."""
+def check_one(path: str, cost: bool = False, model: nn.Module | None = None) -> dict[str, Any]:
+    """Contents of one rule file: its rules and digest, or its problems; notes on what is staggered; what it costs."""
     from gradwatch.cli.preflight import load
+    from gradwatch.cli.rules.read_cost import cost_of
 
     report: dict[str, Any] = {
         "path": path,
@@ -125,7 +143,8 @@ def check_one(path: str) -> dict[str, Any]:
             staggered.setdefault(rule.every, []).append(rule.id)
     notes = [STAGGERED_RULES.format(every, ", ".join(ids)) for every, ids in sorted(staggered.items())]
     enabled = sum(rule.enabled for rule in ruleset.rules)
-    return report | {"enabled": enabled, "digest": ruleset.digest, "notes": notes}
+    report |= {"enabled": enabled, "digest": ruleset.digest, "notes": notes}
+    return report | {"cost": cost_of(ruleset, model)} if cost else report
 
 
 def handle_explain(arguments: argparse.Namespace) -> int:

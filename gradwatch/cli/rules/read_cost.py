@@ -1,0 +1,75 @@
+"""`gradwatch rules check --cost`: how often rules read whole tensors, and how many bytes that is for a model."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from gradwatch.cli.terminal import table
+from gradwatch.errors import GradwatchError
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from gradwatch.rules.rule_set import RuleSet
+
+
+def cost_of(ruleset: RuleSet, model: nn.Module | None) -> dict[str, Any]:
+    """The columns that rules read of whole tensors, and the bytes of a step of the model, where there is one."""
+    from gradwatch.engine.read_cost import column_costs
+
+    found: dict[str, Any] = {"columns": [one._asdict() for one in column_costs(ruleset.rules)]}
+    return found if model is None else {**found, "model": _bytes_of(ruleset, model)}
+
+
+def _bytes_of(ruleset: RuleSet, model: nn.Module) -> dict[str, Any]:
+    import numpy as np
+
+    from gradwatch.engine import Engine
+    from gradwatch.engine.read_cost import step_cost
+    from gradwatch.records.snapshot import Sites
+
+    trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    sites = Sites(
+        tuple(name for name, _ in trained),
+        ("param",) * len(trained),
+        np.array([param.numel() for _, param in trained], np.int64),
+        np.array([param.ndim for _, param in trained], np.int64),
+        np.arange(len(trained)),
+    )
+    sizes = np.array([param.element_size() for _, param in trained], np.int64)
+    cost = step_cost(Engine(ruleset).bind(sites).plan, sizes)
+    return {"parameters": len(trained), **cost._asdict()}
+
+
+def model_of(reference: str) -> nn.Module:
+    """Build the user's model. Raises GradwatchError that names the option where that is none."""
+    from torch import nn
+
+    from gradwatch.cli.user_function import from_here, load
+
+    with from_here():
+        found = load("--model", reference)()
+    if isinstance(found, tuple) and found:
+        found = found[0]
+    if not isinstance(found, nn.Module):
+        raise GradwatchError(f"--model {reference}: returned {type(found).__name__}; return the model")
+    return found
+
+
+def lines_of(cost: dict[str, Any]) -> list[str]:
+    """The same for a person."""
+    if not cost["columns"]:
+        return ["      no rule reads whole tensors beyond the norms"]
+    rows = [
+        (one["column"], one["reads"], ", ".join(one["cadences"]), ", ".join(one["rules"]))
+        for one in cost["columns"]
+    ]
+    lines = [table(("column", "reads", "judged", "rules"), rows, indent="      ")]
+    if "model" in cost:
+        of = cost["model"]
+        norms, mean, most = (f"{of[name] / 1e6:,.3g} MB" for name in ("norms", "mean", "most"))
+        lines.append(
+            f"      {of['parameters']} parameters: {norms} of gradients a step for their norms, and for these columns "
+            f"{mean} on average, {most} at most"
+        )
+    return lines

@@ -1,0 +1,91 @@
+"""The price of rules in reads: the cadence of each column, and the bytes that a step reads for all of them.
+
+Beyond the read of every gradient for its norm, which each step pays. One pass over a tensor gives all that is asked of
+it, so bytes are counted by tensor and not by column.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.engine.columns_needed import OF_UPDATES, Needs
+from gradwatch.engine.rule_plan import Plan
+from gradwatch.records.columns import CATALOGUE, COSTLY_COLUMNS, MODULE_COLUMNS
+from gradwatch.records.snapshot import BoolArray
+from gradwatch.rules.rule_set import Rule
+
+MOMENTS = frozenset({"mean", "std"})
+"""Columns of gradients that take a pass of their own, which moves each chunk to its mean."""
+COPIED_AND_COMPARED = 3
+"""Passes over a weight whose update is read: copied, then read again beside its copy."""
+LONGEST_PERIOD = 5_000
+"""Steps that are looked at: cadences without a common multiple this small are looked at for so long."""
+
+
+class ColumnCost(NamedTuple):
+    """A column that is read of whole tensors: what is read, the cadences at which, and the rules that ask for it."""
+
+    column: str
+    reads: str
+    cadences: tuple[str, ...]
+    rules: tuple[str, ...]
+
+
+class StepCost(NamedTuple):
+    """Bytes that a step reads beyond the norms: over the steps of one period the mean, the most, and where that is."""
+
+    norms: int
+    mean: float
+    most: int
+    step: int
+
+
+def column_costs(rules: Iterable[Rule]) -> list[ColumnCost]:
+    """The columns that cost reads of whole tensors, in the order of the catalogue."""
+    asked = [rule for rule in rules if rule.enabled]
+    found = []
+    for one in CATALOGUE:
+        of = [rule for rule in asked if one.name in rule.detect.columns] if one.name in COSTLY_COLUMNS else []
+        if of:
+            cadences = dict.fromkeys(cadence(rule) for rule in sorted(of, key=lambda rule: rule.every))
+            found.append(ColumnCost(one.name, one.reads, tuple(cadences), tuple(rule.id for rule in of)))
+    return found
+
+
+def cadence(rule: Rule) -> str:
+    """The cadence of a rule, in words."""
+    if rule.every == 1:
+        return "all at each step"
+    return f"each every {rule.every} steps" if rule.staggered else f"all every {rule.every} steps"
+
+
+def step_cost(plan: Plan, element_bytes: NDArray[np.int64]) -> StepCost:
+    """The bytes that the rules read of a model with `element_bytes[S]` per element of its sites."""
+    nbytes = plan.sites.numels * element_bytes
+    params = np.array([kind == "param" for kind in plan.sites.kinds])
+    needs = plan.needs.only(COSTLY_COLUMNS - MODULE_COLUMNS)
+    period = min(math.lcm(*needs.cadences), LONGEST_PERIOD)
+    reads = [_bytes(plan, needs, step, nbytes) for step in range(period, 2 * period)]
+    most = int(np.argmax(reads))
+    return StepCost(int(nbytes[params].sum()), float(np.mean(reads)), int(reads[most]), most)
+
+
+def _bytes(plan: Plan, needs: Needs, step: int, nbytes: NDArray[np.int64]) -> int:
+    def due(columns: Iterable[str], step: int) -> BoolArray:
+        found = np.zeros(len(nbytes), np.bool_)
+        for name in columns:
+            at = needs.due(name, step, plan.staggering, len(nbytes))
+            found = found if at is None else found | at
+        return found
+
+    values = frozenset(one.name for one in CATALOGUE if one.reads == "gradient") & COSTLY_COLUMNS
+    passes = due(values - MOMENTS, step).astype(np.int64) + due(MOMENTS, step)
+    updates = due(OF_UPDATES, step)
+    passes += due(OF_UPDATES, step + 1)  # the copy
+    passes += np.where(updates, COPIED_AND_COMPARED - 1, due({"weight_norm"}, step))
+    return int((passes * nbytes).sum())

@@ -1,0 +1,76 @@
+"""The bytes that `rules check --cost` announces are those that the reader of columns reads."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from gradwatch.capture.columns.column_reader import COLUMNS, ColumnReader
+from gradwatch.engine import Engine
+from gradwatch.engine.read_cost import column_costs, step_cost
+from gradwatch.reading import chunks
+from gradwatch.records.snapshot import Sites
+from gradwatch.rules.files import load_rules, parse_rules
+
+OWN = """version: 1
+rules:
+  a: {detect: {kind: above, of: max_abs, threshold: 1}, every: 3}
+  b: {detect: {kind: above, of: std, threshold: 1}, every: 1}
+  c: {detect: {kind: above, of: zero_fraction, threshold: 0.5}, scope: total, every: 4}
+  d: {detect: {kind: above, of: weight_norm, threshold: 9}, every: 6, groups: [some]}
+  e: {detect: {kind: above, of: update_norm, threshold: 9}, every: 5}
+groups: {some: {params: ["p1", "p3"]}}
+"""
+
+
+@pytest.mark.parametrize("rules", ["default", OWN])
+def test_what_is_announced_is_read(rules: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mean and the most of 60 steps of a reader, counted where it asks for the memory of a tensor."""
+    sizes = [(400, 300), (300,), (500, 200), (70, 1000), (9, 9)]
+    params = [torch.randn(size) for size in sizes]
+    names = tuple(f"p{k}" for k in range(len(params)))
+    numels = np.array([param.numel() for param in params])
+    sites = Sites(
+        names, ("param",) * len(params), numels, np.array([p.ndim for p in params]), np.arange(len(params))
+    )
+    plan = Engine(load_rules(rules) if rules == "default" else parse_rules(rules)).bind(sites).plan
+    read, blocks, copy = [0], chunks.blocks, chunks.copy
+
+    def counted(tensor: Tensor) -> Any:
+        read[0] += tensor.nbytes
+        return blocks(tensor)
+
+    def copied(tensor: Tensor, onto: Tensor) -> None:
+        read[0] += tensor.nbytes
+        copy(tensor, onto)
+
+    monkeypatch.setattr(chunks, "blocks", counted)
+    monkeypatch.setattr(chunks, "copy", copied)
+    own = np.arange(len(params))
+    reader = ColumnReader(plan.needs.only(COLUMNS).of(own), plan.staggering.of(own))
+    found = []
+    for step in range(180):
+        read[0] = 0
+        reader.collect(step, params, lambda: params)
+        reader.moved(np.ones(len(params), np.bool_), step)
+        found.append(read[0])
+    cost = step_cost(plan, np.full(len(params), 4))
+    assert cost.norms == 4 * numels.sum()
+    assert cost.mean == pytest.approx(np.mean(found[60:]))
+    assert cost.most == max(found[60:])
+
+
+def test_cadences_in_words() -> None:
+    """Each column with what is read of it, how often, and for which rules."""
+    found = {one.column: (one.cadences, one.rules) for one in column_costs(parse_rules(OWN).rules)}
+    assert found == {
+        "zero_fraction": (("all every 4 steps",), ("c",)),
+        "max_abs": (("each every 3 steps",), ("a",)),
+        "std": (("all at each step",), ("b",)),
+        "weight_norm": (("each every 6 steps",), ("d",)),
+        "update_norm": (("each every 5 steps",), ("e",)),
+    }
