@@ -324,7 +324,7 @@ def _leave(at_rest: bool) -> None:
 
 
 def _as_it_left(account: Account, before: Taken) -> Account:
-    """The account without what a thread that trains on has taken since it had taken `before`, and nobody watched."""
+    """The account without what a thread that trains on has taken, unwatched, since the totals were `before`."""
     taken, seen = account.taken, account.watched
     steps = min(taken.steps, max(before.steps, seen.steps))
     backwards = min(taken.backwards, max(before.backwards, seen.backwards))
