@@ -14,12 +14,14 @@ import os
 import sys
 import weakref
 from contextlib import nullcontext
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from gradwatch.account import Account, Taken
 from gradwatch.errors import GradwatchError, UnfitRulesError
 from gradwatch.launch import exit_summary, os_exit, strict_rules
 from gradwatch.launch.first_forwards import FirstForwards
@@ -34,7 +36,7 @@ from gradwatch.taps.clip_functions import Clip
 from gradwatch.taps.module_registry import ModuleRegistry
 from gradwatch.taps.optimizers import creation as optimizer_init
 from gradwatch.taps.optimizers.param_groups import params_of
-from gradwatch.taps.process_totals import count_backwards
+from gradwatch.taps.process_totals import TOTALS, count_backwards
 
 if TYPE_CHECKING:
     from gradwatch.launch.resumed_baselines import Baselines
@@ -306,10 +308,11 @@ def close_all(pid: int) -> None:
 def _leave(at_rest: bool) -> None:
     """The process ends by `os._exit`: its account, as at exit; hooks and models are left as they are."""
     try:
+        before = TOTALS.taken()
         ending = sys.modules.get("gradwatch.session.live_sessions")
         if ending is not None:
             ending.conclude_all()
-        account = exit_summary.account_of_process()  # before a thread that trains on takes further steps
+        account = _as_it_left(exit_summary.account_of_process(), before)
         if at_rest:  # else a step may be half learned
             for agent in _agents:
                 agent.save()
@@ -318,6 +321,14 @@ def _leave(at_rest: bool) -> None:
         exit_summary.say(account, stderr.say_past_buffers)
     except Exception as error:
         stderr.say_past_buffers(f"gradwatch: the summary of this process failed: {error!r}")
+
+
+def _as_it_left(account: Account, before: Taken) -> Account:
+    """The account without what a thread that trains on has taken, unwatched, since the totals were `before`."""
+    taken, seen = account.taken, account.watched
+    steps = min(taken.steps, max(before.steps, seen.steps))
+    backwards = min(taken.backwards, max(before.backwards, seen.backwards))
+    return replace(account, taken=replace(taken, steps=steps, backwards=backwards))
 
 
 def _greet(watch: Session, optimizers: list[Optimizer]) -> None:

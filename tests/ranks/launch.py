@@ -24,7 +24,7 @@ from tests.support import warm
 
 WORLD = 2
 SECONDS = 240
-FEW, ALL = 30, 100
+FEW, ALL = 20, 100
 """Faults of one kind that a rank is given: few in every run of the tests, all of them in a soak."""
 TRIALS = int(os.environ.get("TRIALS", FEW))
 
