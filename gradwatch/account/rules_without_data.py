@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple
 
 from gradwatch.records.snapshot import Snapshot
@@ -22,7 +22,8 @@ NOT_JUDGED = "every step was rejected by a GradScaler, or provisional"
 class Reads(NamedTuple):
     """The column that one rule reads: its name of a column in a Snapshot, at steps divisible by `every`.
 
-    `always`: each Snapshot has that column. `fact`: judged on provisional steps too, as NaN and Inf are. `why` it never
+    `judged`: whether any of its parameters is judged on a Snapshot with the column, where they take turns. `always`:
+    each Snapshot has that column. `fact`: judged on provisional steps too, as NaN and Inf are. `why` it never
     comes, where that is known from the first.
     """
 
@@ -31,6 +32,7 @@ class Reads(NamedTuple):
     always: bool = False
     fact: bool = False
     why: str = ""
+    judged: Callable[[Snapshot], bool] | None = None
 
 
 class RulesWithoutData:
@@ -103,7 +105,9 @@ def _joined(found: Iterable[Mapping[str, Reads]]) -> Iterable[tuple[str, Reads]]
 
 def _evaluated(reads: Reads, snapshot: Snapshot, came: Collection[str]) -> bool:
     """True if the engine evaluates such a rule on this Snapshot; see `BoundEngine.evaluate`."""
-    if not (reads.always or reads.column in came) or snapshot.step % reads.every:
+    if not (reads.always or reads.column in came):
+        return False
+    if not reads.judged(snapshot) if reads.judged is not None else snapshot.step % reads.every:
         return False
     if snapshot.scalars.get("scaler_skip"):
         return reads.column in OF_SCALER

@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 from gradwatch.detectors import Detector, State, first_crossed, may_breach
 from gradwatch.engine.engine_state import EngineState
 from gradwatch.engine.rule_plan import NO_BANK, Bank, Plan, RulePlan
+from gradwatch.engine.series import Series
 from gradwatch.engine.snapshot_reader import Reader
 from gradwatch.records.columns import COUNT_COLUMNS, RANK_COLUMNS, SCALAR_COLUMNS
 from gradwatch.records.snapshot import Snapshot
@@ -73,6 +74,7 @@ class FastPath:
     __slots__ = (
         "_bank_inputs",
         "_beside",
+        "_due",
         "_gathered",
         "_guards",
         "_of_scalars",
@@ -91,6 +93,7 @@ class FastPath:
         self._staggered = tuple(
             (number, one) for number, one in enumerate(plan.rules) if one.series.phases is not None
         )
+        self._due: dict[tuple[str, int], NDArray[np.intp]] = {}
         others = (one.detector.columns for one in plan.rules if one.series.phases is None)
         staggered = frozenset[str]().union(*(one.detector.columns for _, one in self._staggered))
         self._beside = BY_RANK | staggered.difference(*others)
@@ -161,14 +164,33 @@ class FastPath:
 
     def _staggered_idle(self, state: EngineState, snapshot: Snapshot) -> bool:
         """True if this step changes no rule that is judged on some sites at each step."""
-        reader = Reader(snapshot, self.plan.roots)
+        known: dict[str, tuple[float, float] | None] = {}
         for number, one in self._staggered:
+            key = one.series.key
+            if key not in known:
+                known[key] = self._due_bounds(one.series, snapshot)
+            bounds = known[key]
+            if bounds is None:
+                continue
             if one.bank != NO_BANK or not state.tracks[number].idle:
-                if reader.sample(one.series) is not None:
-                    return False
-            elif _breaches(one, reader):
+                return False
+            if not one.detector.cannot_breach(*bounds) and _breaches(one, Reader(snapshot, self.plan.roots)):
                 return False
         return True
+
+    def _due_bounds(self, series: Series, snapshot: Snapshot) -> tuple[float, float] | None:
+        """Smallest and largest value of the series that are judged at this step; None where none of them has one."""
+        column = snapshot.columns.get(series.column)
+        if column is None:
+            return None
+        residue = snapshot.step % series.every
+        due = self._due.get((series.key, residue))
+        if due is None:  # where they stand, laid out once
+            positions = np.flatnonzero(series.phases == residue)
+            due = positions if series.index is None else series.index[positions]
+            self._due[series.key, residue] = due
+        values = column.values[due][column.present[due]]
+        return (float(values.min()), float(values.max())) if len(values) else None
 
     def _bounds(self, low: float, high: float) -> Mapping[str, tuple[float, float]]:
         """Bounds on the columns of the sites that follow from those on the norms."""

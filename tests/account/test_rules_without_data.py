@@ -89,7 +89,7 @@ def test_a_rule_whose_steps_never_came_is_in_the_account(tmp_path: Path) -> None
     rules = parse_rules("""version: 1
 rules:
   often: {detect: {kind: update_ratio, above: 1e9}, every: 1}
-  rare: {detect: {kind: update_ratio, above: 1e9}, every: 1000}
+  rare: {detect: {kind: above, of: update_ratio, threshold: 1e9}, scope: total, every: 1000}
 """)
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.1)

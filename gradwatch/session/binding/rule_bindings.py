@@ -23,9 +23,11 @@ from gradwatch.checkpoint import CheckpointHealthTracker
 from gradwatch.distributed.ranks import Ranks
 from gradwatch.engine import BoundEngine, Engine
 from gradwatch.engine.actions.backward_clips import asks_backward, at_step, drops_micro
+from gradwatch.engine.series import Series
+from gradwatch.engine.snapshot_reader import Reader
 from gradwatch.errors import AttachError
 from gradwatch.records.columns import ALWAYS, RANK_COLUMNS
-from gradwatch.records.snapshot import Sites
+from gradwatch.records.snapshot import Sites, Snapshot
 from gradwatch.session.binding.backward_actions import clipper_of, micro_drop_of, own_sites
 from gradwatch.session.binding.optimizer_rules import OptimizerRules, clip_section_of
 from gradwatch.session.binding.rank_requirements import WHOLE_ROWS, sharded_rows
@@ -326,7 +328,16 @@ def reads_of(bound: BoundEngine) -> dict[str, Reads]:
     """Columns that each rule bound to a capture reads, and at which steps, by rule."""
     return {
         one.rule.id: Reads(
-            one.series.column, one.rule.judged_every, one.series.column in ALWAYS, one.detector.finiteness
+            one.series.column,
+            one.rule.every,
+            one.series.column in ALWAYS,
+            one.detector.finiteness,
+            judged=functools.partial(_judged, one.series) if one.rule.staggered else None,
         )
         for one in bound.plan.rules
     }
+
+
+def _judged(series: Series, snapshot: Snapshot) -> bool:
+    """True if any of these series is judged on a Snapshot."""
+    return Reader(snapshot).sample(series) is not None
