@@ -292,7 +292,7 @@ class StepPipeline:
         return decision, snapshot
 
     def _note_move(self, step: StepContext, decision: Decision) -> None:
-        """Note the weights that this step is going to change, for a sampled column that compares them."""
+        """Note the weights that this step is going to change, for a column that compares them."""
         moved = (step.window.calls > 0) & (step.found.norm[step.shared.own] > 0)
         moved &= not (decision.skip or step.rejected)
         step.bound_rules.column_reader.moved(moved, step.window.step)

@@ -234,7 +234,7 @@ def test_late_numbers_queue_in_order_and_the_queue_is_short(monkeypatch: pytest.
 def test_late_verdicts_say_what_the_host_would_have_said(
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    """Norms, sampled columns (the update ratio compares two steps) and events do not depend on when they came."""
+    """Norms, columns of whole tensors (an update compares two steps) and events do not depend on when they came."""
     runs = []
     for on_device in (False, True):
         if on_device:

@@ -112,7 +112,7 @@ def test_shipped_packs_wait_for_nothing(
     with gradwatch.watch(
         model, optimizer, rules=pack, run_dir=tmp_path, listen="127.0.0.1:0", strict=True
     ) as gw:
-        for step in range(8):  # the first four hold a burst of sampled columns
+        for step in range(8):  # weights are read at step 1
             optimizer.zero_grad()
             loss = model(X).pow(2).sum()
             with Operations() as operations:

@@ -200,6 +200,25 @@ METRICS: tuple[Metric, ...] = (
         "Snapshot.provisional",
     ),
     Metric(
+        "gradwatch_loss",
+        "gauge",
+        "Loss of the last step: what backward was called on, or was observed; absent where neither was heard.",
+        "Snapshot.scalars['loss']",
+    ),
+    Metric(
+        "gradwatch_learning_rate",
+        "gauge",
+        "Learning rate of the optimizer's first parameter group at the last step.",
+        "Snapshot.scalars['lr']",
+    ),
+    Metric(
+        "gradwatch_observed_value",
+        "gauge",
+        "Value given to observe() under a name of the script's own; the first 50 names of a step.",
+        "Snapshot.scalars",
+        ("name",),
+    ),
+    Metric(
         "gradwatch_loss_scale",
         "gauge",
         "Loss scale of the GradScaler at the last step; absent without one.",

@@ -13,6 +13,7 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
+from gradwatch.records.columns import SCALAR_COLUMNS
 from gradwatch.records.record import Record
 from gradwatch.records.run_info import RunInfo
 from gradwatch.runtime.printable import distinct, printable
@@ -20,6 +21,9 @@ from gradwatch.sinks.prometheus.exposition import Block, Family, Labels, Lines, 
 from gradwatch.sinks.prometheus.metric_catalogue import METRICS, Metric
 from gradwatch.sinks.prometheus.parameter_selection import Chosen
 from gradwatch.sinks.prometheus.run_totals import Histogram, RunTotals
+
+OBSERVED = 50
+"""Values of one step that the script has named and that are exported, at most: names may be made up without end."""
 
 Value = tuple[tuple[str, ...], float]
 """Label values in the order of `Metric.labels`, and the number."""
@@ -196,6 +200,14 @@ def _latest(read: Callable[[Record], float | None]) -> Callable[[OptimizerView],
     return values
 
 
+def _observed(view: OptimizerView) -> Iterable[Value]:
+    """The values of the last step that the script has named, in the order of their names."""
+    record = view.run_totals.record
+    scalars = {} if record is None else record.snapshot.scalars
+    names = sorted(scalars.keys() - set(SCALAR_COLUMNS) - {"observed_only"})[:OBSERVED]
+    return [((shown,), scalars[name]) for shown, name in zip(distinct(names), names, strict=True)]
+
+
 def _recent_max(view: OptimizerView) -> Iterable[Value]:
     return _one(view.run_totals.recent_max.value()) if view.run_totals.record is not None else []
 
@@ -277,6 +289,9 @@ _OF_OPTIMIZER: dict[str, Callable[[OptimizerView], Iterable[Value]]] = {
     "gradwatch_clipped_steps_total": lambda view: _one(view.run_totals.clipped_steps),
     "gradwatch_skipped_steps_total": lambda view: _one(view.run_totals.skipped_steps),
     "gradwatch_provisional_steps_total": lambda view: _one(view.run_totals.provisional_steps),
+    "gradwatch_loss": _latest(lambda record: record.snapshot.scalars.get("loss")),
+    "gradwatch_learning_rate": _latest(lambda record: record.snapshot.scalars.get("lr")),
+    "gradwatch_observed_value": _observed,
     "gradwatch_loss_scale": _latest(lambda record: record.snapshot.loss_scale),
     "gradwatch_scaler_skips_total": lambda view: _one(view.run_totals.scaler_skips),
     "gradwatch_overhead_ratio": lambda view: _one(view.run_totals.overhead_ratio),

@@ -99,10 +99,27 @@ def test_every_metric_can_be_shown(tmp_path: Path) -> None:
     sink._health.set_inactive({"rule": "matches no parameter"})
     sink._health.counts(lambda: asdict(Taken()), dict)
     record = make_record(SITES, loss_scale=1024.0)
+    scalars = {"loss": 0.7, "lr": 1e-3, "accuracy": 0.5}
+    record = replace(record, snapshot=replace(record.snapshot, scalars=scalars))
     sink.write(replace(record, checkpoint=CheckpointHealth(True, 0)))
     view = replace(sink.view(), end=RunEnd("finished", 1_700_000_000.0))
     names = {re.sub(r"_(bucket|sum|count)$", "", name) for name, _ in read(render(families(view)))}
     assert names == BY_NAME.keys()
+
+
+def test_values_of_the_script_s_own_are_bounded(tmp_path: Path) -> None:
+    """Fifty names of a step are shown, whatever they are, and none of those that gradwatch gives itself."""
+    sink = PrometheusSink(None)
+    sink.open(make_run(tmp_path), sink._health)
+    record = make_record(SITES)
+    scalars = {f"name {k} \n": float(k) for k in range(80)} | {
+        "loss": 1.0,
+        "scaler_skip": 0.0,
+        "observed_only": 1.0,
+    }
+    sink.write(replace(record, snapshot=replace(record.snapshot, scalars=scalars)))
+    found = [name for name, _ in read(render(families(sink.view()))) if name == "gradwatch_observed_value"]
+    assert len(found) == 50
 
 
 # -- from the start --------------------------------------------------------------------------------------
