@@ -151,7 +151,7 @@ class Coverage:
         self._registrations.watch(modules, anew=not added)
         if added:
             self._at_attach.update(map(self._slot_of.__getitem__, map(id, params)))
-            if not all(map(parameter_names.has_values, params)):
+            if any(map(parameter_names.valueless, params)):
                 self._left = 0
 
     def left(self, modules: list[nn.Module]) -> None:
