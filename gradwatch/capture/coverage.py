@@ -154,6 +154,10 @@ class Coverage:
             if any(map(parameter_names.valueless, params)):
                 self._left = 0
 
+    def measured_by_loop(self, slots: Iterable[int]) -> None:
+        """The parameters in these slots have joined a loop that needs no optimizer: they count as those at attach."""
+        self._at_attach.update(slots)
+
     def left(self, modules: list[nn.Module]) -> None:
         """These are the modules of the models that are still alive."""
         self._registrations.watch(modules, anew=True)
