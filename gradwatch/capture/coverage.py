@@ -151,8 +151,12 @@ class Coverage:
         self._registrations.watch(modules, anew=not added)
         if added:
             self._at_attach.update(map(self._slot_of.__getitem__, map(id, params)))
-            if not all(map(parameter_names.has_values, params)):
+            if any(map(parameter_names.valueless, params)):
                 self._left = 0
+
+    def measured_by_loop(self, slots: Iterable[int]) -> None:
+        """The parameters in these slots have joined a loop that needs no optimizer: they count as those at attach."""
+        self._at_attach.update(slots)
 
     def left(self, modules: list[nn.Module]) -> None:
         """These are the modules of the models that are still alive."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+import operator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -46,8 +47,12 @@ def named_parameters(
     return found
 
 
+valueless: Callable[[Tensor], bool] = operator.attrgetter("is_meta")
+"""True if there are no numbers behind a parameter, and so behind its gradient: it is on the meta device."""
+
+
 def has_values(param: Tensor) -> bool:
-    """True if there are numbers behind a parameter, and so behind its gradient: on the meta device there are none."""
+    """True if there are numbers behind a parameter."""
     return not param.is_meta
 
 

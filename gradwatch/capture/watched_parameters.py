@@ -13,7 +13,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from gradwatch.capture import parameter_names as site_names
 from gradwatch.capture.coverage import Coverage
 from gradwatch.capture.parameter_names import is_lazy, named_parameters
 from gradwatch.capture.shards import is_shard, offloaded_in
@@ -71,7 +70,7 @@ class Slots:
         alive = self.models()
         known = set(map(id, alive))
         added = [model for model in models if id(model) not in known]
-        disturbed = self.disturbed
+        disturbed = self._scanned != self._registrations[0]
         self.model_refs = list(map(weakref.ref, (*alive, *added)))
         if disturbed:
             self.scan()
@@ -206,13 +205,13 @@ class Slots:
     ) -> tuple[list[nn.Parameter], np.ndarray]:
         """(parameters that want a gradient, their slots) in the order in which they stand in the models."""
         known = self.of
-        if self.disturbed or not known.keys() >= set(map(id, fresh)):
+        if self._scanned != self._registrations[0] or not known.keys() >= set(map(id, fresh)):
             self.scan()  # where a parameter was replaced, added or moved, its name is in the model
         named: list[nn.Parameter] = []
         slots: list[int] = []
         for param in fresh:
             # Those on the meta device, which have no values, lower the coverage.
-            if not (param.requires_grad and site_names.has_values(param)):
+            if not param.requires_grad or param.is_meta:
                 continue
             if type(param) is not nn.Parameter and is_lazy(param):
                 continue

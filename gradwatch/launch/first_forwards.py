@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from torch import nn
@@ -50,7 +50,8 @@ class FirstForwards:
             self._guarded(self._hold_new)
 
     def _hold_new(self) -> None:
-        fresh = [root for root in self._registered.fresh_roots() if _may_train(root)]
+        walked = [(root, module_tree.modules(root)) for root in self._registered.fresh_roots()]
+        fresh = [(root, modules) for root, modules in walked if _may_train(modules)]
         if not fresh:
             return
         # Here, not at the top: most processes that import torch make no optimizer.
@@ -59,20 +60,21 @@ class FirstForwards:
         if self._pre_attach is None:
             self._pre_attach = PreAttachRecorder(self._failed)
             register_module_module_registration_hook(self._wrapped)
-        for model in fresh[:MOST_MODELS]:
+        for model, modules in fresh[:MOST_MODELS]:
             if self._pre_attach.empty or not self._pre_attach.holds(model):
-                self._pre_attach.add(model)
+                self._pre_attach.add(model, modules)
 
     def handed_over(self, watch: Session, joining: Iterable[nn.Module] = ()) -> None:
         """Give a session what was held of its models and of those `joining` it next; release the rest."""
         faults, self._faults = self._faults, []
-        if not self.empty and self._pre_attach is not None:
+        pre_attach = self._pre_attach
+        if pre_attach is not None and not pre_attach.empty:
             try:
-                watch.inherit(self._pre_attach, joining)
+                watch.inherit(pre_attach, joining)
             except Exception as error:
                 faults.append(("localise", error))
-            if not self.empty:
-                self._pre_attach.close()
+            if not pre_attach.empty:
+                pre_attach.close()
         for fault in faults:
             watch.failed(*fault)
 
@@ -111,9 +113,9 @@ class FirstForwards:
             self._faults.append((component, error))
 
 
-def _may_train(model: nn.Module) -> bool:
-    """True if a parameter wants a gradient and no live Session has any; nothing is imported to find out."""
-    params = module_tree.parameters(model)
+def _may_train(modules: Sequence[nn.Module]) -> bool:
+    """True if a parameter of theirs wants a gradient and no live Session has any; nothing is imported to find out."""
+    params = module_tree.parameters_in(modules)
     if not any(map(_requires_grad, params)):
         return False
     watching = sys.modules.get("gradwatch.session.live_sessions")

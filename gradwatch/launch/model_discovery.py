@@ -48,7 +48,7 @@ def discover(
                 module = owner[0]
                 root = around.get(id(module))
                 if root is None:
-                    root = around[id(module)] = registered.root(module, made)
+                    root = around[id(module)] = registered.root(module, made, around.values())
                 roots[id(root)] = root
                 owned[id(root)] = owned.get(id(root), 0) + 1
         if None in owners:

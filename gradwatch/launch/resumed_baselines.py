@@ -9,12 +9,14 @@ that call themselves the same rank, one does all this (`state_lock`).
 from __future__ import annotations
 
 import json
+import operator
 import os
 import time
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from gradwatch.launch.state_lock import StateLock, command, of_another_command
@@ -29,6 +31,7 @@ EVERY_SECONDS = 60.0
 SHARE = 200  # the time between two savings is at least so many times what one took
 MAX_BYTES = 256 << 20
 _MANY = 64  # optimizers met before those that are gone are forgotten
+_shape: Callable[[Tensor], Sequence[int]] = operator.attrgetter("shape")
 
 
 class _Known(NamedTuple):
@@ -69,7 +72,8 @@ class Baselines:
             captured = self._watch.capture_of(optimizer)
             if captured is not None:
                 if self._state_lock.keeps():
-                    self._take_up(optimizer, captured)
+                    if self._loaded is None or self._loaded.get("lanes"):
+                        self._take_up(optimizer, captured)
                 elif self._state_lock.refusal and _counted(optimizer):
                     self._say(f"this process neither loads nor saves baselines: {self._state_lock.refusal}")
                 self._know(optimizer, captured)
@@ -129,7 +133,7 @@ class Baselines:
             stderr.say(f"gradwatch: {sentence}")
 
     def _know(self, optimizer: Optimizer, captured: OptimizerCapture) -> None:
-        shapes = [param.shape for param in captured.params]
+        shapes = list(map(_shape, captured.params))
         self._known[captured.index] = _Known(captured.sites.names, shapes, _counted(optimizer), captured.step)
 
     def _entry(self, captured: OptimizerCapture) -> dict[str, Any] | None:
@@ -170,15 +174,10 @@ def _shapes(captured: OptimizerCapture) -> list[list[int]]:
 def _counted(optimizer: Optimizer) -> int | None:
     """The steps that the optimizer says it has taken: 0 where it has no state yet, None where it counts none."""
     if not optimizer.state:
-        return 0 if _counts(optimizer) else None
+        return None if type(optimizer).__name__ == "SGD" else 0  # plain SGD never has one
     counts = [state.get("step") for state in optimizer.state.values()]
     known = [int(count) for count in counts if count is not None]
     return max(known) if known else None
-
-
-def _counts(optimizer: Optimizer) -> bool:
-    """True if an optimizer without state will have one: plain SGD never has."""
-    return type(optimizer).__name__ != "SGD"
 
 
 def _load(path: str) -> dict[str, Any]:

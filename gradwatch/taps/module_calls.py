@@ -29,6 +29,7 @@ import torch
 from torch import nn
 
 from gradwatch.runtime import guard
+from gradwatch.runtime.locks import ForkSafeLock
 from gradwatch.taps import dispatch_modes
 from gradwatch.taps.dynamo import untraced
 from gradwatch.taps.patch import Layer, Patch
@@ -85,7 +86,7 @@ class _AndOurs:
 class _Noticed:
     """In the place of `nn.Module._call_impl`: gives the twin to calls of modules that have listeners."""
 
-    def __init__(self, patch: Patch[_Listened], layer: Layer[_Listened]) -> None:
+    def __init__(self, patch: Patch[type], layer: Layer[type]) -> None:
         self.patch = patch
         self.original = original = layer.original
         seen = dict(original.__globals__)
@@ -135,7 +136,7 @@ def listen(module: nn.Module, before: Before | None = None, after: After | None 
     if after is not None:
         listened.after.append(after)
     if listened.release is _nothing:
-        listened.release = _install(type(module), listened)
+        listened.release = _install(type(module))
     for (
         release
     ) in releases:  # after it: a class that still has a listener is not given its function back for a moment
@@ -147,7 +148,8 @@ def listen(module: nn.Module, before: Before | None = None, after: After | None 
                 listeners.remove(listener)  # type: ignore[arg-type]
         if not listened.before and not listened.after and _listened.get(identity) is listened:
             del _listened[identity]
-            listened.release()
+            release, listened.release = listened.release, _nothing  # it leads back here
+            release()
 
     identity = id(module)
     return remove
@@ -159,19 +161,55 @@ def noticed(module: nn.Module) -> bool:
     return listened is not None and listened.module() is module
 
 
-def _install(kind: type[nn.Module], listened: _Listened) -> Callable[[], None]:
+class _Kind:
+    """A class whose lookup is noticed, for as many modules as have listeners."""
+
+    __slots__ = ("_kind", "_remove", "modules")
+
+    def __init__(self, kind: type[nn.Module], remove: Callable[[], None]) -> None:
+        self._kind = kind
+        self._remove = remove
+        self.modules = 0
+
+    def leave(self) -> None:
+        """One of the modules has no listeners any more; the last one gives the class its function back."""
+        with _lock.held:
+            self.modules -= 1
+            if not self.modules:
+                del _kinds[self._kind]
+                self._remove()
+
+
+_kinds: dict[type[nn.Module], _Kind] = {}
+_lock = ForkSafeLock()
+
+
+def _install(kind: type[nn.Module]) -> Callable[[], None]:
+    """Have the lookup noticed for a module of this class, until what is returned is called."""
+    with _lock.held:
+        known = _kinds.get(kind)
+        if known is None:
+            remove = _listen_to(kind)
+            if remove is _nothing:
+                return _nothing
+            known = _kinds[kind] = _Kind(kind, remove)
+        known.modules += 1
+        return known.leave
+
+
+def _listen_to(kind: type[nn.Module]) -> Callable[[], None]:
     """Have the lookup go through the descriptor for modules of this class: others would pay for it at every call."""
     for base in kind.__mro__:
         found = vars(base).get(_NAME)
         if found is not None:
             break
     if isinstance(found, _Noticed):  # of this class, or of one that it is derived from
-        return found.patch.listen(listened)
+        return found.patch.listen(kind)
     if not (isinstance(found, FunctionType) and found is _torchs() and _names(found.__code__) >= _REPLACED):
         return _nothing
-    patch: Patch[_Listened] = Patch(kind, _NAME, lambda layer: _Noticed(patch, layer))
+    patch: Patch[type] = Patch(kind, _NAME, lambda layer: _Noticed(patch, layer))
     try:
-        return patch.listen(listened)
+        return patch.listen(kind)
     except TypeError:  # a class that cannot be changed
         return _nothing
 

@@ -83,16 +83,20 @@ class ModuleRegistry:
             found = self._known_owners(wanted)
         return found
 
-    def root(self, module: nn.Module, before: int) -> nn.Module:
+    def root(self, module: nn.Module, before: int, known: Iterable[nn.Module] = ()) -> nn.Module:
         """The outermost module around this one, by what was registered up to `before`.
 
         Around them all, what wraps a whole model under the name that DDP, FSDP or torch.compile use, at any time.
+        `known` are some that are outermost.
         """
         seen = {id(module)}
         while True:
             outer = self._outer(module, before)
             if outer is None or id(outer) in seen:
                 return module
+            for one in known:
+                if one is outer:
+                    return outer
             seen.add(id(outer))
             module = outer
 
@@ -108,8 +112,15 @@ class ModuleRegistry:
         modules = {id(module): module for ref in fresh if (module := ref()) is not None}
         roots = {}
         for identity, module in modules.items():
-            outer = self._outer(module, self.clock) if identity in self._parents else None
-            if outer is None or id(outer) not in modules:  # else that one leads to the same root
+            places = self._parents.get(identity, ())
+            if len(places) == 1:  # nearly all that is copied, without a call
+                held_by = places[0].module()
+                if held_by is not None and id(held_by) in modules:
+                    held, name = held_by._modules, places[0].name
+                    if name in held and held[name] is module:
+                        continue  # that one leads to the same root
+            outer = self._outer(module, self.clock) if places else None
+            if outer is None or id(outer) not in modules:
                 root = module if outer is None else self.root(outer, self.clock)
                 roots[id(root)] = root
         return list(roots.values())

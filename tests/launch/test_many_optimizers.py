@@ -14,8 +14,8 @@ from gradwatch.journal import EndEntry, read_journal
 from tests.launch.test_auto_watch import NET, ended
 from tests.launch.test_training import run
 
-EACH = 590  # Python calls inside gradwatch: a model of four parameters, its optimizer, one step; 566 when written
-SAME = 415  # the same where only the optimizer is new, 392 when written; times: `python -m tests.benchmarks.adoption`
+EACH = 575  # Python calls inside gradwatch: a model of four parameters, its optimizer, one step; 553 when written
+SAME = 405  # the same where only the optimizer is new, 390 when written; times: `python -m tests.benchmarks.adoption`
 
 SCRIPT = (
     NET

@@ -64,8 +64,8 @@ class PreAttachRecorder(StepRecorder):
         super().__init__(failed, max_bytes)
         self._wrappers: list[Callable[[], None]] = []
 
-    def add(self, model: nn.Module) -> None:
-        """Hold the calls of one more model, which may contain others that were held."""
+    def add(self, model: nn.Module, modules: Sequence[nn.Module] | None = None) -> None:
+        """Hold the calls of one more model, of these `modules`, which may contain others that were held."""
         if self._families:
             inside = {
                 id(None),
@@ -73,7 +73,7 @@ class PreAttachRecorder(StepRecorder):
                 *map(id, module_tree.modules(inner(model))),
             }
             self._close([one for one in self._families if id(one.recordings[0].model()) in inside])
-        self._families.append(Family(model, self._model, self.kinds))
+        self._families.append(Family(model, self._model, self.kinds, modules))
 
     def wraps(self, outer: nn.Module, module: nn.Module) -> None:
         """`outer` is being made around `module`, which is to be compiled: no hook may go from it once it is.
@@ -108,7 +108,7 @@ class PreAttachRecorder(StepRecorder):
     @property
     def empty(self) -> bool:
         """True if nothing is held, and no call of a wrapper is awaited."""
-        return not self._wrappers and super().empty
+        return not (self._wrappers or self._families or self._criteria or self._former)
 
     def without(self, optimizer: Optimizer) -> None:
         """Let go of the models that this optimizer trains: another recorder holds them."""

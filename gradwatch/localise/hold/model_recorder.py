@@ -61,7 +61,8 @@ class ModelRecorder:
 
     `max_bytes` caps what is held (see `MAX_BYTES`), with `light` the latest call too. Of holdings that share an
     `outermost` only one records a call. `met` is called, in the first calls, with the frame that calls the
-    model. `steps[0]` is how many optimizers have taken, and set by its owner; `kind` is shared by models like it.
+    model. `steps[0]` is how many optimizers have taken, and set by its owner; `kind` is shared by models like it;
+    `modules` are those of the model, where they are known.
     """
 
     def __init__(
@@ -74,6 +75,7 @@ class ModelRecorder:
         light: bool = False,
         steps: list[int] | None = None,
         kind: Kind | None = None,
+        modules: Sequence[nn.Module] | None = None,
     ) -> None:
         self.model = weakref.ref(model)
         self.calls: deque[Call] = deque()
@@ -88,7 +90,7 @@ class ModelRecorder:
         self._steps = [0] if steps is None else steps
         self._kind = kind or Kind()
         self._generators = Held(self.model, self._kind.draws)
-        modules = module_tree.modules(model)
+        modules = module_tree.modules(model) if modules is None else modules
         self._buffers = Buffers(inner(model)) if any(map(_buffers_of, modules)) else None
         # By id of an optimizer: whether it moves the model, as of so many parameters.
         self._movers: dict[int, tuple[weakref.ref[Optimizer], int, bool]] = {}

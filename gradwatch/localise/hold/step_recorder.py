@@ -28,23 +28,27 @@ WIDEST = 64  # parts of one model
 FEW = 16  # parts held beside their model: each call of one costs 4 us
 
 
-Hold: TypeAlias = Callable[[nn.Module, Outermost, Kind], ModelRecorder]
+Hold: TypeAlias = Callable[[nn.Module, Outermost, Kind, Sequence[nn.Module] | None], ModelRecorder]
 
 
 class Family:
     """One watched model: held itself, or as the parts that are called in its place; at first both, if they are few."""
 
-    def __init__(self, model: nn.Module, hold: Hold, kinds: Kinds) -> None:
+    def __init__(
+        self, model: nn.Module, hold: Hold, kinds: Kinds, modules: Sequence[nn.Module] | None = None
+    ) -> None:
+        """`modules` are those of the model, where they are known."""
         self._hold = hold
         self.outermost = Outermost()
         self.sought = True  # which of these the loop calls
         self._level = 0
         self._waited = 0
-        self._kind = kind_of(module_tree.modules(model), kinds)
-        self._whole = hold(model, self.outermost, self._kind)
+        modules = module_tree.modules(model) if modules is None else modules
+        self._kind = kind_of(modules, kinds)
+        self._whole = hold(model, self.outermost, self._kind, modules)
         self.model = self._whole.model  # gives the watched model, None once it has been freed
         if not (self._kind.whole or self._whole.refused or anything_compiled()):
-            parts = [hold(part, self.outermost, Kind()) for part in _within(model)]
+            parts = [hold(part, self.outermost, Kind(), None) for part in _within(model)]
             # One whose parameters FSDP2 gathers with those of its parent cannot be run without it, nor be called so.
             self._whole.parts = [part for part in parts if not part.refused]
         self.recordings = [self._whole, *self._whole.parts]
@@ -93,7 +97,7 @@ class Family:
             return
         for recording in self.recordings:
             recording.close()
-        self.recordings = [self._hold(part, self.outermost, Kind()) for part in parts]
+        self.recordings = [self._hold(part, self.outermost, Kind(), None) for part in parts]
         self._waited = 0
 
 
@@ -257,8 +261,10 @@ class StepRecorder:
             found += family.recordings
         return found + self._former
 
-    def _model(self, module: nn.Module, outermost: Outermost, kind: Kind) -> ModelRecorder:
-        return self._recorder_of(module, outermost=outermost, kind=kind, met=self._met)
+    def _model(
+        self, module: nn.Module, outermost: Outermost, kind: Kind, modules: Sequence[nn.Module] | None
+    ) -> ModelRecorder:
+        return self._recorder_of(module, outermost=outermost, kind=kind, met=self._met, modules=modules)
 
     def _recorder_of(self, module: nn.Module, **options: Any) -> ModelRecorder:
         return ModelRecorder(module, self._failed, self._max_bytes, steps=self._steps, **options)

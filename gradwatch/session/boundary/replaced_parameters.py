@@ -56,7 +56,11 @@ class ReplacedParameters:
                 if place is not None and places.lost(slot, slots.params[slot]):
                     self._exchange(loop, slot, place[0]._parameters.get(place[1]))
         if slots.disturbed:
+            known = set(slots.of.values())
             slots.scan()
+            if all(captured.without_optimizer for captured in self._capture.captures):
+                # The loop has them from this backward on, and no optimizer could be given them.
+                self._capture.coverage.measured_by_loop(known.symmetric_difference(slots.of.values()))
 
     def _exchange(self, loop: Loop, slot: int, param: Any) -> bool:
         """This parameter takes a slot of a loop; False where it cannot be its successor."""

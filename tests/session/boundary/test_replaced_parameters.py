@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import weakref
 from collections.abc import Callable
 from pathlib import Path
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import gradwatch
 from gradwatch.rules.files import parse_rules
+from gradwatch.sinks.log import LogSink
 from tests.support.kept import Kept
 from tests.support.launch_cases import bare_and_watched
 
@@ -151,6 +153,52 @@ def test_baselines_go_on_from_one_parameter_to_the_next() -> None:
         fired.append([one.snapshot.step for one in kept.records if one.verdict.firing])
     assert 17 in fired[0]
     assert fired[1] == fired[0]
+
+
+class Tied(nn.Module):
+    """Two layers of one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One after the other."""
+        y: Tensor = self.second(self.first(x).tanh())
+        return y
+
+
+def grow(model: nn.Module, step: int) -> None:
+    """Another layer takes the place of the last one at one step, a wider weight that of its weight at another."""
+    if step == 4:
+        model.register_module("1", nn.Linear(8, 3))
+    if step == 8:
+        last = model.get_submodule("1")
+        last.weight, last.bias = nn.Parameter(torch.ones(6, 8)), nn.Parameter(torch.ones(6))
+
+
+@pytest.mark.parametrize("what", ["tied", "grows"])
+def test_a_model_that_gets_further_parameters_in_such_a_loop(what: str) -> None:
+    """Each step is recorded, with the norm of all there are, without a fault or a call to give them to an optimizer."""
+    torch.manual_seed(0)
+    model = Tied() if what == "tied" else nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 1))
+    kept, told, norms = Kept(), io.StringIO(), []
+    with gradwatch.watch(model, sinks=[kept, LogSink(stream=told)], strict=True) as gw:
+        for step in range(STEPS):
+            if what == "grows":
+                grow(model, step)
+            model(torch.ones(2, 4)).square().mean().backward()
+            norms.append(
+                float(
+                    nn.utils.get_total_norm([one.grad for one in model.parameters() if one.grad is not None])
+                )
+            )
+            assigned(model)
+        assert gw.coverage == 1.0
+    assert [one.snapshot.step for one in kept.records] == list(range(STEPS))
+    assert [one.snapshot.total_norm for one in kept.records] == pytest.approx(norms, rel=1e-5)
+    assert "not measured" not in told.getvalue()
 
 
 NEW_MODELS = """
