@@ -53,7 +53,7 @@ valueless: Callable[[Tensor], bool] = operator.attrgetter("is_meta")
 
 def has_values(param: Tensor) -> bool:
     """True if there are numbers behind a parameter."""
-    return not param.is_meta
+    return not valueless(param)
 
 
 def is_lazy(param: nn.Parameter) -> bool:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from gradwatch.capture import parameter_names
 from gradwatch.capture.coverage import Coverage
 from gradwatch.capture.parameter_names import is_lazy, named_parameters
 from gradwatch.capture.shards import is_shard, offloaded_in
@@ -211,7 +212,7 @@ class Slots:
         slots: list[int] = []
         for param in fresh:
             # Those on the meta device, which have no values, lower the coverage.
-            if not param.requires_grad or param.is_meta:
+            if not param.requires_grad or parameter_names.valueless(param):
                 continue
             if type(param) is not nn.Parameter and is_lazy(param):
                 continue

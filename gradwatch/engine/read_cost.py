@@ -19,8 +19,8 @@ from gradwatch.records.columns import CATALOGUE, COSTLY_COLUMNS, MODULE_COLUMNS
 from gradwatch.records.snapshot import BoolArray
 from gradwatch.rules.rule_set import Rule
 
-MOMENTS = frozenset({"mean", "std"})
-"""Columns of gradients that take a pass of their own, which moves each chunk to its mean."""
+MOMENTS, WEIGHT_MOMENTS = frozenset({"mean", "std"}), frozenset({"weight_mean", "weight_std"})
+"""Columns of gradients and of weights that take a pass of their own, which moves each chunk to its mean."""
 COPIED_AND_COMPARED = 3
 """Passes over a weight whose update is read: copied, then read again beside its copy."""
 LONGEST_PERIOD = 5_000
@@ -87,5 +87,6 @@ def _bytes(plan: Plan, needs: Needs, step: int, nbytes: NDArray[np.int64]) -> in
     passes = due(values - MOMENTS, step).astype(np.int64) + due(MOMENTS, step)
     updates = due(OF_UPDATES, step)
     passes += due(OF_UPDATES, step + 1)  # the copy
+    passes += due(WEIGHT_MOMENTS, step)
     passes += np.where(updates, COPIED_AND_COMPARED - 1, due({"weight_norm"}, step))
     return int((passes * nbytes).sum())

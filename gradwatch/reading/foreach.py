@@ -11,6 +11,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+SMALL = 1 << 12
+"""Elements up to which a tensor on the CPU is cheaper to read together with others than a chunk at a time."""
+
 norms: Callable[..., tuple[Tensor, ...]] = torch._foreach_norm
 """The norm of each tensor, 0-dim: `norms(tensors, 2, dtype=torch.float32)`."""
 multiply: Callable[[Sequence[Tensor], float | Tensor | Sequence[float] | Sequence[Tensor]], None] = (
@@ -19,6 +22,20 @@ multiply: Callable[[Sequence[Tensor], float | Tensor | Sequence[float] | Sequenc
 """Multiply each tensor in place, by one factor or by its own."""
 overwrite: Callable[[Sequence[Tensor], Sequence[Tensor]], None] = torch._foreach_copy_  # type: ignore[assignment]
 """Write the values of the second tensors into the first ones."""
+
+
+def is_small(tensor: Tensor) -> bool:
+    """True for a CPU tensor whose numbers are to be taken together with those of others."""
+    wide = tensor.dtype is torch.float32 or tensor.dtype is torch.float64
+    return wide and tensor.numel() <= SMALL and tensor.device.type == "cpu"
+
+
+def host_norms(tensors: Sequence[Tensor], order: float) -> list[float]:
+    """The norms of CPU tensors of one dtype, summed in float64, which holds the square of every float32."""
+    if not tensors:
+        return []
+    found: list[float] = torch.stack(norms(tensors, order, dtype=torch.float64)).tolist()  # sync: CPU tensors
+    return found
 
 
 def clamped(tensors: list[Tensor], bound: float) -> tuple[Tensor, ...]:

@@ -57,8 +57,10 @@ def _values(name: str, unit: str, means: str, grouped: Grouped, sharded: Ranks =
     return ColumnInfo(name, "parameter", unit, means, grouped, sharded, "gradient", False, _VALUES)
 
 
-def _weights(name: str, unit: str, means: str, grouped: Grouped, reads: Reads) -> ColumnInfo:
-    return ColumnInfo(name, "parameter", unit, means, grouped, "sum of squares", reads, False, _WEIGHTS)
+def _weights(
+    name: str, unit: str, means: str, grouped: Grouped, reads: Reads, sharded: Ranks = "sum of squares"
+) -> ColumnInfo:
+    return ColumnInfo(name, "parameter", unit, means, grouped, sharded, reads, False, _WEIGHTS)
 
 
 def _modules(name: str, unit: str, means: str, grouped: Grouped = "mean") -> ColumnInfo:
@@ -97,6 +99,8 @@ CATALOGUE: tuple[ColumnInfo, ...] = (
     _values("mean", "g", "the mean of the elements", "mean", "mean by elements"),
     _values("std", "g", "the standard deviation of the elements (divided by n)", ""),
     _weights("weight_norm", "‖w‖", "L2 norm of the weight, before the step", _ROOT, "weight"),
+    _weights("weight_mean", "w", "the mean of the weight's elements", "mean", "weight", "mean by elements"),
+    _weights("weight_std", "w", "the standard deviation of the weight's elements", "", "weight", ""),
     _weights(
         "update_norm", "‖Δw‖", "L2 norm of what the step before has changed", _ROOT, "weight and a copy"
     ),

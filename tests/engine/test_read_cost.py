@@ -23,6 +23,7 @@ rules:
   c: {detect: {kind: above, of: zero_fraction, threshold: 0.5}, scope: total, every: 4}
   d: {detect: {kind: above, of: weight_norm, threshold: 9}, every: 6, groups: [some]}
   e: {detect: {kind: above, of: update_norm, threshold: 9}, every: 5}
+  f: {detect: {kind: above, of: weight_std, threshold: 9}, every: 4}
 groups: {some: {params: ["p1", "p3"]}}
 """
 
@@ -30,7 +31,7 @@ groups: {some: {params: ["p1", "p3"]}}
 @pytest.mark.parametrize("rules", ["default", OWN])
 def test_what_is_announced_is_read(rules: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The mean and the most of 60 steps of a reader, counted where it asks for the memory of a tensor."""
-    sizes = [(400, 300), (300,), (500, 200), (70, 1000), (9, 9)]
+    sizes = [(400, 300), (5000,), (500, 200), (70, 1000), (90, 90)]  # each more than is read with others
     params = [torch.randn(size) for size in sizes]
     names = tuple(f"p{k}" for k in range(len(params)))
     numels = np.array([param.numel() for param in params])
@@ -72,5 +73,6 @@ def test_cadences_in_words() -> None:
         "max_abs": (("each every 3 steps",), ("a",)),
         "std": (("all at each step",), ("b",)),
         "weight_norm": (("each every 6 steps",), ("d",)),
+        "weight_std": (("each every 4 steps",), ("f",)),
         "update_norm": (("each every 5 steps",), ("e",)),
     }

@@ -116,7 +116,7 @@ def test_on_meta_every_read_of_a_number_would_raise(monkeypatch: pytest.MonkeyPa
             return ring.send(torch.full(part.shape, 0.5, dtype=part.dtype))
 
     monkeypatch.setattr(device, "POOL", Wire())
-    monkeypatch.setattr(site_names, "has_values", lambda param: True)
+    monkeypatch.setattr(site_names, "valueless", lambda param: False)
     with torch.device("meta"):
         model, x = net(), torch.randn(4, 3)
     optimizer = torch.optim.SGD(model.parameters(), 0.1, foreach=True)
@@ -163,7 +163,7 @@ def test_taps_and_local_norms_on_meta(
             return ring.send(torch.full(part.shape, 0.5, dtype=part.dtype))
 
     monkeypatch.setattr(device, "POOL", Wire())
-    monkeypatch.setattr(site_names, "has_values", lambda param: True)
+    monkeypatch.setattr(site_names, "valueless", lambda param: False)
     names: list[list[str]] = []
     for rules in (TAPPED, "version: 1\nrules: {}"):
         with torch.device("meta"):
@@ -200,7 +200,7 @@ def test_several_devices_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
             return ring.send(torch.full(part.shape, 7.0) if part.device.type == "meta" else part)
 
     monkeypatch.setattr(device, "POOL", Wire())
-    monkeypatch.setattr(site_names, "has_values", lambda param: True)
+    monkeypatch.setattr(site_names, "valueless", lambda param: False)
     grads = [torch.ones(4), torch.empty(3, device="meta"), None, torch.ones(9), torch.empty(2, device="meta")]
     reading = device.read(grads)
     assert reading.norms().tolist() == [2.0, 7.0, 0.0, 3.0, 7.0]

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # torch's own, about what the
 GRADIENTS = {"zero_fraction": lambda g: (g == 0).mean(), "max_abs": lambda g: np.abs(g).max()} | {
     name: getattr(np, name) for name in ("min", "max", "mean", "std")
 }
-WEIGHTS = ("weight_norm", "update_norm", "update_ratio")
+WEIGHTS = ("weight_norm", "weight_mean", "weight_std", "update_norm", "update_ratio")
 CADENCES = (1, 2, 3, 10)
 RULES = "version: 1\nrules:\n" + "".join(
     f"  {column}-{every}: {{detect: {{kind: above, of: {column}, threshold: -1e30}}, for: 1, every: {every}}}\n"
@@ -74,6 +74,8 @@ def by_hand(column: str, now: tuple[Any, np.ndarray], before: tuple[Any, np.ndar
         return None if grad is None or not grad.size else float(GRADIENTS[column](grad))
     if column == "weight_norm":
         return float(np.linalg.norm(weight))
+    if column in ("weight_mean", "weight_std"):
+        return float((np.mean if column == "weight_mean" else np.std)(weight)) if weight.size else None
     if before is None or before[0] is None or not before[0].any() or before[1].shape != weight.shape:
         return None
     change = float(np.linalg.norm(weight - before[1]))
@@ -88,7 +90,7 @@ def judged(record: Record, column: str, every: int) -> set[str]:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_values_are_exact_and_judged_when_due(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nine columns at four cadences beside each other, of parameters that have phases of their own."""
+    """Eleven columns at four cadences beside each other, of parameters that have phases of their own."""
     monkeypatch.setattr(staggering, "SMALLEST_PART", 1)
     with small():
         training = seeded(SITUATIONS[name].make)
@@ -124,7 +126,9 @@ def test_values_are_exact_and_judged_when_due(name: str, monkeypatch: pytest.Mon
                 else {}
             )
             for site, value in there.items():
-                least = 1e-6 * largest.get(site, 0.0)  # a mean of both signs is as good as what it is of
+                least = 1e-6 * max(
+                    largest.get(site, 0.0), "weight_" in column
+                )  # a mean of both signs is as good as what it is of
                 assert present[site] == pytest.approx(value, rel=1e-5, abs=least), (column, site)
             for every in CADENCES:
                 due = (

@@ -91,8 +91,8 @@ class ColumnReader:
         if of_gradients:
             read_gradient_values(pending, of_gradients, gradients, scale)
         if self._reads_weights:
-            updates = {name: due[name] for name in self._compared if name in due}
-            self._weights.read(pending, step, params, due.get("weight_norm", ()), updates)
+            of_weights = {name: at for name, at in due.items() if name in WEIGHT_COLUMNS}
+            self._weights.read(pending, step, params, of_weights)
         if keep:  # but what gets no gradient, which no optimizer moves
             moved = MovedParameters(step)
             self.awaiting.append(moved)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from gradwatch.capture.columns.pending_columns import Numbers, PendingColumns
+from gradwatch.reading import foreach
 from gradwatch.reading.chunks import mean_and_std, zeros, zeros_and_extremes
 from gradwatch.reading.device import Number, on_host
 from gradwatch.reading.layouts import dense, flat
@@ -28,12 +29,22 @@ def read_gradient_values(
     for name, positions in due.items():
         for k in positions:
             wanted.setdefault(k, []).append(name)
+    small: dict[torch.dtype, dict[int, Tensor]] = {}
     for k, names in wanted.items():
         grad = grads[k]
         tensor = None if grad is None else dense(grad)
-        if tensor is not None and tensor.numel():  # a shard may be empty though the gradient is not
-            for name, number in zip(names, _read(tensor, names), strict=True):
-                numbers[name].put(k, number)
+        if tensor is None or not tensor.numel():  # a shard may be empty though the gradient is not
+            continue
+        if names == ["zero_fraction"] and foreach.is_small(tensor):
+            small.setdefault(tensor.dtype, {})[k] = tensor
+            continue
+        for name, number in zip(names, _read(tensor, names), strict=True):
+            numbers[name].put(k, number)
+    for group in small.values():
+        for (k, tensor), nonzero in zip(
+            group.items(), foreach.host_norms(list(group.values()), 0), strict=True
+        ):
+            numbers["zero_fraction"].put(k, (tensor.numel() - nonzero) / tensor.numel())
     for name, each in numbers.items():
         pending.present[name] = each.present(pending.count)
         pending.parts[name] = each.send(pending.count, 1.0 if name == "zero_fraction" else scale)

@@ -19,7 +19,8 @@ from gradwatch.reading import chunks, foreach
 from gradwatch.reading.device import Floats, on_host, widest
 from gradwatch.reading.layouts import dense, flat
 
-WEIGHT_COLUMNS = frozenset({"weight_norm"}) | OF_UPDATES
+WEIGHT_MOMENTS = frozenset({"weight_mean", "weight_std"})
+WEIGHT_COLUMNS = frozenset({"weight_norm"}) | WEIGHT_MOMENTS | OF_UPDATES
 # A weight matrix that starts at zero (LoRA B, zero-init residuals) has a huge first ratio and no problem.
 WEIGHT_NORM_FLOOR = 0.1
 
@@ -72,10 +73,12 @@ class WeightReader:
         pending: PendingColumns,
         step: int,
         params: Sequence[Tensor],
-        norms: Sequence[int],
-        updates: Mapping[str, Sequence[int]],
+        due: Mapping[str, Sequence[int]],
     ) -> None:
-        """Put the norms and the `updates` due at these positions into `pending`; an update where a copy was kept."""
+        """Put the columns `due` at these positions into `pending`; an update only where a copy was kept."""
+        norms = due.get("weight_norm", ())
+        updates = {name: at for name, at in due.items() if name in OF_UPDATES}
+        _read_moments(pending, params, {name: at for name, at in due.items() if name in WEIGHT_MOMENTS})
         kept, self._kept = self._kept, None
         copies: dict[int, Tensor] = {}
         if kept is not None and kept.step == step - 1:
@@ -98,10 +101,10 @@ class WeightReader:
             changed, there = change.send(pending.count), change.present(pending.count)
             ratio = PendingRatio(changed, before.send(pending.count))
             for name, at in updates.items():
-                due = np.zeros(pending.count, np.bool_)
-                due[list(at)] = True
+                asked_at = np.zeros(pending.count, np.bool_)
+                asked_at[list(at)] = True
                 pending.parts[name] = ratio if name == "update_ratio" else changed
-                pending.present[name] = due & there
+                pending.present[name] = asked_at & there
                 pending.moved[name] = kept.moved
 
     def keep(self, step: int, params: Sequence[Tensor], at: Sequence[int], moved: MovedParameters) -> None:
@@ -114,11 +117,14 @@ class WeightReader:
         for kind, group in kinds.items():
             sizes = [tensor.numel() for tensor in group.values()]
             parts = self._memory_of(kind, sum(sizes)).split(sizes)
-            if kind[0].type == "cpu":
-                for tensor, part in zip(group.values(), parts, strict=True):
+            together: list[tuple[Tensor, Tensor]] = []
+            for tensor, part in zip(group.values(), parts, strict=True):
+                if kind[0].type != "cpu" or foreach.is_small(part):
+                    together.append((part, _vector(tensor)))
+                else:
                     chunks.copy(tensor, part)
-            else:
-                foreach.overwrite(parts, [flat(tensor) for tensor in group.values()])
+            if together:
+                foreach.overwrite(*map(list, zip(*together, strict=True)))
             copies.update(zip(group, parts, strict=True))
         self._kept = KeptWeights(step, moved, copies)
 
@@ -136,10 +142,39 @@ def _local(param: Tensor) -> Tensor:
     return param.detach() if plain else dense(param)
 
 
+def _vector(param: Tensor) -> Tensor:
+    """The elements of this rank's part of a parameter as they lie in memory."""
+    tensor = _local(param)
+    return tensor.view(-1) if tensor.is_contiguous() else flat(tensor)
+
+
 def _alike(param: Tensor, copy: Tensor) -> bool:
     """True if a weight still has the size, the type and the place of its copy."""
     tensor = _local(param)
     return (tensor.numel(), tensor.dtype, tensor.device) == (copy.numel(), copy.dtype, copy.device)
+
+
+def _read_moments(
+    pending: PendingColumns, params: Sequence[Tensor], due: Mapping[str, Sequence[int]]
+) -> None:
+    numbers = {name: Numbers() for name in due}
+    for k in sorted({k for at in due.values() for k in at}):
+        tensor = _local(params[k])
+        if not tensor.numel():
+            continue
+        mean, std = chunks.mean_and_std(tensor) if on_host(tensor) else _moments_on_device(tensor)
+        for name, at in due.items():
+            if k in at:
+                numbers[name].put(k, mean if name == "weight_mean" else std)
+    for name, each in numbers.items():
+        pending.parts[name] = each.send(pending.count)
+        pending.present[name] = each.present(pending.count)
+
+
+def _moments_on_device(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    vector = flat(tensor)
+    vector = vector.to(torch.promote_types(vector.dtype, torch.float32))
+    return vector.mean(), vector.std(correction=0)
 
 
 Three = tuple[float | Tensor, float | Tensor, float | Tensor]
@@ -148,15 +183,15 @@ Three = tuple[float | Tensor, float | Tensor, float | Tensor]
 def _changes(params: Sequence[Tensor], copies: dict[int, Tensor]) -> dict[int, Three]:
     """By position, the norms of the change, of the copy, and of the weight."""
     found: dict[int, Three] = {}
-    on_devices = [k for k, copy in copies.items() if not on_host(copy)]
-    for k, copy in copies.items():
-        if on_host(copy):
-            found[k] = chunks.norms_of_change(params[k], copy)
-    for kind, group in _by_kind(on_devices, copies).items():
-        new, old = [flat(dense(params[k])) for k in group], [copies[k] for k in group]
-        wide = widest(kind[0])
-        changes = foreach.norms(foreach.differences(new, old), 2, dtype=wide)
-        each = changes, foreach.norms(old, 2, dtype=wide), foreach.norms(new, 2, dtype=wide)
+    together = [k for k, copy in copies.items() if not on_host(copy) or foreach.is_small(copy)]
+    for k in copies.keys() - set(together):
+        found[k] = chunks.norms_of_change(params[k], copies[k])
+    for kind, group in _by_kind(together, copies).items():
+        new, old = [_vector(params[k]) for k in group], [copies[k] for k in group]
+        tensors = [*foreach.differences(new, old), *old, *new]
+        numbers = _norms_of(kind, tensors)
+        size = len(group)
+        each = numbers[:size], numbers[size : 2 * size], numbers[2 * size :]
         found.update(zip(group, zip(*each, strict=True), strict=True))
     return found
 
@@ -165,13 +200,19 @@ def _norms(tensors: Sequence[Tensor], positions: Sequence[int]) -> dict[int, flo
     """By position, the norms of weights."""
     found: dict[int, float | Tensor] = {}
     parts = {k: dense(tensor) for k, tensor in zip(positions, tensors, strict=True)}
-    for k, part in parts.items():
-        if on_host(part):
-            found[k] = chunks.norm(part)
-    for kind, group in _by_kind([k for k, part in parts.items() if not on_host(part)], parts).items():
-        norms = foreach.norms([parts[k] for k in group], 2, dtype=widest(kind[0]))
-        found.update(zip(group, norms, strict=True))
+    together = [k for k, part in parts.items() if not on_host(part) or foreach.is_small(part)]
+    for k in parts.keys() - set(together):
+        found[k] = chunks.norm(parts[k])
+    for kind, group in _by_kind(together, parts).items():
+        found.update(zip(group, _norms_of(kind, [parts[k] for k in group]), strict=True))
     return found
+
+
+def _norms_of(kind: Kind, tensors: Sequence[Tensor]) -> Sequence[float | Tensor]:
+    """The norms of tensors of one kind: numbers of the CPU's, 0-dim tensors of a device's."""
+    if kind[0].type == "cpu":
+        return foreach.host_norms(tensors, 2)
+    return foreach.norms(tensors, 2, dtype=widest(kind[0]))
 
 
 def _by_kind(positions: Sequence[int], tensors: dict[int, Tensor]) -> dict[Kind, list[int]]:

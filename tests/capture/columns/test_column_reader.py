@@ -14,6 +14,7 @@ from torch import nn
 
 from gradwatch.capture.columns.column_reader import COLUMNS, ColumnReader
 from gradwatch.capture.columns.gradient_values import GRADIENT_COLUMNS
+from gradwatch.capture.columns.update_ratio import WEIGHT_MOMENTS
 from gradwatch.engine import Engine
 from gradwatch.engine.columns_needed import EVERY_STEP, OF_UPDATES, Needs
 from gradwatch.engine.staggering import Staggering
@@ -134,7 +135,7 @@ def test_all_are_exact_at_their_cadence(every: int) -> None:
         columns = {} if read is None else read.columns()
         for name, k in itertools.product(COLUMNS, range(len(weights))):
             due = phases.phases(every)[k] == step % every and not (name in OF_UPDATES and step == 0)
-            due = due and not (whats[k] == "empty" and name in GRADIENT_COLUMNS)
+            due = due and not (whats[k] == "empty" and name in GRADIENT_COLUMNS | WEIGHT_MOMENTS)
             assert due == (name in columns and bool(columns[name].present[k])), (name, whats[k], step)
             if due:
                 counts[name][k] += 1
@@ -144,6 +145,7 @@ def test_all_are_exact_at_their_cadence(every: int) -> None:
                 )
                 # A mean of large numbers of both signs is as good as they are.
                 least = 1e-6 * of_gradients["max_abs", k] if name == "mean" else 0.0
+                least = 1e-6 if name == "weight_mean" else least
                 got = float(columns[name].values[k])
                 assert got == pytest.approx(expected, rel=2e-6, abs=least, nan_ok=True), (name, whats[k])
         before = [weight.clone() for weight in weights]
@@ -164,6 +166,8 @@ def by_hand(name: str, weight: torch.Tensor, before: torch.Tensor, grad: torch.T
             )
     if name == "weight_norm":
         return float(np.linalg.norm(real(weight)))
+    if name in WEIGHT_MOMENTS:
+        return float((np.mean if name == "weight_mean" else np.std)(real(weight)))
     if name == "update_norm":
         return float(np.linalg.norm(real(weight) - real(before)))
     return float(np.linalg.norm(real(weight) - real(before))) / max(float(np.linalg.norm(real(before))), 0.1)
