@@ -48,7 +48,7 @@ class ModelsWithoutOptimizer:
         """Look at the first backwards again: in a forked child."""
         self._backwards = 0
         self._next = 1
-        self._clock = -1  # registrations when a backward was looked at
+        self._made = -1  # modules when a backward was looked at
         self._lost, self._built = _Patience(), _Patience()
         self._asked: tuple[_Patience, ...] = ()  # whose occasion the present look is
 
@@ -58,10 +58,10 @@ class ModelsWithoutOptimizer:
         `reached`: the one before it reached something that is watched.
         """
         self._backwards += 1
-        lost, built = self._lost.due(not reached), self._built.due(self._clock != self._registered.clock)
+        lost, built = self._lost.due(not reached), self._built.due(self._made != self._registered.made)
         if self._backwards < self._next and not (lost or built):
             return False
-        self._clock = self._registered.clock
+        self._made = self._registered.made
         self._asked = (*([self._lost] if lost else []), *([self._built] if built else []))
         self._next = self._backwards + max(1, self._backwards // SPARED)
         return True

@@ -37,14 +37,14 @@ class Place(NamedTuple):
 
 
 class ModuleRegistry:
-    """The live modules; `clock` counts what was registered so far.
+    """The live modules; `clock` counts what was registered so far, `made` the modules that it became known of.
 
     A module made before this began is known from its first registration, copy or unpickling after it. `building` is
     called whenever a parameter is put into a module, and as modules are copied or unpickled; it must not raise.
     """
 
     def __init__(self, building: Callable[[], None] | None = None) -> None:
-        self.clock = 0
+        self.clock = self.made = 0
         self._building = building or _nothing
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._fresh: list[weakref.ref[nn.Module]] = []  # since they were last asked for
@@ -190,6 +190,7 @@ class ModuleRegistry:
         ref = self._modules.get(id(module))
         if ref is None or ref() is not module:
             self._modules[id(module)] = ref = weakref.ref(module)
+            self.made += 1
             self._parents.pop(id(module), None)
             self._fresh.append(ref)
             if len(self._modules) > self._prune_at:
@@ -243,6 +244,7 @@ class ModuleRegistry:
         if self._unread and self._unread[-1][0]() is module:  # `copy` asks whether there is one, and takes it
             return
         self.clock += 1
+        self.made += 1
         self._unread.append((weakref.ref(module), self.clock))
         if len(self._unread) > self._prune_at:
             self._unread = [each for each in self._unread if each[0]() is not None]

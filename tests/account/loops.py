@@ -211,6 +211,82 @@ for i in range(8):
     real += 1
 """
 PARAM_GRAD_NONE = "for p in model.parameters(): p.grad = None"
+REPLACED_PARAMETERS = """
+for _ in range(8):
+    loss_of().backward()
+    for module in model:
+        for name, p in list(module.named_parameters()):
+            setattr(module, name, nn.Parameter(p.detach() - 0.05 * p.grad))
+    real += 1
+"""
+NEW_MODEL = """
+for _ in range(8):
+    loss_of(model).backward()
+    new = copy.deepcopy(model)
+    for p, q in zip(new.parameters(), model.parameters()): p.data, p.grad = q.data - 0.05 * q.grad, None
+    model = new
+    real += 1
+"""
+GENERATORS = """
+def steps(mine, opt):
+    while True:
+        opt.zero_grad(); loss_of(mine).backward()
+        yield 0
+        opt.step()
+        yield 1
+models = [copy.deepcopy(model) for _ in range(3)]
+trainings = [steps(each, sgd(each)) for each in models]
+for _ in range(9):
+    for each in trainings: real += next(each)
+for each in trainings: each.close()
+"""
+ASYNCIO = """
+import asyncio
+async def train(mine, opt):
+    global real
+    for _ in range(4):
+        opt.zero_grad(); loss = loss_of(mine); await asyncio.sleep(0); loss.backward(); await asyncio.sleep(0)
+        opt.step(); real += 1; await asyncio.sleep(0)
+models = [copy.deepcopy(model) for _ in range(3)]
+async def together(): await asyncio.gather(*(train(each, sgd(each)) for each in models))
+asyncio.run(together())
+"""
+STEPPER = """
+import queue
+opt, asked, taken = sgd(), queue.Queue(), queue.Queue()
+def work():
+    while asked.get():
+        opt.step(); opt.zero_grad(); taken.put(1)
+thread = threading.Thread(target=work); thread.start()
+for _ in range(8):
+    loss_of().backward(); asked.put(1); real += taken.get()
+asked.put(0); thread.join()
+"""
+GROUPS = """
+opt = torch.optim.SGD(model[0].parameters(), 0.05)
+for i in range(12):
+    if i == 3: opt.add_param_group({"params": list(model[2].parameters()), "lr": 0.01})
+    if i == 6: opt.param_groups[0]["params"] = opt.param_groups[0]["params"][:1]
+    if i == 9: opt.param_groups[1]["params"] = []
+    model.zero_grad(); loss_of().backward(); opt.step()
+    real += 1
+"""
+COPIED = """
+import pickle
+opt = torch.optim.Adam(model.parameters(), 0.01)
+for i in range(9):
+    if i == 3: model, opt = copy.deepcopy((model, opt))
+    if i == 6: model, opt = pickle.loads(pickle.dumps((model, opt)))
+    opt.zero_grad(); loss_of(model).backward(); opt.step()
+    real += 1
+"""
+SET_GRADIENTS = """
+opt = sgd()
+for _ in range(8):
+    for p, grad in zip(model.parameters(), torch.autograd.grad(loss_of(), list(model.parameters()))): p.grad = grad
+    opt.step()
+    real += 1
+"""
 
 LOOPS = (
     Loop("the usual one", plain(DEFAULT_STEP), seen=True, soak=False),
@@ -246,4 +322,12 @@ LOOPS = (
     Loop("LBFGS", LBFGS, seen=True),
     Loop("closures evaluated twice", CLOSURES),
     Loop("another optimizer half-way", LATE, seen=True),
+    Loop("parameters replaced by hand", REPLACED_PARAMETERS),
+    Loop("a new model each step", NEW_MODEL),
+    Loop("generators that take turns", GENERATORS, seen=True),
+    Loop("coroutines that take turns", ASYNCIO, seen=True),
+    Loop("backward and step in two threads", STEPPER, seen=True),
+    Loop("param groups edited", GROUPS, seen=True),
+    Loop("copied and unpickled with its optimizer", COPIED, seen=True),
+    Loop("gradients set from autograd.grad", SET_GRADIENTS, seen=True),
 )

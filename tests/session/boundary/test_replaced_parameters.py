@@ -247,3 +247,24 @@ def test_twins_that_are_trained_in_turn_keep_their_own_series(tmp_path: Path) ->
     """A living model is no successor of another, also after that one is gone."""
     _, watched = bare_and_watched(TWINS, tmp_path)
     assert "25 windows without an optimizer · 4 parameters" in watched.stderr
+
+
+ONE_AFTER_ANOTHER = """
+import torch
+for seed in range(6):
+    torch.manual_seed(seed)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+    for _ in range(12):
+        model(torch.randn(8, 4)).square().mean().backward()
+        for module in model:
+            for name, param in list(module.named_parameters()):
+                setattr(module, name, torch.nn.Parameter(param.detach() - 0.05 * param.grad))
+print(model[0].weight.tolist())
+"""
+
+
+def test_models_that_are_trained_so_one_after_another_are_found_at_once(tmp_path: Path) -> None:
+    """What is registered in a loop is no new model to look for in vain: of none a window is missed."""
+    _, watched = bare_and_watched(ONE_AFTER_ANOTHER, tmp_path)
+    assert "72 windows without an optimizer" in watched.stderr
+    assert "reached no parameter" not in watched.stderr
