@@ -65,9 +65,9 @@ def _judge_in_full() -> None:
 
 
 def _read_clipped_again() -> None:
-    from gradwatch.capture import optimizer_capture
+    from gradwatch.capture import gradient_reader
 
-    _replace(optimizer_capture, "factor_since", _nothing)
+    _replace(gradient_reader, "factor_since", _nothing)
 
 
 def _read_with_torch() -> None:
