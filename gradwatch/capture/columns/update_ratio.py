@@ -49,11 +49,15 @@ class PendingRatio:
 
 
 class KeptWeights(NamedTuple):
-    """Copies of some weights as they were at `step`, by position; `moved` says which of them that step moves."""
+    """Copies of some weights as they were at `step`, by position; `moved` says which of them that step moves.
+
+    A copy is of the elements as they lay in memory, by the `strides` of then.
+    """
 
     step: int
     moved: MovedParameters
     copies: dict[int, Tensor]
+    strides: dict[int, tuple[int, ...]]
 
 
 class WeightReader:
@@ -83,7 +87,7 @@ class WeightReader:
         copies: dict[int, Tensor] = {}
         if kept is not None and kept.step == step - 1:
             here = {k: kept.copies[k] for at in updates.values() for k in at if k in kept.copies}
-            copies = {k: copy for k, copy in here.items() if _alike(params[k], copy)}
+            copies = {k: copy for k, copy in here.items() if _alike(params[k], copy, kept.strides[k])}
         change, before, after = Numbers(), Numbers(), Numbers()
         asked = set(norms)
         for k, (moved_by, was, now) in _changes(params, copies).items():
@@ -114,7 +118,9 @@ class WeightReader:
             tensor = _local(params[k])
             kinds.setdefault((tensor.device, tensor.dtype), {})[k] = tensor
         copies: dict[int, Tensor] = {}
+        strides: dict[int, tuple[int, ...]] = {}
         for kind, group in kinds.items():
+            strides.update((k, tensor.stride()) for k, tensor in group.items())
             sizes = [tensor.numel() for tensor in group.values()]
             parts = self._memory_of(kind, sum(sizes)).split(sizes)
             together: list[tuple[Tensor, Tensor]] = []
@@ -126,7 +132,7 @@ class WeightReader:
             if together:
                 foreach.overwrite(*map(list, zip(*together, strict=True)))
             copies.update(zip(group, parts, strict=True))
-        self._kept = KeptWeights(step, moved, copies)
+        self._kept = KeptWeights(step, moved, copies, strides)
 
     def _memory_of(self, kind: Kind, size: int) -> Tensor:
         memory = self._memory.get(kind)
@@ -148,10 +154,11 @@ def _vector(param: Tensor) -> Tensor:
     return tensor.view(-1) if tensor.is_contiguous() else flat(tensor)
 
 
-def _alike(param: Tensor, copy: Tensor) -> bool:
-    """True if a weight still has the size, the type and the place of its copy."""
+def _alike(param: Tensor, copy: Tensor, strides: tuple[int, ...]) -> bool:
+    """True if a weight still has the size, the type and the place of its copy, and lies in memory as it did."""
     tensor = _local(param)
-    return (tensor.numel(), tensor.dtype, tensor.device) == (copy.numel(), copy.dtype, copy.device)
+    same = (tensor.numel(), tensor.dtype, tensor.device) == (copy.numel(), copy.dtype, copy.device)
+    return same and tensor.stride() == strides
 
 
 def _read_moments(

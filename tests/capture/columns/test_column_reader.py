@@ -274,15 +274,16 @@ def test_kept_weights_hold_no_more_memory_than_one_part() -> None:
 
 
 def test_a_weight_that_was_exchanged_has_no_ratio() -> None:
-    """Another size or type in the place of a weight is no update of it; the others are told."""
-    weights = [torch.ones(4), torch.ones(5), torch.ones(6)]
-    reader = ColumnReader(Needs({"update_ratio": EVERY_STEP}, {}), Staggering(np.array([4, 5, 6])))
+    """Another size, type or layout in the place of a weight is no update of it; the others are told."""
+    weights = [torch.ones(4), torch.ones(5), torch.ones(6), torch.randn(2, 3, 4, 4)]
+    reader = ColumnReader(Needs({"update_ratio": EVERY_STEP}, {}), Staggering(np.array([4, 5, 6, 96])))
     reader.collect(0, weights, lambda: weights)
-    reader.moved(np.ones(3, np.bool_), 0)
+    reader.moved(np.ones(4, np.bool_), 0)
     weights[0], weights[1] = torch.ones(3), torch.ones(5, dtype=torch.float64)
+    weights[3] = weights[3].to(memory_format=torch.channels_last)
     read = reader.collect(1, weights, lambda: weights)
     assert read is not None
-    assert read.columns()["update_ratio"].present.tolist() == [False, False, True]
+    assert read.columns()["update_ratio"].present.tolist() == [False, False, True, False]
 
 
 def test_nothing_is_read_that_no_rule_is_about() -> None:
