@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
@@ -51,6 +51,7 @@ def test_due_at_each_rule_s_own_steps() -> None:
     assert [step for step in range(9) if needs.due("update_ratio", step, phases, 6) is not None] == [4, 8]
 
 
+@settings(max_examples=30)
 @given(
     st.dictionaries(
         st.sampled_from(sorted(COLUMNS)), st.frozensets(st.integers(1, 12), min_size=1, max_size=2)
