@@ -20,11 +20,11 @@ NOT_JUDGED = "every step was rejected by a GradScaler, or provisional"
 
 
 class Reads(NamedTuple):
-    """The column that one rule reads: its name of a column in a Snapshot, at steps divisible by `every`.
+    """The column that one rule reads in a Snapshot, at steps divisible by `every`; a staggered one where `judged` says.
 
-    `judged`: whether any of its parameters is judged on a Snapshot with the column, where they take turns. `always`:
-    each Snapshot has that column. `fact`: judged on provisional steps too, as NaN and Inf are. `why` it never
-    comes, where that is known from the first.
+    `judged`: whether any of its sites is judged on a Snapshot that has the column. `always`: each Snapshot has it.
+    `fact`: judged on provisional steps too, as NaN and Inf are. `why` it never comes, where that
+    is known from the first.
     """
 
     column: str
@@ -107,16 +107,16 @@ def _evaluated(reads: Reads, snapshot: Snapshot, came: Collection[str]) -> bool:
     """True if the engine evaluates such a rule on this Snapshot; see `BoundEngine.evaluate`."""
     if not (reads.always or reads.column in came):
         return False
-    if not reads.judged(snapshot) if reads.judged is not None else snapshot.step % reads.every:
-        return False
     if snapshot.scalars.get("scaler_skip"):
-        return reads.column in OF_SCALER
-    return reads.fact or not snapshot.provisional
+        usable = reads.column in OF_SCALER
+    else:
+        usable = reads.fact or not snapshot.provisional
+    if not usable or reads.judged is None:
+        return usable and snapshot.step % reads.every == 0
+    return reads.judged(snapshot)
 
 
 def _why(reads: Reads, came: Collection[str]) -> str:
     if not (reads.always or reads.column in came):
-        return reads.why or NEVER_CAME.get(
-            reads.column, f"{reads.column.partition(':')[0]} was never measured"
-        )
+        return reads.why or NEVER_CAME.get(reads.column, f"{reads.column} was never measured")
     return OFF_STEP.format(reads.every) if reads.every > 1 else NOT_JUDGED

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from gradwatch.account.account import Watched
 from gradwatch.account.rules_without_data import RulesWithoutData
+from gradwatch.records.columns import OBSERVED_ONLY
 from gradwatch.records.record import Record
 from gradwatch.runtime.own_time import OwnTime
 
@@ -35,7 +36,7 @@ class SessionCounts:
         self.coverage = snapshot.coverage
         if snapshot.scalars.get("scaler_skip"):
             self.rejected += 1
-        if "observed_only" in snapshot.scalars:
+        if OBSERVED_ONLY in snapshot.scalars:
             self.unowned += 1
         self.without_data.observe(snapshot)
         if self.records == ATTACHING:

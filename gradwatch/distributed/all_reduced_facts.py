@@ -32,7 +32,8 @@ class Layout:
 
     `sites` the U parameters of all ranks; `own[K]` where this rank's stand among them; `counts[K]` 1.0 where
     this rank's part is to be added up, 0.0 where another rank's stands for it, and `share[K]` its part of the
-    elements. `pooled`: norms are sums over ranks, not each rank's own. `sampled`: columns pooled beside them.
+    elements. `pooled`: norms are sums over ranks, not each rank's own. `costly`: columns of whole
+    tensors pooled beside them.
     """
 
     sites: Sites
@@ -42,7 +43,7 @@ class Layout:
     rank: int
     world: int
     pooled: bool
-    sampled: tuple[str, ...] = ()
+    costly: tuple[str, ...] = ()
     _start: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -57,9 +58,9 @@ class Layout:
     def _columns(self) -> tuple[str, ...]:
         if not self.pooled:
             return COMPARED
-        sampled = [f"{name}{part}" for name in self.sampled for part in ("", "/present")]
-        sizes = [UPDATED] if "update_ratio" in self.sampled else []
-        return (*POOLED, *sampled, *sizes)
+        costly = [f"{name}{part}" for name in self.costly for part in ("", "/present")]
+        sizes = [UPDATED] if "update_ratio" in self.costly else []
+        return (*POOLED, *costly, *sizes)
 
     def empty(self) -> Vector:
         """A vector that says nothing."""

@@ -51,7 +51,7 @@ def encode(
     local: Column | None,
     usual: Usual,
 ) -> Vector:
-    """The facts of one window: `norms` raw and applied, `values` by scalar, `columns` sampled, local norms."""
+    """The facts of one window: `norms` raw and applied, `values` by scalar, `columns` of whole tensors, local norms."""
     vector = layout.empty()
 
     def put(name: str, value: float) -> None:

@@ -30,7 +30,7 @@ PARTIAL = (
 @dataclass(frozen=True, slots=True)
 class RankRequirements:
     """Reasons for collectives between ranks: `acts` some rule may change a step; `facts` some rule reads what only all
-    ranks together know; `ranked` some rule is about ranks; `sampled` the columns of whole tensors that rules read;
+    ranks together know; `ranked` some rule is about ranks; `costly` the columns of whole tensors that rules read;
     `rules` the digest of them all; `refused` why several ranks may not act by these rules ("" = they may).
     """
 
@@ -38,7 +38,7 @@ class RankRequirements:
     acts: bool
     facts: bool
     ranked: bool
-    sampled: tuple[str, ...]
+    costly: tuple[str, ...]
     refused: str = ""
 
 
@@ -123,7 +123,7 @@ class RankMeeting:
         start = sum(len(found[table][0]) for table in order[: order.index(digest)])
         leader = next(rank for rank, hello in enumerate(met.hellos) if hello["table"] == digest)
         here = [dense(param.detach()).numel() for param in captured.params]
-        sampled = tuple(name for name in self._requirements.sampled if name in sharded_norms.REDUCED_COLUMNS)
+        costly = tuple(name for name in self._requirements.costly if name in sharded_norms.REDUCED_COLUMNS)
         return Layout(
             sites=parameter_manifest.joined([found[table] for table in order]),
             own=np.arange(start, start + len(held)),
@@ -132,5 +132,5 @@ class RankMeeting:
             rank=met.rank,
             world=met.world,
             pooled=pooled,
-            sampled=sampled if pooled else (),
+            costly=costly if pooled else (),
         )

@@ -46,7 +46,7 @@ def pool(
             # A norm beyond float32 is finite here, so a detail always says what the elements are.
             counted[k] = found.nan if name == "nan" else found.inf
         layout.part(vector, name)[at] = counted[mine]
-    for name in layout.sampled:
+    for name in layout.costly:
         column = columns.get(name)
         if column is not None:
             taken = mine & column.present
@@ -94,7 +94,7 @@ def pooled_window(reduced: ReducedFacts, window: WindowNorms) -> WindowNorms:
 def pooled_columns(reduced: ReducedFacts) -> dict[str, Column]:
     """The columns of whole tensors, of the whole parameters."""
     found = {}
-    for name in reduced.layout.sampled:
+    for name in reduced.layout.costly:
         present = reduced.column(f"{name}/present") > 0
         if present.any():
             found[name] = Column(_added_up(reduced, name).astype(np.float32), present)

@@ -99,7 +99,7 @@ def filled(one: BoundPolicy, rows: Mapping[str, Any] | None) -> State:
     for name, empty in named_arrays(state):
         values = np.asarray(rows["fields"][name], empty.dtype)
         if empty.ndim > 1:
-            values = values.reshape(-1, len(place))  # a ring without rows is told as []
+            values = values.reshape(-1, len(place))  # a ring without rows is saved as []
             empty = _with_rows(empty, values)
             empty[: len(values), here] = values[:, there]
         else:

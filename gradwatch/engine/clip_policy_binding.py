@@ -29,7 +29,7 @@ def bind_clipping(ruleset: RuleSet, sites: Sites) -> Clipping:
     elementwise: list[tuple[ElementwisePolicy, BoolArray]] = []
     for place, said, mask in _covered(clip, ruleset, sites):
         if find_policy(said.method) is None:
-            continue  # said by `rules_fit`, before anything is trained
+            continue  # reported by `rules_fit`, before anything is trained
         policy = make_policy(said)
         if place == TOTAL and said.method == "norm" and said.params.get("scope", "total") == "total":
             max_norm = float(said.params["max_norm"])

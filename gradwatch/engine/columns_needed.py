@@ -42,15 +42,15 @@ class Needs:
         """Every cadence that occurs."""
         return frozenset().union(*self.whole.values(), *self.staggered.values())
 
-    def due(self, column: str, step: int, staggering: Staggering, size: int) -> BoolArray | None:
-        """bool[S]: the sites of which a column is read at this step; None where it is none of the `size` sites."""
+    def due(self, column: str, step: int, staggering: Staggering) -> BoolArray | None:
+        """bool[S]: the sites of `staggering` of which a column is read at this step; None where it is none."""
         if step < first_step(column):
             return None
-        due: BoolArray = np.zeros(size, np.bool_)
+        due: BoolArray = np.zeros(len(staggering), np.bool_)
         for every in self.staggered.get(column, ()):
             due |= staggering.due(every, step)
         if any(step % every == 0 for every in self.whole.get(column, ())):
-            due = np.ones(size, np.bool_)
+            due = np.ones(len(staggering), np.bool_)
         if column in self.about:
             due = due & self.about[column]
         return due if due.any() else None

@@ -1,7 +1,7 @@
 """The price of rules in reads: the cadence of each column, and the bytes that a step reads for all of them.
 
-Beyond the read of every gradient for its norm, which each step pays. One pass over a tensor gives all that is asked of
-it, so bytes are counted by tensor and not by column.
+Beyond the read of every gradient for its norm, which each step pays. On the CPU one pass over a tensor gives all that
+is asked of it, so bytes are counted by tensor and not by column; on a device there is a pass a column.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from gradwatch.rules.rule_set import Rule
 
 MOMENTS, WEIGHT_MOMENTS = frozenset({"mean", "std"}), frozenset({"weight_mean", "weight_std"})
 """Columns of gradients and of weights that take a pass of their own, which moves each chunk to its mean."""
-COPIED_AND_COMPARED = 3
-"""Passes over a weight whose update is read: copied, then read again beside its copy."""
-LONGEST_PERIOD = 5_000
-"""Steps that are looked at: cadences without a common multiple this small are looked at for so long."""
+COMPARED = 2
+"""Passes over a weight whose update is read: of the weight, and of its copy."""
+MOST_STEPS = 5_000
+"""Steps that are looked at; cadences with a longer common period are looked at for so many of it."""
 
 
 class ColumnCost(NamedTuple):
@@ -37,12 +37,11 @@ class ColumnCost(NamedTuple):
 
 
 class StepCost(NamedTuple):
-    """Bytes that a step reads beyond the norms: over the steps of one period the mean, the most, and where that is."""
+    """Bytes that a step reads for norms, and beyond them: the mean and the most over the steps of one period."""
 
     norms: int
     mean: float
     most: int
-    step: int
 
 
 def column_costs(rules: Iterable[Rule]) -> list[ColumnCost]:
@@ -69,17 +68,16 @@ def step_cost(plan: Plan, element_bytes: NDArray[np.int64]) -> StepCost:
     nbytes = plan.sites.numels * element_bytes
     params = np.array([kind == "param" for kind in plan.sites.kinds])
     needs = plan.needs.only(COSTLY_COLUMNS - MODULE_COLUMNS)
-    period = min(math.lcm(*needs.cadences), LONGEST_PERIOD)
+    period = min(math.lcm(*needs.cadences), MOST_STEPS)
     reads = [_bytes(plan, needs, step, nbytes) for step in range(period, 2 * period)]
-    most = int(np.argmax(reads))
-    return StepCost(int(nbytes[params].sum()), float(np.mean(reads)), int(reads[most]), most)
+    return StepCost(int(nbytes[params].sum()), float(np.mean(reads)), max(reads))
 
 
 def _bytes(plan: Plan, needs: Needs, step: int, nbytes: NDArray[np.int64]) -> int:
     def due(columns: Iterable[str], step: int) -> BoolArray:
         found = np.zeros(len(nbytes), np.bool_)
         for name in columns:
-            at = needs.due(name, step, plan.staggering, len(nbytes))
+            at = needs.due(name, step, plan.staggering)
             found = found if at is None else found | at
         return found
 
@@ -88,5 +86,5 @@ def _bytes(plan: Plan, needs: Needs, step: int, nbytes: NDArray[np.int64]) -> in
     updates = due(OF_UPDATES, step)
     passes += due(OF_UPDATES, step + 1)  # the copy
     passes += due(WEIGHT_MOMENTS, step)
-    passes += np.where(updates, COPIED_AND_COMPARED - 1, due({"weight_norm"}, step))
+    passes += np.where(updates, COMPARED, due({"weight_norm"}, step))
     return int((passes * nbytes).sum())

@@ -9,7 +9,7 @@ the smallest is applied, once.
 
 Norms are those of the gradients as found at the boundary, after the user's own clipping; what is learned is learned
 of them, before any factor of gradwatch. A jump of the learning rate, at which detectors start afresh, leaves the states
-alone: a clip that went blind at every such jump would be none. `rebaseline` is there for changes made on purpose.
+alone: a reset would leave the steps after each such jump unclipped. `rebaseline` is there for changes made on purpose.
 
 Axes: S sites, K series of one policy (a site each, or a group of them).
 """
@@ -31,7 +31,7 @@ from gradwatch.rules.rule_set import ClipAt
 from gradwatch.runtime.interruption import not_ours
 
 Failed = Callable[[Exception], None]
-"""Told of a policy (another's, most likely) that raised, or gave factors that no gradient can bear."""
+"""Called with the error of a policy (another's, most likely) that raised, or gave factors that no gradient can bear."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -133,7 +133,7 @@ def _sound(
 
 
 def _again(ask: Callable[[], Any]) -> Any:
-    """Ask twice if need be: a passing fault on one rank must not part it from the others, who have none."""
+    """Ask twice if need be: a passing fault on one rank must not make the replicas diverge."""
     try:
         return ask()
     except Exception as error:

@@ -11,6 +11,7 @@ from gradwatch.account.launch_total import Part
 from gradwatch.journal.columnar_steps import StepsEntry
 from gradwatch.journal.entries import EndEntry, Entry, EventsEntry, RunEntry
 from gradwatch.journal.reader import JournalReader
+from gradwatch.records.columns import OBSERVED_ONLY
 from gradwatch.records.decision import Order
 from gradwatch.records.run_info import RunInfo
 
@@ -30,7 +31,7 @@ class Recorded:
         """Add one entry."""
         if isinstance(entry, StepsEntry):
             for row in entry.rows:
-                self._steps += not row.scalars.get("scaler_skip") and "observed_only" not in row.scalars
+                self._steps += not row.scalars.get("scaler_skip") and OBSERVED_ONLY not in row.scalars
                 if row.decision.orders:
                     self._act(row.decision.orders)
         elif isinstance(entry, EventsEntry) and entry.number not in self._known:

@@ -23,7 +23,7 @@ from gradwatch.reading.row_sums_by_blas import silently
 
 ROWS = 16
 CHUNK = ROWS * ROW
-"""Elements; 512 KiB of float32: the best of four sizes on ResNet weights in cold caches."""
+"""Elements; 512 KiB of float32."""
 CONVERTED = 1 << 22
 """Elements of a type that numpy does not have that are converted at a time."""
 
@@ -59,7 +59,7 @@ def blocks(tensor: Tensor) -> Iterable[Values]:
 
 
 def _without_gaps(tensor: Tensor) -> Values | None:
-    """The memory of a contiguous tensor of float32 or float64; numpy tells at a third of what torch's checks cost."""
+    """The memory of a contiguous tensor of float32 or float64; None of any other."""
     try:
         values = (tensor.detach() if tensor.requires_grad else tensor).numpy()  # sync: CPU tensor
     except (TypeError, RuntimeError):  # sparse, negated lazily, or of a type that numpy does not have
@@ -69,12 +69,12 @@ def _without_gaps(tensor: Tensor) -> Values | None:
 
 
 def copy(tensor: Tensor, onto: Tensor) -> None:
-    """Write the elements of a CPU tensor into a vector of its type."""
+    """Write the elements of a CPU tensor into a vector of its type and size."""
     values = _without_gaps(tensor) if type(tensor) is Tensor or type(tensor) is Parameter else None
-    if values is None or onto.dtype is not tensor.dtype:
+    if values is None:
         with torch.no_grad():
             onto.copy_(flat(dense(tensor)))
-    else:  # at three quarters of what torch's copy costs
+    else:
         np.copyto(onto.numpy(), values)  # sync: CPU tensor
 
 
@@ -84,7 +84,10 @@ def zeros(tensor: Tensor) -> int:
 
 
 def zeros_and_extremes(tensor: Tensor) -> tuple[int, float, float]:
-    """(number of elements that are exactly zero, smallest, largest: NaN if any element is), in one pass."""
+    """(number of elements that are exactly zero, smallest, largest: NaN if any element is), in one pass.
+
+    `tensor` has at least one element.
+    """
     count, lows, highs = 0, [], []
     for values in _chunks(tensor):
         count += _zeros(values)
@@ -94,10 +97,10 @@ def zeros_and_extremes(tensor: Tensor) -> tuple[int, float, float]:
 
 
 def mean_and_std(tensor: Tensor) -> tuple[float, float]:
-    """(mean, standard deviation with division by n), in one pass.
+    """(mean, standard deviation with division by n), in one pass; `tensor` has at least one element.
 
-    Each chunk about a mean of its own, which are then joined (Chan, Golub and LeVeque 1983): a spread that is small
-    beside the mean is not lost.
+    Deviations are summed about each chunk's own mean, and these sums merged (Chan, Golub and LeVeque 1983): a spread
+    that is small beside the mean is not lost.
     """
     count, mean, squares = 0, 0.0, 0.0
     for values in _chunks(tensor):
@@ -152,8 +155,7 @@ def _moments(values: Values) -> tuple[float, float]:
 
 def _square(values: Values) -> float:
     """The sum of squares."""
-    total = _fast_square(values)
-    return total if _certain(total, values.size) else _exact(values)
+    return _trusted(_fast_square(values), values)
 
 
 def _fast_square(values: Values) -> float:
@@ -167,8 +169,7 @@ def _fast_square(values: Values) -> float:
 def _squares_of_change(new: Values, old: Values) -> tuple[float, float, float]:
     """The sums of squares of the change, of the old and of the new."""
     (rows, rest), (old_rows, old_rest) = _in_rows(new), _in_rows(old)
-    change = rest - old_rest
-    totals = [float(np.vdot(part, part)) for part in (change, old_rest, rest)]
+    totals = [float(np.vdot(part, part)) for part in (rest - old_rest, old_rest, rest)]
     if len(rows):
         moved, sums = _SCRATCH.change[new.dtype], []
         for start in range(0, len(rows), ROWS):
@@ -177,9 +178,17 @@ def _squares_of_change(new: Values, old: Values) -> tuple[float, float, float]:
             sums.append((_squares(change), _squares(was), _squares(now)))
         for place, of_rows in enumerate(zip(*sums, strict=True)):
             totals[place] += float(np.add.reduce(np.concatenate(of_rows), dtype=np.float64))
-    if all(_certain(total, new.size) for total in totals):
-        return totals[0], totals[1], totals[2]
-    return _exact(new, old), _exact(old), _exact(new)
+    moved_by, before, after = totals
+    if not _certain(moved_by, new.size):
+        moved_by = 0.0 if np.array_equal(new, old) else _exact(new, old)
+    return moved_by, _trusted(before, old), _trusted(after, new)
+
+
+def _trusted(total: float, values: Values) -> float:
+    """The sum of squares of these values, of which `total` is a fast one."""
+    if _certain(total, values.size):
+        return total
+    return 0.0 if total == 0 and not values.any() else _exact(values)
 
 
 def _in_rows(values: Values) -> tuple[Values, Values]:

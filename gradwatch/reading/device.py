@@ -180,6 +180,13 @@ def _norms(tensors: list[Tensor]) -> list[Tensor]:
     return [norm for norm in norms if norm is not None]
 
 
+def device_mean_and_std(vector: Tensor) -> tuple[Tensor, Tensor]:
+    """0-dim mean and standard deviation (division by n) of a vector on an accelerator, in float32 at least."""
+    wide = vector.to(torch.promote_types(vector.dtype, torch.float32))
+    std, mean = torch.std_mean(wide, correction=0)
+    return mean, std
+
+
 def widest(where: torch.device) -> torch.dtype:
     """The float type in which norms are summed on a device."""
     return torch.float32 if where.type in NO_FLOAT64 else torch.float64

@@ -227,7 +227,7 @@ _ENTRIES = (
     ),
     Code(
         "GW211",
-        "an action on sampled steps",
+        "an action that is not judged at every step",
         "`skip_step` and `clip` protect every step; with `every:` above 1 the steps in between go unjudged.",
         "every: 10\ndo: [skip_step]",
         "Write `every: 1` for this rule.",

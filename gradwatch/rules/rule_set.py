@@ -25,7 +25,7 @@ NOT_BUILT: frozenset[str] = frozenset()
 """Actions that parse and validate but that this version cannot carry out: refused by name at attach."""
 
 COSTLY_EVERY = 10
-"""`every` of a rule on a column of `COSTLY_COLUMNS` that does not say it and has no `do`."""
+"""`every` of a rule on a costly column that does not say it and has no `do`; see `is_costly`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +142,8 @@ class Rule:
 
         So where a column costs a read of whole tensors, each site is judged by itself, and no action waits for it.
         """
-        costly = self.detect.columns[0] in COSTLY_COLUMNS
-        return costly and self.every > 1 and self.scope == "param" and self.detect.elementwise and not self.do
+        alone = self.scope == "param" and self.detect.elementwise
+        return is_costly(self.detect) and self.every > 1 and alone and not self.do
 
     @property
     def judged_every(self) -> int:
@@ -177,6 +177,11 @@ class RuleSet:
             if rule.id == rule_id:
                 return rule
         raise KeyError(rule_id)
+
+
+def is_costly(detect: Any) -> bool:
+    """True if a detector judges a column that costs a read of whole tensors."""
+    return detect.columns[0] in COSTLY_COLUMNS
 
 
 def whole_optimizer(column: str) -> bool:

@@ -6,7 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, get_args
+from typing import Any
 
 from torch import Tensor
 
@@ -16,15 +16,14 @@ from gradwatch.capture.columns.pending_columns import PendingColumns
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.snapshot_assembly import Extras
 from gradwatch.capture.window_norms import WindowNorms
-from gradwatch.detectors.detector import Column
 from gradwatch.errors import AttachError
 from gradwatch.reading.device import host_value, is_ready, start_copy
-from gradwatch.records.columns import RANK_COLUMNS, SCALAR_COLUMNS
+from gradwatch.records.columns import OBSERVED_ONLY, SCALAR_COLUMNS
 from gradwatch.session.binding.optimizer_rules import ORDINARY, Clock, OptimizerRules
 from gradwatch.session.optimizer_context import OptimizerContext
 
-MEASURED = frozenset({*get_args(Column), *SCALAR_COLUMNS, *RANK_COLUMNS}) - {"loss"}
-"""Names that no observed value may take."""
+MEASURED = frozenset(SCALAR_COLUMNS) - {"loss"}
+"""Names that no observed value may take: it would stand in the place of what is measured."""
 NOTHING = Extras()
 """Of a step on which nothing was measured but norms."""
 
@@ -102,7 +101,7 @@ class ExtraColumns:
         if window.loss is not None and "loss" not in scalars:
             scalars["loss"] = without_scale(window.loss, window.loss_scale)
         if captured.without_optimizer:
-            scalars["observed_only"] = 1.0
+            scalars[OBSERVED_ONLY] = 1.0
         if optimizer is not None:
             lr = optimizer.param_groups[0].get("lr", 0.0)
             # A capturable optimizer's is a tensor: copied without waiting.

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 
+from gradwatch.records.columns import OBSERVED_ONLY
 from gradwatch.records.event import Event
 from gradwatch.records.record import Record
 from gradwatch.records.run_info import RunInfo
@@ -93,7 +94,7 @@ class AlertmanagerSink:
         self._stopped |= record.decision.stop
         if not record.verdict.events or self._job is None:
             return
-        observed_only = "observed_only" in record.snapshot.scalars
+        observed_only = OBSERVED_ONLY in record.snapshot.scalars
         changed = [self._note(event, observed_only) for event in record.verdict.events]
         if any(changed):
             background_worker().wake(self._job)

@@ -16,6 +16,7 @@ from gradwatch.account import Account, gaps
 from gradwatch.account.account_line import fields
 from gradwatch.errors import GradwatchError
 from gradwatch.incidents import explanation
+from gradwatch.records.columns import OBSERVED_ONLY
 from gradwatch.records.decision import Order
 from gradwatch.records.event import Event
 from gradwatch.records.finding import Finding
@@ -241,7 +242,7 @@ class _Lines:
 
 def _done_about(event: Event, record: Record) -> _Done:
     """Orders of the rule of an Event on that step, by action, and the known state of the weights after it."""
-    observed_only = "observed_only" in record.snapshot.scalars
+    observed_only = OBSERVED_ONLY in record.snapshot.scalars
     if event.kind == "resolved":
         return _Done(observed_only=observed_only)
     orders = (order for order in record.decision.orders if order.rule == event.rule)

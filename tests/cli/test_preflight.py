@@ -17,6 +17,7 @@ from gradwatch.errors import AttachError, RuleFileError
 from gradwatch.rules.files import parse_rules
 from gradwatch.sinks.log import LogSink
 from gradwatch.sinks.prometheus.sink import PrometheusSink
+from tests.support.kept import Kept
 
 HEAD = "version: 1\nrules: {r: {detect: {kind: nonfinite}}}\n"
 BAD = {
@@ -99,6 +100,26 @@ def test_a_name_that_gradwatch_measures_is_not_observed(tmp_path: Path) -> None:
     for name in ("scaler_skip", "lr", "total_norm"):
         assert said.getvalue().count(f"observe({name}=…) is not used") == 1
     assert "internal error" not in said.getvalue()
+
+
+def test_a_value_may_have_the_name_of_a_column_of_parameters(tmp_path: Path) -> None:
+    """`observe(mean=…)` stands in nothing's place and is kept; `observed_only` made steps uncounted: refused."""
+    said = io.StringIO()
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    kept = Kept()
+    with gradwatch.watch(
+        model, optimizer, rules="default", run_dir=tmp_path, sinks=[LogSink(stream=said), kept]
+    ) as gw:
+        for _ in range(3):
+            gw.observe(mean=2.0, observed_only=1.0)
+            optimizer.zero_grad()
+            model(torch.ones(8, 4)).mean().backward()
+            optimizer.step()
+        assert gw.status()["steps"] == 3
+    assert [record.snapshot.scalars.get("mean") for record in kept.records] == [2.0] * 3
+    assert all("observed_only" not in record.snapshot.scalars for record in kept.records)
+    assert said.getvalue().count("observe(observed_only=…) is not used") == 1
 
 
 def test_a_taken_port_is_one_line_with_the_new_address(tmp_path: Path) -> None:

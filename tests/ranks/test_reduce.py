@@ -32,7 +32,7 @@ def layout(rank: int, world: int, pooled: bool, counts: list[float] | None = Non
         rank=rank,
         world=world,
         pooled=pooled,
-        sampled=sharded_norms.REDUCED_COLUMNS if pooled else (),
+        costly=sharded_norms.REDUCED_COLUMNS if pooled else (),
     )
 
 

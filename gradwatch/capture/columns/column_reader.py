@@ -24,8 +24,8 @@ from gradwatch.records.snapshot import BoolArray
 AWAITING = 8  # steps whose verdict may be due; more than a device's queue of windows
 COLUMNS = GRADIENT_COLUMNS | WEIGHT_COLUMNS
 NEVER = 1 << 62
-LONGEST_PERIOD = 128
-"""Steps whose positions are laid out once; beyond, they are asked for at each step."""
+LAID_OUT = 128
+"""Steps whose positions are laid out once; where they repeat more rarely, they are made at each step."""
 
 
 class ColumnReader:
@@ -41,8 +41,9 @@ class ColumnReader:
         self._reads_weights = bool(WEIGHT_COLUMNS & self.wanted)
         self._weights = WeightReader()
         period = math.lcm(*needs.cadences)
-        self._period = period if period <= LONGEST_PERIOD else None  # steps after which the same ones are due
+        self._period = period if period <= LAID_OUT else None  # steps after which the same ones are due
         self._positions: dict[tuple[str, int], Sequence[int]] = {}
+        self._copied: dict[int, Sequence[int]] = {}  # by the step modulo the period
         # Weights of steps not judged yet, to be compared with those of the next.
         self.awaiting: deque[MovedParameters] = deque(maxlen=AWAITING)
         self.idle = range(0)  # steps at which nothing is due
@@ -73,16 +74,15 @@ class ColumnReader:
     ) -> PendingColumns | None:
         """Everything due at this boundary, before the optimizer moves the weights; None if nothing is.
 
-        What the next step compares is kept.
-
-        `scale` is the loss scale still in the gradients here.
+        Also copies the weights whose update is due at the next step. `params[K]` and `grads()[K]` are the capture's, in
+        its order; `scale` is the loss scale still in the gradients.
         """
         if len(params) != self._count:  # parameters of a loop without an optimizer that are gone
             self._weights.discard()
             return None
-        due = {name: at for name in self._names if (at := self._due(name, step, len(params)))}
-        keep = {k for name in self._compared for k in self._due(name, step + 1, len(params))}
-        if not due and not keep:
+        due = {name: at for name in self._names if (at := self._due(name, step))}
+        copied = self._copied_at(step)
+        if not due and not copied:
             self._weights.discard()
             self.idle = range(step, self._next(step))
             return None
@@ -93,23 +93,38 @@ class ColumnReader:
         if self._reads_weights:
             of_weights = {name: at for name, at in due.items() if name in WEIGHT_COLUMNS}
             self._weights.read(pending, step, params, of_weights)
-        if keep:  # but what gets no gradient, which no optimizer moves
+        if copied:
             moved = MovedParameters(step)
             self.awaiting.append(moved)
-            self._weights.keep(step, params, [k for k in sorted(keep) if gradients[k] is not None], moved)
+            # No optimizer moves a parameter without a gradient.
+            self._weights.keep(step, params, [k for k in copied if gradients[k] is not None], moved)
         return pending if due else None
 
-    def _due(self, name: str, step: int, size: int) -> Sequence[int]:
+    def _due(self, name: str, step: int) -> Sequence[int]:
         """The positions of the parameters of which a column is due."""
-        if self._period is None or step < 1:  # the first step has no update
-            return self._asked(name, step, size)
+        if self._period is None or step < 1:
+            return self._asked(name, step)
         key = name, step % self._period
-        if key not in self._positions:
-            self._positions[key] = self._asked(name, self._period + step % self._period, size)
+        if (
+            key not in self._positions
+        ):  # asked of a later step: step 0 has no update, all others of a residue are alike
+            self._positions[key] = self._asked(name, self._period + step % self._period)
         return self._positions[key]
 
-    def _asked(self, name: str, step: int, size: int) -> Sequence[int]:
-        at = self._needs.due(name, step, self._staggering, size)
+    def _copied_at(self, step: int) -> Sequence[int]:
+        """The positions of the parameters whose update is due at the next step."""
+        if self._period is None:
+            return self._compared_at(step + 1)
+        residue = step % self._period
+        if residue not in self._copied:
+            self._copied[residue] = self._compared_at(step + 1)
+        return self._copied[residue]
+
+    def _compared_at(self, step: int) -> Sequence[int]:
+        return sorted({k for name in self._compared for k in self._due(name, step)})
+
+    def _asked(self, name: str, step: int) -> Sequence[int]:
+        at = self._needs.due(name, step, self._staggering)
         return () if at is None else np.flatnonzero(at).tolist()  # sync: numpy
 
     def moved(self, present: BoolArray, step: int | None = None) -> None:

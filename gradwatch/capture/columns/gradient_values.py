@@ -10,7 +10,7 @@ from torch import Tensor
 from gradwatch.capture.columns.pending_columns import Numbers, PendingColumns
 from gradwatch.reading import foreach
 from gradwatch.reading.chunks import mean_and_std, zeros, zeros_and_extremes
-from gradwatch.reading.device import Number, on_host
+from gradwatch.reading.device import Number, device_mean_and_std, on_host
 from gradwatch.reading.layouts import dense, flat
 
 _EXTREMES, _MOMENTS = frozenset({"max_abs", "min", "max"}), frozenset({"mean", "std"})
@@ -20,9 +20,9 @@ GRADIENT_COLUMNS = _EXTREMES | _MOMENTS | {"zero_fraction"}
 def read_gradient_values(
     pending: PendingColumns, due: Mapping[str, Sequence[int]], grads: Sequence[Tensor | None], scale: Number
 ) -> None:
-    """Put the columns of gradients that are `due` into `pending`, each where it is due and there is a gradient.
+    """Put the columns of gradients that are `due` into `pending`, by name at these positions of `grads[K]`.
 
-    `scale` is the loss scale still in `grads`. One pass over a gradient on the CPU gives all that is asked of it.
+    Where there is no gradient there is no value. `scale` is the loss scale still in `grads`.
     """
     numbers = {name: Numbers() for name in due}
     wanted: dict[int, list[str]] = {}
@@ -51,9 +51,12 @@ def read_gradient_values(
 
 
 def _read(tensor: Tensor, names: Sequence[str]) -> Sequence[float | Tensor]:
-    if not on_host(tensor):
-        vector = flat(tensor)
-        return [_on_device(name, vector) for name in names]
+    """The columns `names` of one gradient with at least one element."""
+    found = _on_host(tensor, names) if on_host(tensor) else _on_device(flat(tensor), names)
+    return [found[name] for name in names]
+
+
+def _on_host(tensor: Tensor, names: Sequence[str]) -> Mapping[str, float]:
     found: dict[str, float] = {}
     if not _EXTREMES.isdisjoint(names):
         count, found["min"], found["max"] = zeros_and_extremes(tensor)
@@ -62,20 +65,17 @@ def _read(tensor: Tensor, names: Sequence[str]) -> Sequence[float | Tensor]:
         found["zero_fraction"] = zeros(tensor) / tensor.numel()
     if not _MOMENTS.isdisjoint(names):
         found["mean"], found["std"] = mean_and_std(tensor)
-    return [found[name] for name in names]
+    return found
 
 
-def _on_device(name: str, vector: Tensor) -> Tensor:
-    wide = torch.promote_types(vector.dtype, torch.float32)
-    if name == "zero_fraction":
-        return (vector.numel() - torch.count_nonzero(vector)).float() / vector.numel()
-    found: Tensor
-    if name == "mean":
-        found = vector.mean(dtype=wide)
-    elif name == "std":
-        found = vector.to(wide).std(correction=0)
-    elif name == "max_abs":
-        found = torch.linalg.vector_norm(vector, float("inf")).to(wide)
-    else:
-        found = (vector.amin() if name == "min" else vector.amax()).to(wide)
+def _on_device(vector: Tensor, names: Sequence[str]) -> Mapping[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    if "zero_fraction" in names:
+        found["zero_fraction"] = (vector.numel() - torch.count_nonzero(vector)).float() / vector.numel()
+    if not _EXTREMES.isdisjoint(names):
+        wide = torch.promote_types(vector.dtype, torch.float32)
+        low, high = (one.to(wide) for one in torch.aminmax(vector))
+        found["min"], found["max"], found["max_abs"] = low, high, torch.maximum(high, -low)
+    if not _MOMENTS.isdisjoint(names):
+        found["mean"], found["std"] = device_mean_and_std(vector)
     return found

@@ -118,7 +118,7 @@ class ModuleTaps:
         return pending
 
     def _bounded(self, factors: Mapping[int, float | Tensor], pending: PendingColumns) -> None:
-        """Tell by which factors hooks have multiplied what modules pass on."""
+        """Put the factors into `pending` by which hooks have multiplied what modules pass on."""
         if factors:
             positions = np.array(sorted(factors), np.intp)
             present = np.zeros(len(self.names), bool)
@@ -131,7 +131,7 @@ class ModuleTaps:
         """bool[M] of each column of activations that is due at a step."""
         due = {}
         for name in ACTIVATION_COLUMNS & self._wanted:
-            at = self._needs.due(name, step, self._staggering, len(self.names))
+            at = self._needs.due(name, step, self._staggering)
             if at is not None:
                 due[name] = at
         return due
@@ -149,9 +149,11 @@ class ModuleTaps:
             try:
                 if is_muted() or capturing():
                     return
+                due = [name for name, at in self._due.items() if at[m]] if module.training else []
+                if not (due or gradients):
+                    return
                 leaves = [leaf for leaf in nested_containers.leaves(output) if isinstance(leaf, Tensor)]
-                due = [name for name, at in self._due.items() if at[m]]
-                if module.training and leaves and due:
+                if leaves and due:
                     self._activation(m, leaves[0], due)
                 if gradients and torch.is_grad_enabled():
                     for leaf in leaves:

@@ -38,7 +38,7 @@ class HostNumbers:
     def __init__(self, positions: Sequence[int], numbers: Sequence[float], count: int, scale: Number) -> None:
         # In float32, as norms are, unless that would make 0 or infinity of a number.
         narrow = all(
-            TINY <= number <= LARGEST or number in (0.0, math.inf) or number != number for number in numbers
+            TINY <= size <= LARGEST or size in (0.0, math.inf) or size != size for size in map(abs, numbers)
         )
         self._values: NDArray[Any] = np.zeros(count, np.float32 if narrow else np.float64)
         self._values[list(positions)] = numbers

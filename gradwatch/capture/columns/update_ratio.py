@@ -16,7 +16,7 @@ from torch.nn import Parameter
 from gradwatch.capture.columns.pending_columns import MovedParameters, Numbers, PendingColumns, PendingValues
 from gradwatch.engine.columns_needed import OF_UPDATES
 from gradwatch.reading import chunks, foreach
-from gradwatch.reading.device import Floats, on_host, widest
+from gradwatch.reading.device import Floats, device_mean_and_std, on_host, widest
 from gradwatch.reading.layouts import dense, flat
 
 WEIGHT_MOMENTS = frozenset({"weight_mean", "weight_std"})
@@ -61,16 +61,20 @@ class KeptWeights(NamedTuple):
 
 
 class WeightReader:
-    """The weights of one capture, and some of them as they were one step before."""
+    """The weights of one capture, and some of them as they were one step before.
+
+    The copies of a step are written over those of the step before: there is one buffer a device and dtype, as large as
+    the copies of one step have been.
+    """
 
     def __init__(self) -> None:
         self._kept: KeptWeights | None = None
-        # Memory that is used again: that of a fresh copy costs the system more to find than to write.
         self._memory: dict[Kind, Tensor] = {}
 
     def discard(self) -> None:
-        """Discard the copies: other weights come next."""
+        """Discard the copies and their memory: other weights come next, or none for a while."""
         self._kept = None
+        self._memory.clear()
 
     def read(
         self,
@@ -79,7 +83,10 @@ class WeightReader:
         params: Sequence[Tensor],
         due: Mapping[str, Sequence[int]],
     ) -> None:
-        """Put the columns `due` at these positions into `pending`; an update only where a copy was kept."""
+        """Put the columns `due` into `pending`, by name at these positions of `params[K]`.
+
+        An update only where the weight was copied at the step before.
+        """
         norms = due.get("weight_norm", ())
         updates = {name: at for name, at in due.items() if name in OF_UPDATES}
         _read_moments(pending, params, {name: at for name, at in due.items() if name in WEIGHT_MOMENTS})
@@ -112,7 +119,7 @@ class WeightReader:
                 pending.moved[name] = kept.moved
 
     def keep(self, step: int, params: Sequence[Tensor], at: Sequence[int], moved: MovedParameters) -> None:
-        """Copy the weights `at` these positions, to be compared with those of the next step."""
+        """Copy the weights `at` these positions of `params[K]`, to be compared with those of the next step."""
         kinds: dict[Kind, dict[int, Tensor]] = {}
         for k in at:
             tensor = _local(params[k])
@@ -165,23 +172,19 @@ def _read_moments(
     pending: PendingColumns, params: Sequence[Tensor], due: Mapping[str, Sequence[int]]
 ) -> None:
     numbers = {name: Numbers() for name in due}
-    for k in sorted({k for at in due.values() for k in at}):
+    wanted: dict[int, list[str]] = {}
+    for name, at in due.items():
+        for k in at:
+            wanted.setdefault(k, []).append(name)
+    for k, names in wanted.items():
         tensor = _local(params[k])
-        if not tensor.numel():
-            continue
-        mean, std = chunks.mean_and_std(tensor) if on_host(tensor) else _moments_on_device(tensor)
-        for name, at in due.items():
-            if k in at:
+        if tensor.numel():
+            mean, std = chunks.mean_and_std(tensor) if on_host(tensor) else device_mean_and_std(flat(tensor))
+            for name in names:
                 numbers[name].put(k, mean if name == "weight_mean" else std)
     for name, each in numbers.items():
         pending.parts[name] = each.send(pending.count)
         pending.present[name] = each.present(pending.count)
-
-
-def _moments_on_device(tensor: Tensor) -> tuple[Tensor, Tensor]:
-    vector = flat(tensor)
-    vector = vector.to(torch.promote_types(vector.dtype, torch.float32))
-    return vector.mean(), vector.std(correction=0)
 
 
 Three = tuple[float | Tensor, float | Tensor, float | Tensor]

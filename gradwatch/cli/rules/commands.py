@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 STAGGERED_RULES = (
-    "each parameter is judged every {} steps, at a step of its own (`every: 1`: all at each step): {}"
+    "each parameter or module is judged every {} steps, in turns (`every: 1`: all at each step): {}"
 )
 
 
@@ -37,12 +37,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     check.add_argument("files", nargs="+", metavar="FILE", help="rule file, or a shipped pack by name")
     check.add_argument(
-        "--cost", action="store_true", help="also how often rules read whole tensors beyond the norms"
+        "--cost", action="store_true", help="also print how often rules read whole tensors beyond the norms"
     )
     check.add_argument(
         "--model",
         metavar="MODULE:FUNCTION",
-        help="with --cost: builds a model; how many bytes that is a step",
+        help="with --cost: function that returns the model whose bytes per step are printed",
     )
     check.add_argument("--json", action="store_true", help="print JSON")
     check.set_defaults(handler=handle_check)

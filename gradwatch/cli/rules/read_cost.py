@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def cost_of(ruleset: RuleSet, model: nn.Module | None) -> dict[str, Any]:
-    """The columns that rules read of whole tensors, and the bytes of a step of the model, where there is one."""
+    """`columns`: those that rules read of whole tensors; with a model also `model`: the bytes of its steps."""
     from gradwatch.engine.read_cost import column_costs
 
     found: dict[str, Any] = {"columns": [one._asdict() for one in column_costs(ruleset.rules)]}
@@ -42,7 +42,7 @@ def _bytes_of(ruleset: RuleSet, model: nn.Module) -> dict[str, Any]:
 
 
 def model_of(reference: str) -> nn.Module:
-    """Build the user's model. Raises GradwatchError that names the option where that is none."""
+    """The model that the user's function returns; GradwatchError where that is none. Its own errors go through."""
     from torch import nn
 
     from gradwatch.cli.user_function import from_here, load
@@ -57,7 +57,7 @@ def model_of(reference: str) -> nn.Module:
 
 
 def lines_of(cost: dict[str, Any]) -> list[str]:
-    """The same for a person."""
+    """Lines of text for the terminal, of what `cost_of` returns."""
     if not cost["columns"]:
         return ["      no rule reads whole tensors beyond the norms"]
     rows = [

@@ -127,7 +127,7 @@ def _resolve(document: Map, problems: Problems) -> RuleSet:
 
 
 def _placed(one: ImpossibleAction) -> tuple[str, str]:
-    """(place, reason) of an objection, as a `Refuse` gives them; the place may also be "clip"."""
+    """(place, reason) of an impossible action, as a `Refuse` gives them; the place may also be "clip"."""
     if one.rule:
         return f"{one.rule}.do", f"rule {one.rule!r}: {one.reason}"
     return "clip", f"clip.{one.clip}: {one.reason}"

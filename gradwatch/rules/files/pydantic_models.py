@@ -97,8 +97,8 @@ class RuleEntry(Timing):
 
     detect: dict[str, Any] = unset("The detector: its kind and its thresholds.")
     scope: Scope | Literal["module"] = unset(
-        "param: each parameter; group: root sum of squares per group; total: over all selected; module: each "
-        "tapped module, of the columns that are measured there."
+        "param: each parameter; group: one value for each group, made as gradwatch/docs/columns.md says of the "
+        "column; total: over all selected; module: each tapped module, of the columns that are measured there."
     )
     groups: Names = unset("Only the parameters of these groups.")
     exclude: Globs = unset("Not the parameters whose names match these globs.")

@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any
 
 from gradwatch.detectors.detector import Detector, rule_keys
-from gradwatch.records.columns import COSTLY_COLUMNS, MODULE_COLUMNS, RANK_COLUMNS, UNGROUPED
+from gradwatch.records.columns import MODULE_COLUMNS, RANK_COLUMNS, UNGROUPED
 from gradwatch.rules.action_kinds import ACTIONS
 from gradwatch.rules.files.annotations import check_annotations, check_labels
 from gradwatch.rules.files.clip_section import unknown_group
@@ -15,7 +15,7 @@ from gradwatch.rules.files.detect_section import Found, build_detector, find_kin
 from gradwatch.rules.files.do_and_sinks import actions
 from gradwatch.rules.files.pydantic_models import Defaults, GroupEntry, RuleEntry
 from gradwatch.rules.files.validation import check, keys_of
-from gradwatch.rules.rule_set import COSTLY_EVERY, Action, Group, Rule, whole_optimizer
+from gradwatch.rules.rule_set import COSTLY_EVERY, Action, Group, Rule, is_costly, whole_optimizer
 from gradwatch.rules.yaml.nodes import Map, Mark, Node, Problems, Scalar, Seq, quoted
 
 BUILT_IN: Mapping[str, Any] = {
@@ -135,7 +135,7 @@ class Resolver:
             return None
         scope = self._scope(node, entry, detector)
         self._every(node, timing["every"], do)
-        if not do and self._costly(node, detector):
+        if not do and is_costly(detector) and not self._says_every(node):
             timing["every"] = COSTLY_EVERY
         self._clip_baseline(node, do, cls)
         self._origins(rule_id, node, detect)
@@ -208,10 +208,9 @@ class Resolver:
             self.problems.add(scope.mark, "GW212", message, f"one of: {', '.join(detector.scopes)}")
         return entry.scope
 
-    def _costly(self, node: Map, detector: Detector) -> bool:
-        """True if a rule that does not say `every` reads a column that costs a read of whole tensors."""
-        said = "every" in node.entries or "every" in self.defaults_node.entries
-        return not said and not COSTLY_COLUMNS.isdisjoint(detector.columns)
+    def _says_every(self, node: Map) -> bool:
+        """True if the rule or the defaults of its file say `every`."""
+        return "every" in node.entries or "every" in self.defaults_node.entries
 
     def _every(self, node: Map, every: int, do: tuple[Action, ...]) -> None:
         named = [action.does for action in do if ACTIONS[action.does].every_step]

@@ -1,4 +1,4 @@
-"""YAML text -> a tree of nodes that know where they stand, or problems. No rule is known here.
+"""YAML text -> a tree of nodes with line and column, or problems. Nothing here depends on rules.
 
 The text is read as YAML 1.2 through ruamel's event API: nothing is ever constructed from a tag, and anchors,
 aliases, tags, directives, merge keys, duplicate keys and several documents are refused by position. Work is

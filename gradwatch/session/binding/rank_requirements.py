@@ -41,7 +41,7 @@ def rank_requirements(engine: Engine) -> RankRequirements:
         facts=bool(RANK_COLUMNS & engine.columns)
         or any(rule.acts and REDUCED_COLUMNS.intersection(rule.detect.columns) for rule in rules),
         ranked=bool(RANK_COLUMNS & engine.columns),
-        sampled=tuple(sorted(engine.needs.only(READER_COLUMNS).columns)),
+        costly=tuple(sorted(engine.needs.only(READER_COLUMNS).columns)),
         refused="\n".join(one.sentence(engine.ruleset) for one in _on_local(engine)),
     )
 

@@ -43,11 +43,11 @@ class ReplacedParameters:
         registrations = self._capture.coverage.registrations[0]
         changed, self._looked = self._looked != registrations, registrations
         for loop in self._loops():
-            first = next(iter(loop[0].position), None)
-            if first is not None and places.left(first):
+            position = loop[0].position
+            if position and places.left(next(iter(position))):
                 self._take_over(loop)
-            elif first is not None:  # written past torch's registration, if it is another one
-                changed = changed or places.lost(first, slots.params[first])
+            elif not changed:  # no hook sees a write to `_parameters`
+                changed = any(places.lost(slot, slots.params[slot]) for slot in position)
         if not changed:
             return
         for loop in self._loops():

@@ -202,7 +202,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "gradwatch_loss",
         "gauge",
-        "Loss of the last step: what backward was called on, or was observed; absent where neither was heard.",
+        "Loss of the last step: what backward was called on, or was observed; absent where there was neither.",
         "Snapshot.scalars['loss']",
     ),
     Metric(

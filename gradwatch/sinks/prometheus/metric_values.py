@@ -204,7 +204,7 @@ def _observed(view: OptimizerView) -> Iterable[Value]:
     """The values of the last step that the script has named, in the order of their names."""
     record = view.run_totals.record
     scalars = {} if record is None else record.snapshot.scalars
-    names = sorted(scalars.keys() - set(SCALAR_COLUMNS) - {"observed_only"})[:OBSERVED]
+    names = sorted(scalars.keys() - set(SCALAR_COLUMNS))[:OBSERVED]
     return [((shown,), scalars[name]) for shown, name in zip(distinct(names), names, strict=True)]
 
 

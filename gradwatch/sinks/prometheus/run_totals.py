@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from gradwatch.records.columns import OBSERVED_ONLY
 from gradwatch.records.record import Record
 from gradwatch.records.run_info import RuleInfo
 from gradwatch.records.snapshot import Snapshot
@@ -128,7 +129,7 @@ class RunTotals:
         """Add one step; `now` is monotonic seconds."""
         snapshot, norm = record.snapshot, record.snapshot.total_norm
         self.record = record
-        self.observed_only = "observed_only" in snapshot.scalars
+        self.observed_only = OBSERVED_ONLY in snapshot.scalars
         self.steps += 1
         self.provisional_steps += snapshot.provisional
         self.skipped_steps += record.decision.skip

@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.incidents import explanation
+from gradwatch.records.columns import OBSERVED_ONLY
 from gradwatch.records.event import Event, Severity
 from gradwatch.records.record import Record
 from gradwatch.records.run_info import RuleInfo
@@ -101,7 +102,7 @@ class Points:
         yield "grad_norm", snapshot.total_norm
         if snapshot.applied_known:
             yield "grad_norm_applied", snapshot.total_norm_applied
-        if "observed_only" in snapshot.scalars:
+        if OBSERVED_ONLY in snapshot.scalars:
             yield "observed_only", 1.0
         groups = self._labelled.get(snapshot.optimizer)
         if groups is None or groups.sites is not snapshot.sites:

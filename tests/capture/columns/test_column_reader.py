@@ -45,10 +45,10 @@ def test_due_at_each_rule_s_own_steps() -> None:
     """Rules of every 4 and 6 on one column, and a staggered one: all at the steps of the first, a part between."""
     whole = {"max_abs": frozenset({4, 6}), "update_ratio": frozenset({4})}
     needs, phases = Needs(whole, {"max_abs": frozenset({3})}), staggering()
-    shares = [needs.due("max_abs", step, phases, 6) for step in range(13)]
+    shares = [needs.due("max_abs", step, phases) for step in range(13)]
     counts = [0 if share is None else int(share.sum()) for share in shares]
     assert [step for step, count in enumerate(counts) if count == 6] == [0, 1, 4, 6, 7, 8, 10, 12]
-    assert [step for step in range(9) if needs.due("update_ratio", step, phases, 6) is not None] == [4, 8]
+    assert [step for step in range(9) if needs.due("update_ratio", step, phases) is not None] == [4, 8]
 
 
 @settings(max_examples=30)
@@ -68,12 +68,12 @@ def test_the_next_step_is_the_first_that_is_due(
     needs, phases, size = Needs(whole, staggered), Staggering(np.array(numels)), len(numels)
     for column, step in itertools.product(sorted(COLUMNS), range(30)):
         found = needs.next_due(column, step, phases)
-        later = (s for s in range(step + 1, 200) if needs.due(column, s, phases, size) is not None)
+        later = (s for s in range(step + 1, 200) if needs.due(column, s, phases) is not None)
         assert found == next(later, None)
     reader, params = ColumnReader(needs, phases), [torch.ones(1) for _ in numels]
     for step in range(30):
-        due = any(needs.due(name, step, phases, size) is not None for name in COLUMNS)
-        kept = any(needs.due(name, step + 1, phases, size) is not None for name in OF_UPDATES)
+        due = any(needs.due(name, step, phases) is not None for name in COLUMNS)
+        kept = any(needs.due(name, step + 1, phases) is not None for name in OF_UPDATES)
         assert not ((due or kept) and step in reader.idle)
         found = None if step in reader.idle else reader.collect(step, params, lambda: [None] * size)
         assert (found is not None) == due

@@ -76,6 +76,17 @@ def mixed(model: nn.Module) -> None:
                 param.grad = None
 
 
+def one_past_registration(model: nn.Module) -> None:
+    """One parameter, not the first, past torch's registration hooks; the others are written into."""
+    last = list(model.children())[-1]
+    last._parameters["bias"] = moved(last._parameters["bias"])  # type: ignore[arg-type]
+    with torch.no_grad():
+        for param in model.parameters():
+            if param.grad is not None:
+                param.sub_(LR * param.grad)
+                param.grad = None
+
+
 def clipped(model: nn.Module) -> None:
     """Every parameter by `setattr`, after a clip."""
     nn.utils.clip_grad_norm_(model.parameters(), 0.05)
@@ -105,7 +116,9 @@ class Trained:
             gw.close()
 
 
-@pytest.mark.parametrize("move", [assigned, deleted, past_registration, loaded, one_layer, mixed, clipped])
+@pytest.mark.parametrize(
+    "move", [assigned, deleted, past_registration, one_past_registration, loaded, one_layer, mixed, clipped]
+)
 def test_every_step_is_recorded_and_weights_are_as_bare(move: Move) -> None:
     """Counted steps are real steps, of one series each, with the norms that the backward left."""
     bare, seen = Trained(move, watched=False), Trained(move, watched=True)
