@@ -11,6 +11,7 @@ import sys
 import traceback
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -314,6 +315,20 @@ class RaisesInOperation(torch.autograd.Function):
         return grads[0] @ torch.ones(7, 7)
 
 
+def changed_in_place(x: Tensor) -> Tensor:
+    """A loss whose backward needs what has been changed in place: torch's message ends in a hint at anomaly mode."""
+    y = x.exp()
+    z = y.square()
+    y.add_(1)
+    return z.sum()
+
+
+def elsewhere(call: Callable[[], Any]) -> None:
+    """Run it in another thread."""
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(call).result()
+
+
 @torch.library.custom_op("gradwatch_tests::raises", mutates_args=())
 def raises(x: Tensor) -> Tensor:
     """An operation of the script's, in Python, that raises."""
@@ -330,8 +345,22 @@ def raises(x: Tensor) -> Tensor:
         lambda x: raises(x.detach()),
         lambda x: x.add_(torch.ones(3, 3, 3)),
         lambda x: x.detach().view(-1, 17),
+        lambda x: changed_in_place(x).backward(),
+        lambda x: torch.autograd.grad(changed_in_place(x), x, create_graph=True),
+        lambda x: elsewhere(changed_in_place(x).backward),
     ],
-    ids=["matmul", "linear", "attribute", "custom backward", "custom operation", "in place", "view"],
+    ids=[
+        "matmul",
+        "linear",
+        "attribute",
+        "custom backward",
+        "custom operation",
+        "in place",
+        "view",
+        "changed",
+        "changed, by grad",
+        "changed, in another thread",
+    ],
 )
 def test_an_operation_that_raises_in_a_recorded_step_has_the_traceback_that_it_has_bare(
     call: Callable[[Tensor], Any],

@@ -5,8 +5,8 @@ asks, and switches back to that in the end, when the recording may be over. Wher
 with the lines of the forward, which it would not do without the mode. A filter of Python's ignores that warning, also
 under `-W error`, where torch would print it in another way. It is put into the list of filters past `warnings`, which
 would show again all that a script has been warned of once; where the script has put filters before it since, the
-warning is dropped just before it is shown. What stays is the hint at the end of torch's message about a tensor that was
-changed in place, which names the mode.
+warning is dropped just before it is shown. At the end of its message about a tensor that was changed in place torch
+gives another hint under the mode: `with_bare_hint` puts the one in its place that it gives without.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from typing import Any
 import torch
 
 from gradwatch.runtime import guard
+from gradwatch.taps import dispatch_modes
 from gradwatch.taps.patch import Layer, Patch
 
 _WITH_LINES = re.compile(
@@ -28,6 +29,8 @@ _WITH_LINES = re.compile(
     r"|\n\nPrevious calculation was induced by "
 )
 """Beginnings of the warnings in which torch shows what the mode has written down."""
+_HINT = " Hint: the backtrace further above shows"
+"""Beginning of the hint that torch gives under the mode about a tensor that was changed in place."""
 _enabled: Callable[[], bool] = torch._C.is_anomaly_enabled
 _checks: Callable[[], bool] = torch._C.is_anomaly_check_nan_enabled
 
@@ -42,6 +45,7 @@ class AnomalyMode:
     def enter(self) -> None:
         """Switch the mode on."""
         if not _enabled():
+            _hint()  # while the mode is off
             self._found = found = _checks()
             torch.set_anomaly_enabled(True, False)
             for patch in (_is_enabled, _is_checked, _shown):
@@ -58,6 +62,33 @@ class AnomalyMode:
         while self._removes:
             self._removes[-1]()
             self._removes.pop()
+
+
+def with_bare_hint(error: BaseException) -> None:
+    """Give an error that torch has raised under a recording's mode the message that it has without."""
+    text = error.args[0] if len(error.args) == 1 else None
+    if type(error) is RuntimeError and type(text) is str and _is_enabled.listeners and not _checks():
+        changed, hint, _ = text.partition(_HINT)
+        if hint:
+            error.args = (changed + _hint(),)
+
+
+@functools.cache
+def _hint() -> str:
+    """The hint that this torch gives where the mode is off, found by changing a saved tensor in place."""
+    return dispatch_modes.unseen(_hint_of_torch)
+
+
+def _hint_of_torch() -> str:
+    with torch.inference_mode(False), torch.enable_grad():
+        result = torch.ones((), device="cpu", requires_grad=True).exp()
+        result.detach().zero_()
+        try:
+            getattr(result.grad_fn, "_saved_result", None)  # as a backward reads it
+        except RuntimeError as error:
+            _, mark, hint = str(error).partition(" Hint: ")
+            return mark + hint
+    return ""
 
 
 def _recording(layer: Layer[bool]) -> bool:

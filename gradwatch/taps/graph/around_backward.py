@@ -1,7 +1,7 @@
 """A function called before and after every backward of a thread, for as long as a recording lasts.
 
 Unlike the entry that `gradwatch.taps.backward_entry` notices, this puts a frame of gradwatch around the backward, which
-the traceback of one that raises does not show.
+the traceback of one that raises does not show, nor its message that anomaly mode is on.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from gradwatch.runtime import guard
+from gradwatch.taps.graph.anomaly import with_bare_hint
 from gradwatch.taps.patch import Layer, Patch
 
 RUN_BACKWARD = "_engine_run_backward"
@@ -59,6 +60,7 @@ def _make(layer: Layer[_Watcher]) -> Callable[..., Any]:
         except BaseException as error:
             if not isinstance(error, Exception) or guard.came_out_of(original, error):
                 guard.without_frames(error)
+                with_bare_hint(error)
                 raise
             guard.fault("localise", error)
             return original(roots, *args, **kwargs)
