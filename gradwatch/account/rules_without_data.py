@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import NamedTuple
 
+from gradwatch.records.columns import OBSERVED, SCALAR_COLUMNS, is_observed, scalar_name
 from gradwatch.records.snapshot import Snapshot
 
 NEVER_CAME = {
@@ -16,15 +17,19 @@ NEVER_CAME = {
 OF_SCALER = frozenset({"loss_scale", "scaler_skip"})
 OFF_STEP = "no step at which it is evaluated was reached (every: {})"
 NOT_COMPARED = "ranks are not compared where no torch optimizer steps"
+OFF_VALUE = "none was observed for a step at which it is evaluated (every: {})"
+NOT_OBSERVED = "`gw.observe({}=…)` was not called before a step"
+OTHERS = "; observed: {}"
+MOST_NAMES = 8
 NOT_JUDGED = "every step was rejected by a GradScaler, or provisional"
 
 
 class Reads(NamedTuple):
     """The column that one rule reads in a Snapshot, at steps divisible by `every`; a staggered one where `judged` says.
 
-    `judged`: whether any of its sites is judged on a Snapshot that has the column. `always`: each Snapshot has it.
-    `fact`: judged on provisional steps too, as NaN and Inf are. `why` it never comes, where that
-    is known from the first.
+    `judged`: whether any of its series is judged on a Snapshot that has the column. `always`: each Snapshot has it.
+    `fact`: judged on provisional steps too, as NaN and Inf are. `why` it never comes, and why what comes is not judged
+    (`unjudged`), where that is known from the first.
     """
 
     column: str
@@ -33,6 +38,7 @@ class Reads(NamedTuple):
     fact: bool = False
     why: str = ""
     judged: Callable[[Snapshot], bool] | None = None
+    unjudged: str = ""
 
 
 class RulesWithoutData:
@@ -47,6 +53,7 @@ class RulesWithoutData:
         self._missing: dict[int, frozenset[str]] = {}
         self._with_data: frozenset[str] = frozenset()
         self._came: frozenset[str] = frozenset()
+        self._scalars: frozenset[str] = frozenset()  # of what came, by their names in Snapshots
 
     def bind(self, optimizer: int, rules: Mapping[str, Reads]) -> None:
         """The rules of one optimizer from now on; those that had data elsewhere or before are done."""
@@ -67,12 +74,13 @@ class RulesWithoutData:
         if (
             missing is not None  # almost every step
             and snapshot.loss_scale is None
-            and missing.isdisjoint(snapshot.scalars)
+            and self._scalars.issuperset(snapshot.scalars)  # and so none of the missing is among them
             and missing.isdisjoint(snapshot.columns)
         ):
             return
         waiting = self._waiting.get(snapshot.optimizer, {})
-        came = {*snapshot.scalars, *snapshot.columns}
+        self._scalars |= snapshot.scalars.keys()
+        came = {*map(_column, snapshot.scalars), *snapshot.columns}
         if snapshot.loss_scale is not None:
             came.add("loss_scale")
         came_first = not self._came.issuperset(came)
@@ -118,5 +126,22 @@ def _evaluated(reads: Reads, snapshot: Snapshot, came: Collection[str]) -> bool:
 
 def _why(reads: Reads, came: Collection[str]) -> str:
     if not (reads.always or reads.column in came):
+        if is_observed(reads.column):
+            return _not_observed(scalar_name(reads.column), came)
         return reads.why or NEVER_CAME.get(reads.column, f"{reads.column} was never measured")
-    return OFF_STEP.format(reads.every) if reads.every > 1 else NOT_JUDGED
+    if reads.unjudged:
+        return reads.unjudged
+    off = OFF_VALUE if is_observed(reads.column) else OFF_STEP
+    return off.format(reads.every) if reads.every > 1 else NOT_JUDGED
+
+
+def _not_observed(name: str, came: Collection[str]) -> str:
+    """The reason of a rule on an observed value, with the names that the script did give: one may be meant."""
+    observed = sorted(scalar_name(column) for column in came if is_observed(column))
+    shown = ", ".join(observed[:MOST_NAMES])
+    return NOT_OBSERVED.format(name) + (OTHERS.format(shown) if shown else "")
+
+
+def _column(scalar: str) -> str:
+    """The name that a rule has for a scalar of a Snapshot."""
+    return scalar if scalar in SCALAR_COLUMNS else OBSERVED + scalar

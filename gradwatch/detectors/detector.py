@@ -11,14 +11,18 @@ Axes: K series (one per site, per group, or a single one over a total or a scala
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
 from types import MappingProxyType
-from typing import Any, ClassVar, Literal, NamedTuple, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import AfterValidator, Field
+from pydantic_core import PydanticCustomError
 
+from gradwatch.records.columns import OBSERVED, SCALAR_COLUMNS, scalar_name
 from gradwatch.records.snapshot import BoolArray, FloatArray
 from gradwatch.runtime.registry import Registry
 
@@ -57,7 +61,20 @@ Column = Literal[
     "loss_scale",
     "scaler_skip",
 ]
-"""Every column that `of:` can name in `above` and `below`."""
+"""Every column of the catalogue that `of:` can name in `above` and `below`."""
+
+
+def _no_column(of: str) -> str:
+    name = scalar_name(of)
+    if name in SCALAR_COLUMNS:
+        raise PydanticCustomError("measured", "'{name}' is a column: write `of: {name}`", {"name": name})
+    return of
+
+
+ObservedColumn = Annotated[
+    str, Field(pattern=rf"^{re.escape(OBSERVED)}\S{{1,64}}$"), AfterValidator(_no_column)
+]
+"""A value that the script gives to `observe`: its name after `observed.`, one value per step."""
 
 NormColumn = Literal[
     "norm",

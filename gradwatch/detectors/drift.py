@@ -20,7 +20,15 @@ from gradwatch.detectors.baseline import (
     log_of,
     mature,
 )
-from gradwatch.detectors.detector import STRICT, Exceeding, NormColumn, Sample, State, register_detector
+from gradwatch.detectors.detector import (
+    STRICT,
+    Exceeding,
+    NormColumn,
+    ObservedColumn,
+    Sample,
+    State,
+    register_detector,
+)
 from gradwatch.detectors.thresholds import Positive
 from gradwatch.records.snapshot import BoolArray, FloatArray
 
@@ -44,7 +52,8 @@ class Drift(Exceeding):
     """exp(EW_fast(x) - EW_slow(x)) > above, with x = ln value: the recent level over the long-term one.
 
     Sees steady growth that `spike` is blind to (up to 5 % a step); slower to a single jump. The present
-    sample is included. It has no limit on purpose: no single value can be said to be the cause.
+    sample is included. It has no limit on purpose: no single value can be said to be the cause. Of an observed value
+    only positive ones are judged.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -52,7 +61,7 @@ class Drift(Exceeding):
     takes_logs: ClassVar[bool] = True
     has_baseline: ClassVar[bool] = True
 
-    of: NormColumn = "total_norm"
+    of: NormColumn | ObservedColumn = "total_norm"
     above: Positive = 10.0
     clear_below: Positive | None = None
     fast: HalfLife = 10

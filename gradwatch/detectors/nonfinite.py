@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.detectors.detector import STRICT, Detector, Sample, State, register_detector
+from gradwatch.detectors.detector import STRICT, Detector, ObservedColumn, Sample, State, register_detector
 
 NonFiniteColumn = Literal["norm", "total_norm", "norm_local", "grad_output_norm", "grad_input_norm"]
 
@@ -108,18 +108,21 @@ class NormOverflow(_Fact):
 @register_detector
 @dataclass(frozen=True, slots=True)
 class LossNonFinite(_Fact):
-    """The loss is NaN or Inf: the value `backward` started from, or what `gw.observe(loss=…)` gave."""
+    """The loss, or an observed value, is NaN or Inf.
+
+    The loss is the value `backward` started from, or what `gw.observe(loss=…)` gave.
+    """
 
     __pydantic_config__: ClassVar = STRICT
     kind: ClassVar[str] = "loss_nonfinite"
 
-    of: Literal["loss"] = "loss"
+    of: Literal["loss"] | ObservedColumn = "loss"
 
     def score(self, state: State, sample: Sample) -> NDArray[np.float64]:
-        """1.0 where the loss is NaN or Inf, 0.0 where finite, NaN where none was observed."""
+        """1.0 where the value is NaN or Inf, 0.0 where finite, NaN where there is none."""
         return _flag(sample, ~np.isfinite(sample.values))
 
     @property
     def safe(self) -> tuple[float, float]:
-        """A finite loss."""
+        """A finite value."""
         return -LARGEST, LARGEST

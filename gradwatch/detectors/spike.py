@@ -25,7 +25,7 @@ from gradwatch.detectors.baseline import (
     mature,
     restart_level,
 )
-from gradwatch.detectors.detector import STRICT, NormColumn, Sample, State, register_detector
+from gradwatch.detectors.detector import STRICT, NormColumn, ObservedColumn, Sample, State, register_detector
 from gradwatch.detectors.thresholds import Finite, Positive
 from gradwatch.records.snapshot import BoolArray, FloatArray
 
@@ -112,14 +112,15 @@ class Spike(_Level):
     x = ln value; σ̂ = max(1.2533·s, 0.10); z = (x - m)/σ̂; then m += a·clip(x - m, ±3σ̂) and s += a·(|clip|
     - s) with a = max(1 - 2^(-1/half_life), 1/(n + 1)); winsorised once n >= 20; at n = 20 m and s restart
     from the median and the MAD of those samples. Blind to growth below about 5 % a step (use `drift`), to
-    falls (use `drop`), and to NaN (use `nonfinite`). Default: per parameter z > 10, clears at z < 3.
+    falls (use `drop`), and to NaN (use `nonfinite`). Default: per parameter z > 10, clears at z < 3. Of an observed
+    value only positive ones are judged (else `loss_spike`).
     """
 
     __pydantic_config__: ClassVar = STRICT
     kind: ClassVar[str] = "spike"
     takes_logs: ClassVar[bool] = True
 
-    of: NormColumn = "norm"
+    of: NormColumn | ObservedColumn = "norm"
     above: Positive = 10.0
     clear_below: Finite | None = None
     half_life: HalfLife = field(default=100, metadata={"rule_key": True})
@@ -137,7 +138,9 @@ class Spike(_Level):
 @register_detector
 @dataclass(frozen=True, slots=True)
 class LossSpike(_Level):
-    """`spike` on the loss. It is the value `backward` started from, or what `gw.observe(loss=…)` gave.
+    """`spike` on the loss, or on an observed value that may be 0 or negative.
+
+    The loss is the value `backward` started from, or what `gw.observe(loss=…)` gave.
 
     The scale is asinh(loss), which is ln(2·loss) for large losses, linear below 1 (a converged loss of
     0.001 may well be 0.01 on the next batch), and defined for negative ones.
@@ -146,7 +149,7 @@ class LossSpike(_Level):
     __pydantic_config__: ClassVar = STRICT
     kind: ClassVar[str] = "loss_spike"
 
-    of: Literal["loss"] = "loss"
+    of: Literal["loss"] | ObservedColumn = "loss"
     above: Positive = 10.0
     clear_below: Finite | None = None
     half_life: HalfLife = field(default=100, metadata={"rule_key": True})

@@ -21,6 +21,7 @@ from gradwatch.detectors.detector import (
     Comparison,
     Detector,
     Exceeding,
+    ObservedColumn,
     Sample,
     Scope,
     State,
@@ -43,7 +44,7 @@ class Above(Detector):
     invertible: ClassVar[bool] = True
 
     threshold: Finite
-    of: Column = "norm"
+    of: Column | ObservedColumn = "norm"
     clear_below: Finite | None = None
 
     def __post_init__(self) -> None:
@@ -84,7 +85,7 @@ class Below(Detector):
     kind: ClassVar[str] = "below"
 
     threshold: Finite
-    of: Column = "norm"
+    of: Column | ObservedColumn = "norm"
     above_zero: bool = False
     clear_above: Finite | None = None
 

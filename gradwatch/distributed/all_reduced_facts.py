@@ -20,10 +20,20 @@ from gradwatch.records.snapshot import Sites
 
 Vector: TypeAlias = NDArray[np.float64]
 
-HEAD = ("facts", "blind", "provisional", "rejected", "loss", "losses")
+HEAD = ("facts", "blind", "provisional", "rejected")
 BY_RANK = ("step", "norm_local", "nonfinite", "site", "checksum", "parted")
 POOLED = ("squares", "applied", "calls", "nan", "inf")
 COMPARED = ("hash", "hash_squared")
+
+
+def sum_of(scalar: str) -> str:
+    """The name of the sum of a one-per-step value over the ranks that have one."""
+    return f"sum of {scalar}"
+
+
+def count_of(scalar: str) -> str:
+    """The name of the number of ranks that have a one-per-step value."""
+    return f"count of {scalar}"
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -33,7 +43,7 @@ class Layout:
     `sites` the U parameters of all ranks; `own[K]` where this rank's stand among them; `counts[K]` 1.0 where
     this rank's part is to be added up, 0.0 where another rank's stands for it, and `share[K]` its part of the
     elements. `pooled`: norms are sums over ranks, not each rank's own. `costly`: columns of whole
-    tensors pooled beside them.
+    tensors pooled beside them. `averaged`: one-per-step values whose mean over the ranks that have one is taken.
     """
 
     sites: Sites
@@ -44,16 +54,20 @@ class Layout:
     world: int
     pooled: bool
     costly: tuple[str, ...] = ()
+    averaged: tuple[str, ...] = ("loss",)
     _start: dict[str, int] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         size = 0
-        blocks = ((HEAD, 1), (BY_RANK, self.world), (self._columns(), len(self.sites)))
+        blocks = ((self._heads(), 1), (BY_RANK, self.world), (self._columns(), len(self.sites)))
         for names, length in blocks:
             for name in names:
                 self._start[name] = size
                 size += length
         self._start["end"] = size
+
+    def _heads(self) -> tuple[str, ...]:
+        return (*HEAD, *map(sum_of, self.averaged), *map(count_of, self.averaged))
 
     def _columns(self) -> tuple[str, ...]:
         if not self.pooled:
@@ -69,7 +83,7 @@ class Layout:
     def part(self, vector: Vector, name: str) -> Vector:
         """The view of a vector that belongs to `name`: one number, W, or U of them."""
         start = self._start[name]
-        length = 1 if name in HEAD else self.world if name in BY_RANK else len(self.sites)
+        length = 1 if start < self._start[BY_RANK[0]] else self.world if name in BY_RANK else len(self.sites)
         return vector[start : start + length]
 
 
@@ -114,10 +128,10 @@ class ReducedFacts:
         return alone & ~alone.all()
 
     @property
-    def loss(self) -> float | None:
-        """The mean of the losses observed on the ranks; None where none was observed."""
-        count = self.head("losses")
-        return self.head("loss") / count if count else None
+    def averages(self) -> dict[str, float]:
+        """The means over the ranks that had a value, of those that any had."""
+        counts = {name: self.head(count_of(name)) for name in self.layout.averaged}
+        return {name: self.head(sum_of(name)) / count for name, count in counts.items() if count}
 
 
 def blind(layout: Layout) -> Vector:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from gradwatch.capture.window_norms import Norms, WindowNorms
-from gradwatch.distributed.all_reduced_facts import Layout, Vector
+from gradwatch.distributed.all_reduced_facts import Layout, Vector, count_of, sum_of
 from gradwatch.distributed.replica_divergence import compare
 from gradwatch.distributed.sharded_norms import pool
 from gradwatch.records.snapshot import Column
@@ -60,9 +60,10 @@ def encode(
     put("facts", 1)
     put("provisional", float(window.provisional))
     put("rejected", float(bool(values.get("scaler_skip"))))
-    if "loss" in values:
-        put("loss", values["loss"])
-        put("losses", 1)
+    for name in layout.averaged:
+        if name in values:
+            put(sum_of(name), values[name])
+            put(count_of(name), 1)
     layout.part(vector, "step")[layout.rank] = window.step + 1
     if local is not None and local.present.any():
         there = local.values[local.present].astype(np.float64)

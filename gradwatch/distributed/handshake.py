@@ -31,7 +31,8 @@ PARTIAL = (
 class RankRequirements:
     """Reasons for collectives between ranks: `acts` some rule may change a step; `facts` some rule reads what only all
     ranks together know; `ranked` some rule is about ranks; `costly` the columns of whole tensors that rules read;
-    `rules` the digest of them all; `refused` why several ranks may not act by these rules ("" = they may).
+    `averaged` the one-per-step values that they read and that may differ from rank to rank; `rules` the digest of them
+    all; `refused` why several ranks may not act by these rules ("" = they may).
     """
 
     rules: str
@@ -39,6 +40,7 @@ class RankRequirements:
     facts: bool
     ranked: bool
     costly: tuple[str, ...]
+    averaged: tuple[str, ...] = ("loss",)
     refused: str = ""
 
 
@@ -133,4 +135,5 @@ class RankMeeting:
             world=met.world,
             pooled=pooled,
             costly=costly if pooled else (),
+            averaged=self._requirements.averaged,
         )

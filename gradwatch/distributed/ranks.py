@@ -298,9 +298,7 @@ def _seen_by_all(
 
 
 def _norms_seen_by_all(reduced: ReducedFacts, window: WindowNorms, values: Mapping[str, float]) -> Shared:
-    values = dict(values)
-    if reduced.loss is not None:
-        values["loss"] = reduced.loss
+    values = {**values, **reduced.averages}
     if reduced.head("rejected"):
         values["scaler_skip"] = 1.0
     if not reduced.layout.pooled:

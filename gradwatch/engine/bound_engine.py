@@ -23,7 +23,7 @@ from gradwatch.engine.unmatched_rules import admit, may_miss, refusals, unmatche
 from gradwatch.engine.unsupported_rules import Refusal
 from gradwatch.errors import GradwatchError
 from gradwatch.policies.norm_bound import Bound
-from gradwatch.records.columns import FREE_COLUMNS
+from gradwatch.records.columns import is_observed
 from gradwatch.records.decision import Decision
 from gradwatch.records.run_info import RuleInfo
 from gradwatch.records.snapshot import BoolArray, Sites, Snapshot
@@ -34,7 +34,7 @@ LR_JUMP = 3.0
 """A learning rate that changes by more than this factor in a step re-baselines the gradients it steers."""
 
 STEERED_BY_USER = frozenset({"loss", "lr", "loss_scale", "scaler_skip"})
-"""Scalars that are not made of gradients: a jump of the learning rate does not re-baseline them."""
+"""Scalars that are not made of gradients: a jump of the learning rate re-baselines neither them nor observed ones."""
 
 
 OF_SCALER = frozenset({"loss_scale", "scaler_skip"})
@@ -74,7 +74,7 @@ class Engine:
     @property
     def needs(self) -> Needs:
         """Columns that the enabled rules need, whatever the model."""
-        return needs_of(self._enabled(), FREE_COLUMNS)
+        return needs_of(self._enabled())
 
     @property
     def skips_nonfinite(self) -> bool:
@@ -309,11 +309,17 @@ class BoundEngine:
     def _restarted(self, state: EngineState, mask_S: BoolArray, keep_judging: bool) -> tuple[State, ...]:
         after = []
         for bank, baseline in zip(self.plan.banks, state.baselines, strict=True):
-            exempt = STEERED_BY_USER if keep_judging else frozenset()
-            touched = [one.touched(self.sites, mask_S) & (one.column not in exempt) for one in bank.segments]
+            touched = [
+                one.touched(self.sites, mask_S) & (not keep_judging or _of_gradients(one.column))
+                for one in bank.segments
+            ]
             mask = np.concatenate(touched)
             after.append(bank.detector.rebaseline(baseline, mask, keep_judging) if mask.any() else baseline)
         return tuple(after)
+
+
+def _of_gradients(column: str) -> bool:
+    return not (column in STEERED_BY_USER or is_observed(column))
 
 
 def _named(rule: Rule) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.engine.staggering import Staggering
+from gradwatch.records.columns import is_free
 from gradwatch.records.snapshot import BoolArray
 from gradwatch.rules.rule_set import Rule
 
@@ -86,13 +87,13 @@ def first_step(column: str) -> int:
     return 1 if column in OF_UPDATES else 0
 
 
-def needs_of(rules: Iterable[Rule], free: frozenset[str]) -> Needs:
-    """Columns that these rules need beyond the columns of `free`."""
+def needs_of(rules: Iterable[Rule]) -> Needs:
+    """Columns that these rules need beyond the free ones."""
     whole: dict[str, frozenset[int]] = {}
     staggered: dict[str, frozenset[int]] = {}
     for rule in rules:
         cadences = staggered if rule.staggered else whole
         for column in rule.detect.columns:
-            if column not in free:
+            if not is_free(column):
                 cadences[column] = cadences.get(column, frozenset()) | {rule.every}
     return Needs(whole, staggered)

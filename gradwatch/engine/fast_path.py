@@ -25,7 +25,7 @@ from gradwatch.engine.engine_state import EngineState
 from gradwatch.engine.rule_plan import NO_BANK, Bank, Plan, RulePlan
 from gradwatch.engine.series import Series
 from gradwatch.engine.snapshot_reader import Reader
-from gradwatch.records.columns import COUNT_COLUMNS, RANK_COLUMNS, SCALAR_COLUMNS
+from gradwatch.records.columns import COUNT_COLUMNS, RANK_COLUMNS, is_scalar, scalar_name
 from gradwatch.records.snapshot import Snapshot
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -98,8 +98,10 @@ class FastPath:
         staggered = frozenset[str]().union(*(one.detector.columns for _, one in self._staggered))
         self._beside = BY_RANK | staggered.difference(*others)
         guards = tuple(_guards(one for one in guarded if _bounded(one)))
-        self._guards = tuple(one for one in guards if one.column not in SCALAR_COLUMNS)
-        self._of_scalars = tuple(one for one in guards if one.column in SCALAR_COLUMNS)
+        self._guards = tuple(one for one in guards if not is_scalar(one.column))
+        self._of_scalars = tuple(
+            one._replace(column=scalar_name(one.column)) for one in guards if is_scalar(one.column)
+        )
         self._unbounded = tuple(one for one in guarded if one.series.owners is None and not _bounded(one))
         self._gathered = tuple(one for one in guarded if one.series.owners is not None)
         self._rare = tuple({one.rule.judged_every for one in plan.rules} - {1})
@@ -150,8 +152,8 @@ class FastPath:
                 asked += guard.rules
         for one in self._unbounded:
             column = one.series.column
-            if column in SCALAR_COLUMNS:
-                value = scalars.get(column)
+            if is_scalar(column):
+                value = scalars.get(scalar_name(column))
                 least, most = NOTHING if value is None else (value, value)
             else:
                 least, most = known.get(column, UNKNOWN)
@@ -288,7 +290,8 @@ def _bank_inputs(plan: Plan) -> Iterable[BankInput]:
             lowest = first_crossed([one.detector for one in plan.rules if one.bank == number])
             alone = len(bank.segments) == 1 and bank.segments[0].column == "total_norm"
             first = bank.segments[0]
-            scalar = first.column if len(bank.segments) == 1 and first.scope == "scalar" and not alone else ""
+            one_scalar = len(bank.segments) == 1 and first.scope == "scalar" and not alone
+            scalar = scalar_name(first.column) if one_scalar else ""
             selection = _selection(bank, len(plan.sites))
             yield BankInput(number, bank, bank.detector, lowest, selection, alone, scalar)
 

@@ -16,7 +16,7 @@ from gradwatch.engine.series import Series, roots_of, series_of
 from gradwatch.engine.snapshot_reader import Reader
 from gradwatch.engine.staggering import Staggering
 from gradwatch.engine.strictest_clip import NO_CLIPPING, Clipping
-from gradwatch.records.columns import FREE_COLUMNS, MODULE_COLUMNS, RANK_COLUMNS
+from gradwatch.records.columns import MODULE_COLUMNS, RANK_COLUMNS, is_free
 from gradwatch.records.snapshot import BoolArray, FloatArray, Sites
 from gradwatch.rules.rule_set import Action, Rule, RuleSet
 
@@ -144,7 +144,7 @@ def make_plan(ruleset: RuleSet, sites: Sites) -> Plan:
         )
         for rule, series in found
     )
-    needs = replace(needs_of([rule for rule, _ in found], FREE_COLUMNS), about=_about(found, len(sites)))
+    needs = replace(needs_of([rule for rule, _ in found]), about=_about(found, len(sites)))
     clipping = bind_clipping(ruleset, sites)
     return Plan(sites, rules, banks, MappingProxyType(inactive), needs, staggering, roots_of(sites), clipping)
 
@@ -154,7 +154,7 @@ def _about(found: Iterable[tuple[Rule, Series]], size: int) -> dict[str, BoolArr
     about: dict[str, BoolArray] = {}
     for rule, series in found:
         for column in rule.detect.columns:
-            if column not in FREE_COLUMNS:
+            if not is_free(column):
                 sites = about.setdefault(column, np.zeros(size, np.bool_))
                 sites[slice(None) if series.index is None else series.index] = True
     return about

@@ -16,10 +16,10 @@ from gradwatch.detectors import Detector
 from gradwatch.engine.staggering import Staggering
 from gradwatch.records.columns import (
     COUNT_COLUMNS,
-    FREE_COLUMNS,
     MODULE_COLUMNS,
     RANK_COLUMNS,
-    SCALAR_COLUMNS,
+    is_free,
+    is_scalar,
 )
 from gradwatch.records.snapshot import BoolArray, Sites
 from gradwatch.rules.rule_set import Group, Rule, RuleSet
@@ -53,7 +53,7 @@ class Series:
     @property
     def always(self) -> bool:
         """True if it has values on steps on which no column was measured beside the norms (and by rank)."""
-        return self.column in FREE_COLUMNS or self.column in COUNT_COLUMNS or self.column in RANK_COLUMNS
+        return is_free(self.column) or self.column in COUNT_COLUMNS or self.column in RANK_COLUMNS
 
     def due(self, step: int) -> BoolArray | None:
         """bool[K]: the series that are judged at this step; None = all."""
@@ -129,7 +129,7 @@ def series_of(rule: Rule, ruleset: RuleSet, sites: Sites, staggering: Staggering
     """The series a rule judges among these sites, which carry their labels and have these phases."""
     detector: Detector = rule.detect
     column = detector.columns[0]
-    if column in SCALAR_COLUMNS:
+    if is_scalar(column):
         return Series(column, column, "scalar", ("",), np.zeros(1, np.int64))
     key = f"{column}/{rule.scope}" + "".join(
         f"/{name}={value}"

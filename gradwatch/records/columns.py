@@ -155,6 +155,10 @@ CATALOGUE: tuple[ColumnInfo, ...] = (
 """Every column, in the order in which they are listed to users."""
 
 
+OBSERVED = "observed."
+"""What stands before the name of an observed value in `of:`, so that no misspelt column is taken for one."""
+
+
 def _of(of: Of) -> frozenset[str]:
     return frozenset(one.name for one in CATALOGUE if one.of == of)
 
@@ -165,6 +169,9 @@ def _grouped(grouped: Grouped) -> frozenset[str]:
 
 SCALAR_COLUMNS = tuple(one.name for one in CATALOGUE if one.of == "step")
 """Columns with one value per step rather than one per site."""
+
+MEASURED = frozenset(SCALAR_COLUMNS) - {"loss"}
+"""Names that no observed value may take: it would stand in the place of what is measured."""
 
 MODULE_COLUMNS = _of("module")
 """Columns measured on tapped modules."""
@@ -180,6 +187,27 @@ ALWAYS = frozenset(one.name for one in CATALOGUE if one.always)
 
 FREE_COLUMNS = ALWAYS | frozenset(SCALAR_COLUMNS)
 """Columns that a step has without being asked for them."""
+
+
+def is_observed(column: str) -> bool:
+    """True of a value that the script gives to `observe`."""
+    return column.startswith(OBSERVED)
+
+
+def is_scalar(column: str) -> bool:
+    """True of a column with one value per step."""
+    return column in SCALAR_COLUMNS or is_observed(column)
+
+
+def is_free(column: str) -> bool:
+    """True of a column that is not to be asked for: one of `FREE_COLUMNS`, or observed."""
+    return column in FREE_COLUMNS or is_observed(column)
+
+
+def scalar_name(column: str) -> str:
+    """The name in the scalars of a Snapshot: that of an observed value stands there by itself."""
+    return column.removeprefix(OBSERVED)
+
 
 COSTLY_COLUMNS = frozenset(one.name for one in CATALOGUE if one.at_cadence)
 """Columns that cost a read of whole tensors, and so are read at a cadence (`Rule.staggered`)."""

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from gradwatch.records.columns import scalar_name
+
 FloatArray = NDArray[np.floating[Any]]
 BoolArray = NDArray[np.bool_]
 
@@ -146,9 +148,9 @@ class Snapshot:
         return found & (self.calls > 0)
 
     def scalar(self, name: str) -> float | None:
-        """A one-per-step value (`loss`, `lr`, `loss_scale`, `scaler_skip`, `total_norm`); None when not observed."""
+        """A one-per-step value (`loss`, `lr`, `total_norm`, `observed.NAME` …); None when not observed."""
         if name == "total_norm":
             return self.total_norm
         if name == "loss_scale":
             return self.loss_scale
-        return self.scalars.get(name)
+        return self.scalars.get(scalar_name(name))

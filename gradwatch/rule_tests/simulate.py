@@ -19,6 +19,7 @@ from gradwatch.engine import Engine
 from gradwatch.engine.actions.norms_after_actions import reshaped, unclipped, with_clip_order
 from gradwatch.engine.actions.permissions import permitted
 from gradwatch.policies.norm_bound import Bound, at_site, factor_of
+from gradwatch.records.columns import scalar_name
 from gradwatch.records.decision import Decision, Order
 from gradwatch.records.event import Event
 from gradwatch.records.snapshot import Column, Snapshot
@@ -124,7 +125,7 @@ def snapshot_of(case: Case, step: int) -> Snapshot:
         loss_scale=_scalar(case, "loss_scale", step),
         columns=dict(_others(case, step)),
         scalars={
-            name: value
+            scalar_name(name): value
             for name in case.scalars.keys() - {"total_norm", "loss_scale"}
             if (value := _scalar(case, name, step)) is not None
         },

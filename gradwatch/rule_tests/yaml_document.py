@@ -11,7 +11,14 @@ import numpy as np
 
 from gradwatch.detectors.detector import Column
 from gradwatch.errors import Problem, RuleFileError
-from gradwatch.records.columns import COUNT_COLUMNS, MODULE_COLUMNS, RANK_COLUMNS, SCALAR_COLUMNS
+from gradwatch.records.columns import (
+    COUNT_COLUMNS,
+    MODULE_COLUMNS,
+    RANK_COLUMNS,
+    SCALAR_COLUMNS,
+    is_observed,
+    is_scalar,
+)
 from gradwatch.records.decision import CLIP_SECTION
 from gradwatch.records.snapshot import Sites
 from gradwatch.rule_tests.schema import CaseEntry, Document, ExpectedAction, ExpectedEvent
@@ -27,7 +34,6 @@ from gradwatch.rules.yaml.parse import parse
 DERIVED = {"rms": "norm", "norm_applied": "norm and coef", "calls": "norm"}
 """Columns that follow from others, which is what to give."""
 COLUMNS = (frozenset({*get_args(Column), *SCALAR_COLUMNS}) | COUNT_COLUMNS | RANK_COLUMNS) - DERIVED.keys()
-SCALARS = frozenset(SCALAR_COLUMNS)
 ALWAYS = frozenset({"norm", "total_norm", *DERIVED}) | COUNT_COLUMNS
 """Columns that every made-up step has."""
 
@@ -174,10 +180,10 @@ class _Reading:
             if name in DERIVED:
                 hint = f"give {DERIVED[name]}, of which it is made"
                 self.problems.add(mark, "GW302", f"{quoted(name)} is no input", hint)
-            elif name not in COLUMNS:
+            elif name not in COLUMNS and not is_observed(name):
                 message = f"unknown column {quoted(name)}{self.problems.meant(name, COLUMNS)}"
                 self.problems.add(mark, "GW302", message, f"columns: {', '.join(sorted(COLUMNS))}")
-            elif name in SCALARS:
+            elif is_scalar(name):
                 self._scalar(name, node, mark)
             else:
                 self._column(name, node, mark)

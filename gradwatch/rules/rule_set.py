@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from gradwatch.records.columns import COSTLY_COLUMNS, SCALAR_COLUMNS
+from gradwatch.records.columns import COSTLY_COLUMNS, is_scalar
 
 if TYPE_CHECKING:  # numpy, which `gradwatch run` does without
     from gradwatch.records.decision import OnError
@@ -188,4 +188,4 @@ def whole_optimizer(column: str) -> bool:
     """True if a column has one value per step, so that `scope`, `groups` and `exclude` mean nothing for
     it.
     """
-    return column in SCALAR_COLUMNS
+    return is_scalar(column)

@@ -18,12 +18,10 @@ from gradwatch.capture.snapshot_assembly import Extras
 from gradwatch.capture.window_norms import WindowNorms
 from gradwatch.errors import AttachError
 from gradwatch.reading.device import host_value, is_ready, start_copy
-from gradwatch.records.columns import OBSERVED_ONLY, SCALAR_COLUMNS
+from gradwatch.records.columns import MEASURED, OBSERVED_ONLY
 from gradwatch.session.binding.optimizer_rules import ORDINARY, Clock, OptimizerRules
 from gradwatch.session.optimizer_context import OptimizerContext
 
-MEASURED = frozenset(SCALAR_COLUMNS) - {"loss"}
-"""Names that no observed value may take: it would stand in the place of what is measured."""
 NOTHING = Extras()
 """Of a step on which nothing was measured but norms."""
 

@@ -19,6 +19,8 @@ from gradwatch.detectors import (
     DepthRatio,
     Drift,
     Drop,
+    LossNonFinite,
+    LossSpike,
     NonFinite,
     Sample,
     Spike,
@@ -64,6 +66,8 @@ def mostly_healthy(seed: int, steps: int = STEPS) -> list[dict[str, Any]]:
         scalars = {"lr": 1e-3 if step % 90 else 1e-2}
         if rng.random() < 0.5:
             scalars["loss"] = float(rng.choice([2.0, 2.1, np.nan], p=[0.6, 0.39, 0.01]))
+        if rng.random() < 0.5:
+            scalars["reward"] = float(rng.choice([1.0, -1.0, 30.0, np.nan], p=[0.6, 0.38, 0.01, 0.01]))
         known: dict[str, Any] = {"scalars": scalars, "provisional": rng.random() < 0.01}
         if (
             step % 3
@@ -95,6 +99,15 @@ def packs() -> dict[str, tuple[Rule, ...]]:
         rule("nan", NonFinite(values=("nan",)), scope="total"),
         rule("loss", Above(threshold=2.15, of="loss")),
     )
+    observed = (
+        rule("high", Above(threshold=20.0, of="observed.reward")),
+        rule("low", Below(threshold=-2.0, of="observed.reward"), for_=2),
+        rule("spike", Spike(of="observed.reward", above=4.0, warmup=5)),
+        rule("spike-signed", LossSpike(of="observed.reward", above=4.0, warmup=5)),
+        rule("drift", Drift(of="observed.reward", above=1.5, fast=3, slow=30)),
+        rule("nan", LossNonFinite(of="observed.reward")),
+        rule("never", Above(threshold=0.0, of="observed.other")),
+    )
     tight = (
         rule("spike", Spike(above=2.0, warmup=5, half_life=10)),
         rule("spike-hard", Spike(above=6.0, warmup=5, half_life=10), exclude=("layers.0.*",)),
@@ -124,6 +137,7 @@ def packs() -> dict[str, tuple[Rule, ...]]:
         "default": default,
         "like": default_like(),
         "odd": odd,
+        "observed": observed,
         "tight": tight,
         "staggered": staggered,
         "beside": beside,

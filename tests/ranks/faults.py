@@ -47,6 +47,9 @@ rules:
 OBSERVING = "version: 1\nrules:\n  rail: {detect: {kind: above, of: total_norm, threshold: 1e9}}\n"
 NAN_RULE = "  non-finite: {detect: {kind: nonfinite}, do: [skip_step]}\n"
 SKIPPING = f"version: 1\nrules:\n{NAN_RULE}"
+ON_OBSERVED = (
+    "version: 1\nrules: {r: {detect: {kind: below, of: observed.accuracy, threshold: 0.5}, do: [skip_step]}}"
+)
 ON_LOSS = "version: 1\nrules:\n  loss: {detect: {kind: loss_nonfinite}, do: [skip_step]}\n"
 ON_LOCAL = (
     "version: 1\nrules:\n  far: {detect: {kind: above, of: norm_local, threshold: 9}, do: [skip_step]}\n"
@@ -321,6 +324,26 @@ def on_the_loss(rank: int) -> dict[str, Any]:
         }
 
 
+def on_an_observed_value(rank: int) -> dict[str, Any]:
+    """Only rank 1 observes a low accuracy, and on step 3 only rank 0 observes any: both skip, by the mean of those."""
+    _, model, optimizer = made()
+    with watched(model, optimizer, ON_OBSERVED) as (gw, collector):
+        for step in range(6):
+            optimizer.zero_grad()
+            loss_of(model, batch(step, 0, rank)).backward()
+            if step == 3:
+                gw.observe(**({"accuracy": 0.1} if rank == 0 else {}))
+            elif step != 4:
+                gw.observe(accuracy=0.0 if rank == 1 and step == 1 else 0.8)
+            optimizer.step()
+        return {
+            "hash": weights(model),
+            "skipped": [r.snapshot.step for r in collector.records if r.decision.skip],
+            "values": [r.snapshot.scalars.get("accuracy") for r in collector.records],
+            "errors": gw.health.errors(),
+        }
+
+
 def on_the_local_norm(rank: int) -> dict[str, Any]:
     """An action on what only this rank knows is refused before training starts; a launcher's watch goes on without."""
     plain, model, optimizer = made()
@@ -396,6 +419,7 @@ SITUATIONS: dict[str, Callable[[int], Any]] = {
     "silent": silent,
     "one collective": one_collective,
     "on the loss": on_the_loss,
+    "on an observed value": on_an_observed_value,
     "on the local norm": on_the_local_norm,
     "two optimizers": two_optimizers,
     "unchanged ddp": lambda rank: unchanged(rank, DistributedDataParallel),

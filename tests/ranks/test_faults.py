@@ -162,6 +162,15 @@ def test_an_action_on_the_loss_is_decided_on_its_mean(homes: dict[str, list[Any]
     assert first["errors"] == {}
 
 
+def test_an_action_on_an_observed_value_is_decided_on_its_mean(homes: dict[str, list[Any]]) -> None:
+    """The mean is over the ranks that observed one: both judge the same number, also where one rank has none."""
+    first, second = came_home(homes, "on an observed value")
+    assert first == second
+    assert first["skipped"] == [1, 3]
+    assert first["values"] == [0.8, 0.4, 0.8, 0.1, None, 0.8]
+    assert first["errors"] == {}
+
+
 def test_an_action_on_a_local_column_is_refused(homes: dict[str, list[Any]]) -> None:
     """Before training starts, with the rule, the column and what to do instead."""
     for home in came_home(homes, "on the local norm"):

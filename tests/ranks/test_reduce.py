@@ -155,7 +155,7 @@ def test_the_loss_of_a_step_is_the_mean_of_those_observed() -> None:
         for one, loss in zip(layouts, losses, strict=True):
             values = {} if loss is None else {"loss": loss}
             total = total + facts_of_this_rank.encode(one, w, w.wait(), values, {}, None, Usual(np.zeros(K)))
-        return ReducedFacts(layouts[0], total).loss
+        return ReducedFacts(layouts[0], total).averages.get("loss")
 
     assert heard(1.0, None, 4.0) == 2.5
     assert heard(None, None, None) is None

@@ -331,6 +331,20 @@ def test_shadow_is_told_apart(tmp_path: Path) -> None:
     assert main(["rules", "test", path]) == 1
 
 
+def test_an_observed_value_is_an_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """It is given by the name that the rule has for it; a step without a value changes nothing."""
+    (tmp_path / "r.gradwatch.yaml").write_text(
+        "version: 1\nrules: {low: {detect: {kind: below, of: observed.accuracy, threshold: 0.5}, for: 2}}\n"
+    )
+    case = (
+        "rules: r.gradwatch.yaml\ntests:\n  - {name: s, params: {w: [4]},"
+        " input: {observed.accuracy: 0.9 0.1 _ 0.2 0.9}, events: [{step: 1, rule: low, kind: pending},"
+        " {step: 3, rule: low, value: 0.2}, {step: 4, rule: low, kind: resolved}]}\n"
+    )
+    assert main(["rules", "test", written(tmp_path, case)]) == 0, capsys.readouterr().out
+    assert main(["rules", "test", written(tmp_path, case.replace("step: 3", "step: 2"))]) == 1
+
+
 def test_a_stop_ends_the_test(tmp_path: Path) -> None:
     """Nothing is judged after a rule has stopped training."""
     (tmp_path / "r.gradwatch.yaml").write_text(

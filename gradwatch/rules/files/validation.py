@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from gradwatch.records.columns import is_observed
 from gradwatch.rules.yaml.nodes import (
     MAX_SUGGESTIONS,
     Map,
@@ -44,7 +45,12 @@ _BOUNDS = {
     "less_than": ("lt", "less than"),
     "less_than_equal": ("le", "at most"),
 }
+OF_OBSERVED = ("string_pattern_mismatch", "measured")
+"""Complaints of `ObservedColumn`, which is one branch of a union."""
+OR_OBSERVED = "; or observed.NAME, a value that the script gives to observe(NAME=…)"
+TAKEN_BY = "; observed values are taken by above, below, spike, drift, loss_spike and loss_nonfinite"
 _PATTERNS = {
+    "of": "a column, or observed.NAME: a name of at most 64 characters without spaces",
     "listen": "HOST:PORT, such as 127.0.0.1:29440",
     "after": "'k in n', such as 3 in 100",
     "labels": "a name of letters, digits and _, starting with a letter",
@@ -127,7 +133,9 @@ class _Report:
             if self.problems.full:
                 self.problems.omitted += 1
                 continue
-            self._one(place, _apt(group, self._find(place)))
+            error = _apt(group, self._find(place))
+            observed = any(one["type"] in OF_OBSERVED for one in group)
+            self._one(place, error, OR_OBSERVED if observed and error["type"] == "literal_error" else "")
 
     def _place(self, loc: tuple[Any, ...]) -> tuple[Any, ...]:
         """`loc` without the parts that pydantic adds for branches of unions."""
@@ -165,7 +173,7 @@ class _Report:
                 mark = node.mark
         return mark
 
-    def _one(self, place: tuple[Any, ...], error: Any) -> None:
+    def _one(self, place: tuple[Any, ...], error: Any, further: str) -> None:
         kind, name = error["type"], str(place[-1]) if place else self.where
         if kind == "extra_forbidden":
             self._unknown(place, name)
@@ -176,7 +184,7 @@ class _Report:
             message = f"{quoted(str(place[-2]))} cannot be a key here; it must be {wanted}"
             self.problems.add(self._key_mark(place[:-1]), "GW106", message)
         else:
-            self._value(place, error, name)
+            self._value(place, error, name, further)
 
     def _unknown(self, place: tuple[Any, ...], name: str) -> None:
         known = keys_of(self.model)
@@ -198,7 +206,7 @@ class _Report:
             return
         self.problems.add(self._key_mark(place[:-1]), "GW102", f"{self.where} lacks the key {quoted(name)}")
 
-    def _value(self, place: tuple[Any, ...], error: Any, name: str) -> None:
+    def _value(self, place: tuple[Any, ...], error: Any, name: str, further: str) -> None:
         node = self._find(place)
         if node is None:  # the whole map
             self.problems.add(self.at, "GW105", f"{self.where}: {error['msg']}")
@@ -206,12 +214,12 @@ class _Report:
         mark = node.mark if isinstance(node, Scalar) and node.value is not None else self._key_mark(place)
         named = next((str(part) for part in reversed(place) if isinstance(part, str)), name)
         code, message, hint = _describe(error, node, named, self.problems)
-        self.problems.add(mark, code, message, hint)
+        self.problems.add(mark, code, message, hint + further)
 
 
 def _apt(group: list[Any], node: Node | None) -> Any:
     """Of several complaints about one value, the one that fits what was written."""
-    text = isinstance(node, Scalar) and isinstance(node.value, str)
+    text = isinstance(node, Scalar) and isinstance(node.value, str) and not is_observed(node.text)
     literal = [error for error in group if error["type"] == "literal_error"]
     others = [error for error in group if error["type"] != "literal_error"]
     chosen = literal if (text and literal) else (others or literal)
@@ -236,6 +244,8 @@ def _describe(error: Any, node: Node, name: str, problems: Problems) -> tuple[st
         return "GW105", f"{label} must not be empty", ""
     if kind in ("too_long", "string_too_long"):
         return "GW105", f"{label} is too long: at most {context['max_length']:,}", ""
+    if kind == "measured":
+        return "GW208", f"{label} cannot be {shown(node)}: {error['msg']}", ""
     if kind == "string_pattern_mismatch":
         wanted = _PATTERNS.get(name, f"text that matches {context['pattern']}")
         return "GW106", f"{label} must be {wanted}, not {shown(node)}", ""
@@ -246,7 +256,8 @@ def _choice(expected: str, node: Node, label: str, problems: Problems) -> tuple[
     known = re.findall(r"'([^']*)'", expected)
     word = node.text if isinstance(node, Scalar) else ""
     meant = problems.meant(word.strip("."), known) if word else ""
-    return "GW104", f"{label} cannot be {shown(node)}{meant}", f"one of: {', '.join(known) or expected}"
+    hint = f"one of: {', '.join(known) or expected}" + (TAKEN_BY if is_observed(word) else "")
+    return "GW104", f"{label} cannot be {shown(node)}{meant}", hint
 
 
 def _number(value: float) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -23,10 +24,11 @@ from gradwatch.checkpoint import CheckpointHealthTracker
 from gradwatch.distributed.ranks import Ranks
 from gradwatch.engine import BoundEngine, Engine
 from gradwatch.engine.actions.backward_clips import asks_backward, at_step, drops_micro
+from gradwatch.engine.rule_plan import RulePlan
 from gradwatch.engine.series import Series
 from gradwatch.engine.snapshot_reader import Reader
 from gradwatch.errors import AttachError
-from gradwatch.records.columns import ALWAYS, RANK_COLUMNS
+from gradwatch.records.columns import ALWAYS, RANK_COLUMNS, is_observed
 from gradwatch.records.snapshot import Sites, Snapshot
 from gradwatch.session.binding.backward_actions import clipper_of, micro_drop_of, own_sites
 from gradwatch.session.binding.optimizer_rules import OptimizerRules, clip_section_of
@@ -36,6 +38,9 @@ from gradwatch.session.pause_after_errors import Activity
 from gradwatch.session.saved_state import OptimizerStates
 from gradwatch.taps import grad_scaler
 
+NEVER_POSITIVE = (
+    "{} was not positive at any step of the rule, and `{}` takes logarithms; `loss_spike` does not"
+)
 LOCAL = frozenset({"norm_local", "rank_norm"})  # columns measured by tensor hooks
 
 
@@ -326,16 +331,23 @@ class RuleBindings:
 
 def reads_of(bound: BoundEngine) -> dict[str, Reads]:
     """Columns that each rule bound to a capture reads, and at which steps, by rule."""
-    return {
-        one.rule.id: Reads(
-            one.series.column,
-            one.rule.every,
-            one.series.column in ALWAYS,
-            one.detector.finiteness,
-            judged=functools.partial(_judged, one.series) if one.rule.staggered else None,
-        )
-        for one in bound.plan.rules
-    }
+    return {one.rule.id: _reads(one) for one in bound.plan.rules}
+
+
+def _reads(one: RulePlan) -> Reads:
+    column, judged, unjudged = one.series.column, None, ""
+    if one.rule.staggered:
+        judged = functools.partial(_judged, one.series)
+    elif is_observed(column) and one.detector.takes_logs:
+        judged = functools.partial(_positive, column, one.rule.every)
+        unjudged = NEVER_POSITIVE.format(column, one.rule.kind)
+    always, fact = column in ALWAYS, one.detector.finiteness
+    return Reads(column, one.rule.every, always, fact, judged=judged, unjudged=unjudged)
+
+
+def _positive(column: str, every: int, snapshot: Snapshot) -> bool:
+    """True if an observed value is one that has a logarithm, at a step of the rule's."""
+    return snapshot.step % every == 0 and 0 < (snapshot.scalar(column) or 0.0) < math.inf
 
 
 def _judged(series: Series, snapshot: Snapshot) -> bool:

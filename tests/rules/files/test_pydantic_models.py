@@ -176,6 +176,17 @@ def test_schema_is_a_schema() -> None:
     assert json.loads(json.dumps(json_schema())) == json_schema()
 
 
+@pytest.mark.parametrize(
+    ("of", "valid"),
+    [("observed.val/acc", True), ("observed.", False), ("observed.a b", False), ("acc", False)],
+)
+def test_observed_names_in_the_schema(of: str, valid: bool) -> None:
+    """An editor knows an observed value by its prefix, as the loader does."""
+    detect = {"kind": "above", "of": of, "threshold": 1.0}
+    document = {"version": 1, "rules": {"r": {"detect": detect}}}
+    assert VALIDATOR.is_valid(document) == (not refused_codes(document)) == valid
+
+
 def test_valid_document_is_valid_for_both() -> None:
     """The document all others are made from is accepted by both."""
     assert not refused_codes(VALID)
