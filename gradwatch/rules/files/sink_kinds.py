@@ -10,16 +10,21 @@ from pydantic import Field
 from gradwatch.rules.field_types import Count, Globs, Model, NotNegative, Positive, Words, unset
 
 
-class PrometheusOptions(Model):
+class ParameterOptions(Model):
+    """A sink with series of single parameters."""
+
+    params: Literal["off", "worst", "match", "all"] = unset("Which parameters get series of their own.")
+    top_k: Count = unset("How many, for params: worst.")
+    max_series: Count = unset("At most this many parameter series.")
+    match: Globs = unset("Globs on parameter names, for params: match.")
+
+
+class PrometheusOptions(ParameterOptions):
     """The HTTP endpoint that Prometheus scrapes."""
 
     listen: Annotated[str, Field(pattern=r"^(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253}):[0-9]{1,5}$")] = (
         unset("HOST:PORT; the local rank is added to the port.")
     )
-    params: Literal["off", "worst", "match", "all"] = unset("Which parameters get series of their own.")
-    top_k: Count = unset("How many, for params: worst.")
-    max_series: Count = unset("At most this many parameter series.")
-    match: Globs = unset("Globs on parameter names, for params: match.")
     file_sd: Annotated[str, Field(min_length=1, max_length=1_000)] = unset(
         "Folder of Prometheus' file_sd_configs: every process puts itself on the list of targets."
     )
@@ -86,7 +91,7 @@ class OTLPOptions(Model):
     token_file: Annotated[str, Field(min_length=1, max_length=1_000)] = unset("File with a bearer token.")
 
 
-class WandbOptions(Model):
+class WandbOptions(ParameterOptions):
     """A run of its own in Weights & Biases."""
 
     project: Name = unset("By default that of the script's own run, then WANDB_PROJECT, then gradwatch.")
@@ -96,7 +101,7 @@ class WandbOptions(Model):
     alerts: bool = unset("Alert when a rule fires, at most once a minute and rule; true.")
 
 
-class TensorBoardOptions(Model):
+class TensorBoardOptions(ParameterOptions):
     """Event files for TensorBoard."""
 
     dir: Annotated[str, Field(min_length=1, max_length=1_000)] = unset(
@@ -105,7 +110,7 @@ class TensorBoardOptions(Model):
     every: Count = unset("A point every N steps (10), and whenever a rule changes state or acts.")
 
 
-class MLflowOptions(Model):
+class MLflowOptions(ParameterOptions):
     """The script's own MLflow run where there is one, else a new one."""
 
     tracking_uri: Annotated[str, Field(min_length=1, max_length=1_000)] = unset(

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -24,6 +25,24 @@ REVIEW_STEPS = 100
 _MUCH_WORSE = math.log(2.0)
 _NEWCOMERS = 5
 """Parameters one step may bring in because their gradient is not finite: the deepest, the first causes."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterChoice:
+    """Options of a sink with series of single parameters; ValueError where they are no choice. See `Selection`."""
+
+    params: ParamsMode = "off"
+    top_k: int = 20
+    max_series: int = 200
+    match: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.params not in MODES:
+            raise ValueError(f"params: {self.params!r} is not one of {', '.join(MODES)}")
+        if self.top_k < 0 or self.max_series < 0:
+            raise ValueError("top_k and max_series cannot be negative")
+        if self.params == "match" and not self.match:
+            raise ValueError("params: match needs globs in `match`")
 
 
 class Chosen(NamedTuple):

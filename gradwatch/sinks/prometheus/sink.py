@@ -27,7 +27,12 @@ from gradwatch.runtime.printable import printable
 from gradwatch.sinks.prometheus.exposition import CONTENT_TYPE, render
 from gradwatch.sinks.prometheus.file_sd import remove_target, strangers, write_target
 from gradwatch.sinks.prometheus.metric_values import Layout, OptimizerView, View, families, optimizer_labels
-from gradwatch.sinks.prometheus.parameter_selection import MODES, ParamsMode, Selection, SeriesBudget
+from gradwatch.sinks.prometheus.parameter_selection import (
+    ParameterChoice,
+    ParamsMode,
+    Selection,
+    SeriesBudget,
+)
 from gradwatch.sinks.prometheus.run_totals import STALL_FLOOR_SECONDS, RunTotals
 from gradwatch.sinks.prometheus.start_page import status_page
 
@@ -74,18 +79,12 @@ class PrometheusSink:
         limits: Limits | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        if params not in MODES:
-            raise ValueError(f"params: {params!r} is not one of {', '.join(MODES)}")
-        if top_k < 0 or max_series < 0:
-            raise ValueError("top_k and max_series cannot be negative")
+        self._choice = ParameterChoice(params, top_k, max_series, tuple(match))
         if not 0 < stall_seconds < math.inf:
             raise ValueError(f"stall_seconds: {stall_seconds} is not a positive number of seconds")
-        if params == "match" and not match:
-            raise ValueError("params: match needs globs in `match`")
         self.listen = parse_listen(listen) if listen is not None else None
         self.url: str | None = None
         self.moved = ""  # where it serves instead, and why, if the port asked for could not be had
-        self._params, self._top_k, self._match = params, top_k, tuple(match)
         self._limits, self._clock = limits, clock
         self._file_sd, self._stall_seconds = file_sd, stall_seconds
         self._budget = SeriesBudget(max_series)
@@ -198,7 +197,8 @@ class PrometheusSink:
         if len(self._optimizers) >= MAX_OPTIMIZERS:
             stalest = min(self._optimizers, key=lambda i: _last_seen(self._optimizers[i].run_totals))
             self._budget.left += self._optimizers.pop(stalest).selection.admitted
-        selection = Selection(self._params, self._top_k, self._match, self._budget)
+        choice = self._choice
+        selection = Selection(choice.params, choice.top_k, choice.match, self._budget)
         self._optimizers[index] = _Optimizer(RunTotals.of(self._run.rules, self._stall_seconds), selection)
         return self._optimizers[index]
 

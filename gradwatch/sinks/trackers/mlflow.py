@@ -13,6 +13,7 @@ from typing import Any
 from gradwatch.records.run_info import RunInfo
 from gradwatch.runtime.background_worker import BackgroundWorker
 from gradwatch.runtime.dependencies import require
+from gradwatch.sinks.prometheus.parameter_selection import ParameterChoice, ParamsMode
 from gradwatch.sinks.trackers.points import Point
 from gradwatch.sinks.trackers.tracker import DEFAULT_EVERY, Tracker
 
@@ -38,6 +39,9 @@ class MLflowSink(Tracker):
     Closing waits at most 10 s. MLflow's HTTP client draws a jitter from Python's generator when it repeats a failed
     request, and so does its telemetry, which is switched off where the script has not imported MLflow before the watch
     begins (MLFLOW_DISABLE_TELEMETRY decides where it is set). Needs the extra `mlflow`.
+
+    `params` says which parameters get series of their own, `gradwatch/param_COLUMN/NAME`: off, worst (`top_k` seats,
+    sticky), match (globs of `match`) or all, at most `max_series` in total; what is left out is counted and told.
     """
 
     name = "mlflow"
@@ -48,9 +52,15 @@ class MLflowSink(Tracker):
         tracking_uri: str | None = None,
         experiment: str | None = None,
         every: int = DEFAULT_EVERY,
+        params: ParamsMode = "off",
+        top_k: int = 20,
+        max_series: int = 200,
+        match: Sequence[str] = (),
     ) -> None:
         require("mlflow", "mlflow")
-        super().__init__(every, BackgroundWorker("gradwatch-mlflow"))  # MLflow repeats requests for minutes
+        choice = ParameterChoice(params, top_k, max_series, tuple(match))
+        # MLflow repeats requests for minutes.
+        super().__init__(every, BackgroundWorker("gradwatch-mlflow"), choice)
         self._uri, self._experiment = tracking_uri, experiment
         self._client: Any = None
         self._run_id = ""

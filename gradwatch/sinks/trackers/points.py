@@ -2,7 +2,8 @@
 be said.
 
 W&B, TensorBoard and MLflow plot one number over the step. So there are no labels: what is a label to Prometheus
-is the last part of the name here. Nothing is sent per parameter; that is what the journal is for.
+is the last part of the name here. Of single parameters something is sent only where that is asked for: the
+journal has all of them.
 
 S sites, G groups.
 """
@@ -18,20 +19,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.incidents import explanation
-from gradwatch.records.columns import OBSERVED_ONLY
+from gradwatch.records.columns import OBSERVED_ONLY, SCALAR_COLUMNS
 from gradwatch.records.event import Event, Severity
 from gradwatch.records.record import Record
 from gradwatch.records.run_info import RuleInfo
 from gradwatch.records.snapshot import Sites, Snapshot
 from gradwatch.runtime.printable import distinct, one_line, printable
+from gradwatch.sinks.prometheus.parameter_selection import ParameterChoice
 from gradwatch.sinks.prometheus.run_totals import RunTotals
+from gradwatch.sinks.trackers.parameter_series import LEFT_OUT, ParameterSeries
 
 PREFIX = "gradwatch/"
 MOST_OPTIMIZERS = 16
 MOST_GROUPS = 64
+MOST_OBSERVED = 50
+OWN = frozenset(SCALAR_COLUMNS)
+SHOWN = {"loss": "loss", "lr": "learning_rate"}
 _LONGEST_TEXT = 1000
 _REPORTED = ("firing", "resolved", "escalated", "failed")
 _WORDS = {"failed": "action failed"}
+
+
+NO_PARAMETERS = ParameterChoice("off")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,16 +76,26 @@ class Points:
     """Makes Points of Records: every `every` steps, and whenever something is to be said.
 
     That is where a norm is not finite, a step was skipped, or a rule began or ceased to fire: thinning never hides
-    such a step. `observe` runs on the training thread: 2 µs a step, and 15 µs (100 parameters) to 160 µs (10,000) where
-    it makes a Point.
+    such a step. Values that are not there at every step (observed, or read of some parameters in turn) make Points of
+    their own in between. `observe` runs on the training thread: 2 µs a step, and 15 µs (100 parameters) to 160 µs
+    (10,000) where it makes a Point.
     """
 
-    def __init__(self, rules: tuple[RuleInfo, ...] = (), every: int = 1) -> None:
+    def __init__(
+        self, rules: tuple[RuleInfo, ...] = (), every: int = 1, choice: ParameterChoice = NO_PARAMETERS
+    ) -> None:
         if every < 1:
             raise ValueError(f"every: {every} is not 1 or more steps")
         self._rules, self._every = rules, every
         self._totals_by_index: dict[int, RunTotals] = {}
         self._labelled: dict[int, _Groups] = {}
+        self._parameters = None if choice.params == "off" else ParameterSeries(choice, every)
+        self._observed_at: dict[tuple[int, str], int] = {}
+
+    @property
+    def left_out(self) -> int:
+        """Number of series of parameters that are not sent, because there are too many."""
+        return 0 if self._parameters is None else self._parameters.left_out
 
     def observe(self, record: Record) -> Point | None:
         """Take one step; a Point where one is due."""
@@ -90,12 +109,32 @@ class Points:
         notes = tuple(_notes(record))
         applied = snapshot.total_norm_applied
         finite = math.isfinite(snapshot.total_norm) and (math.isfinite(applied) or not snapshot.applied_known)
-        if snapshot.step % self._every and finite and not record.decision.skip and not notes:
+        due = not (snapshot.step % self._every and finite and not record.decision.skip and not notes)
+        found = dict(self._values(record, run_totals)) if due else {}
+        found.update(self._observed(snapshot))
+        if self._parameters is not None:
+            found.update(self._parameters.values(record, due))
+            if due:
+                found[LEFT_OUT] = self.left_out
+        if not found:
             return None
         several = f"optimizer_{snapshot.optimizer}/" if snapshot.optimizer else ""
         prefix = PREFIX + several
-        values = {prefix + name: value for name, value in self._values(record, run_totals)}
+        values = {prefix + name: value for name, value in found.items()}
         return Point(snapshot.step, record.wall_time, prefix, values, notes)
+
+    def _observed(self, snapshot: Snapshot) -> Iterator[tuple[str, float]]:
+        """Values that the script gave, each at most every so many steps."""
+        if OWN.issuperset(snapshot.scalars):
+            return
+        for name in sorted(snapshot.scalars.keys() - OWN):
+            key = snapshot.optimizer, name
+            before = self._observed_at.get(key)
+            if before is None and len(self._observed_at) >= MOST_OBSERVED:
+                continue
+            if before is None or snapshot.step - before >= self._every:
+                self._observed_at[key] = snapshot.step
+                yield f"observed/{printable(name)}", snapshot.scalars[name]
 
     def _values(self, record: Record, run_totals: RunTotals) -> Iterator[tuple[str, float]]:
         snapshot = record.snapshot
@@ -109,6 +148,9 @@ class Points:
             groups = self._labelled[snapshot.optimizer] = _Groups(snapshot.sites)
         for group, norm in groups.norms(snapshot):
             yield f"group_grad_norm/{group}", norm
+        for scalar, shown in SHOWN.items():
+            if scalar in snapshot.scalars:
+                yield shown, snapshot.scalars[scalar]
         if snapshot.loss_scale is not None:
             yield "loss_scale", snapshot.loss_scale
         yield "nonfinite_steps_total", run_totals.nonfinite_steps

@@ -17,6 +17,7 @@ import numpy as np
 from gradwatch.records.run_info import RunInfo
 from gradwatch.runtime.background_worker import background_worker
 from gradwatch.runtime.dependencies import require
+from gradwatch.sinks.prometheus.parameter_selection import ParameterChoice, ParamsMode
 from gradwatch.sinks.trackers.points import Note, Point
 from gradwatch.sinks.trackers.tracker import DEFAULT_EVERY, Tracker
 
@@ -30,13 +31,24 @@ class TensorBoardSink(Tracker):
     Rules that begin or cease to fire are texts under `gradwatch/events`. NaN and Inf are written as they are, and
     TensorBoard draws them as marks; the counter `gradwatch/nonfinite_steps_total` stands beside. Local folders only.
     Needs the extra `tensorboard`; TensorFlow is not imported.
+
+    `params` says which parameters get series of their own, `gradwatch/param_COLUMN/NAME`: off, worst (`top_k` seats,
+    sticky), match (globs of `match`) or all, at most `max_series` in total; what is left out is counted and told.
     """
 
     name = "tensorboard"
 
-    def __init__(self, dir: str | None = None, every: int = DEFAULT_EVERY) -> None:
+    def __init__(
+        self,
+        dir: str | None = None,
+        every: int = DEFAULT_EVERY,
+        params: ParamsMode = "off",
+        top_k: int = 20,
+        max_series: int = 200,
+        match: Sequence[str] = (),
+    ) -> None:
         require("tensorboard", "tensorboard")
-        super().__init__(every, background_worker())
+        super().__init__(every, background_worker(), ParameterChoice(params, top_k, max_series, tuple(match)))
         self._directory = dir
         self._writer: Any = None
         self._files = 0

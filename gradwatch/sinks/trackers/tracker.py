@@ -13,8 +13,10 @@ from gradwatch.records.record import Record
 from gradwatch.records.run_info import RunInfo
 from gradwatch.runtime.background_worker import BackgroundWorker, Job
 from gradwatch.runtime.internal_errors import Health
+from gradwatch.sinks.prometheus.parameter_selection import ParameterChoice
 from gradwatch.sinks.registry import state_restored
-from gradwatch.sinks.trackers.points import Point, Points
+from gradwatch.sinks.trackers.parameter_series import TELL_LEFT_OUT
+from gradwatch.sinks.trackers.points import NO_PARAMETERS, Point, Points
 
 MAX_QUEUE = 1024
 DEFAULT_EVERY = 10
@@ -29,15 +31,18 @@ class Tracker(ABC):
     Only rank 0 sends: the norms are those of the whole job. `load` is called on the training thread, when the run is
     opened; `start`, `send` and `finish` in a thread, in this order. What they raise is counted in `Health`, and
     tried again after 1, 2, 4 … 60 s with the same points. At most 1,024 points wait; then the oldest go, are counted in
-    `Health` as "NAME-queue", and in the series `gradwatch/dropped_points_total`. A forked child sends nothing.
+    `Health` as "NAME-queue", and in the series `gradwatch/dropped_points_total`. A forked child sends nothing. `choice`
+    says which parameters have series of their own.
     """
 
     name: str
     close_seconds = 2.0
 
-    def __init__(self, every: int, background_worker: BackgroundWorker) -> None:
+    def __init__(
+        self, every: int, background_worker: BackgroundWorker, choice: ParameterChoice = NO_PARAMETERS
+    ) -> None:
         Points(every=every)  # refuses what is not a number of steps
-        self._every, self._worker = every, background_worker
+        self._every, self._choice, self._worker = every, choice, background_worker
         self._points = Points()
         self._lock = threading.Lock()
         self._queue: deque[Point] = deque()
@@ -67,7 +72,7 @@ class Tracker(ABC):
         if run.rank != 0 or self._job is not None:
             return
         self._run, self._health = run, health
-        self._points = Points(run.rules, self._every)
+        self._points = Points(run.rules, self._every, self._choice)
         with state_restored():
             self.load(run)
         self._job = self._worker.enter(self.name, self._deliver, health)
@@ -81,6 +86,8 @@ class Tracker(ABC):
         point = self._points.observe(record)
         if point is None:
             return
+        if self._points.left_out:
+            self._health.notice(self.name, TELL_LEFT_OUT.format(self._choice.max_series))
         with self._lock:
             full = len(self._queue) >= MAX_QUEUE
             if full:

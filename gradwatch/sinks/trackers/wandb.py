@@ -13,6 +13,7 @@ from typing import Any
 from gradwatch.records.run_info import RunInfo
 from gradwatch.runtime.background_worker import BackgroundWorker
 from gradwatch.runtime.dependencies import require
+from gradwatch.sinks.prometheus.parameter_selection import ParameterChoice, ParamsMode
 from gradwatch.sinks.trackers.points import PREFIX, Point
 from gradwatch.sinks.trackers.tracker import DEFAULT_EVERY, Tracker
 
@@ -31,6 +32,9 @@ class WandbSink(Tracker):
     NaN and Inf are logged as they are; the counter `gradwatch/nonfinite_steps_total` stands beside. No one is
     asked for a key: without one the sink is down, and `Health` says so. Closing waits at most 10 s; W&B itself goes
     on with what is left when the interpreter exits. Needs the extra `wandb`.
+
+    `params` says which parameters get series of their own, `gradwatch/param_COLUMN/NAME`: off, worst (`top_k` seats,
+    sticky), match (globs of `match`) or all, at most `max_series` in total; what is left out is counted and told.
     """
 
     name = "wandb"
@@ -43,10 +47,18 @@ class WandbSink(Tracker):
         group: str | None = None,
         every: int = DEFAULT_EVERY,
         alerts: bool = True,
+        params: ParamsMode = "off",
+        top_k: int = 20,
+        max_series: int = 200,
+        match: Sequence[str] = (),
     ) -> None:
         require("wandb", "wandb")
         # W&B may wait for its server longer than others can.
-        super().__init__(every, BackgroundWorker("gradwatch-wandb"))
+        super().__init__(
+            every,
+            BackgroundWorker("gradwatch-wandb"),
+            ParameterChoice(params, top_k, max_series, tuple(match)),
+        )
         self._where = {"project": project, "entity": entity, "group": group}
         self._alerts = alerts
         self._prefixes: set[str] = set()
