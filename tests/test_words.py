@@ -72,7 +72,7 @@ RETIRED = {
     "unfed": "RulesWithoutData, without_data",
     "unmarked": "ManualGradients, backwards_without_hook",
     "unmoved": "UnoptimizedWeights",
-    "unannounced": "ModelsWithoutOptimizer",
+    "unannounced": "WithoutOptimizer",
     "fed": "with_data, evaluated",
     "sheet": "RowBuffer, row_buffer",
     "shipment": "PeriodicExport, export",

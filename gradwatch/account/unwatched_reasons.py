@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 from gradwatch.account.account import Account
 
+MADE_ANEW = "tensors made anew for every backward cannot be told from inputs"
+
 
 def gaps(account: Account) -> tuple[str, ...]:
     """Sentences on what was not seen or not judged; empty where every step of the process was watched."""
@@ -88,7 +90,8 @@ def _hidden(account: Account) -> str:
         return "; ".join(account.reasons)
     if account.taken.optimizers:
         return "the optimizers were created and never stepped, or stepped without running torch's step hooks"
-    return "if weights changed, the script itself updated them"
+    made_anew = "" if account.watched.backwards else f" ({MADE_ANEW})"
+    return f"if weights changed, the script itself updated them{made_anew}"
 
 
 def unended(account: Account, that: str = "") -> str:

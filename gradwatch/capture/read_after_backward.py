@@ -73,6 +73,7 @@ class Capture:
         self.stepped_inside: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self.losses = Losses(failed)
         self.backwards_without_hook = 0  # that the few hooks left did not see, known by their gradients
+        self._by_hand: weakref.WeakSet[OptimizerCapture] = weakref.WeakSet()  # of loops without an optimizer
         self.replaced = False  # a capture was replaced: some of its parameters may have no optimizer now
 
     # -- parameters --------------------------------------------------------------------------------------
@@ -81,7 +82,7 @@ class Capture:
         """Have the next backward announce the parameters of these optimizers."""
         if self.has_dead():
             self.drop_dead()
-        self.slots.add_loose(loose)
+        self.slots.add_loose(loose, by_hand=not optimizers)
         # Without an optimizer it is for models, perhaps known ones, that hold what is not watched.
         if not (optimizers and self.slots.of.keys() >= set(map(id, params_of(*optimizers)))):
             self.slots.scan()
@@ -235,6 +236,7 @@ class Capture:
         index = len(self.captures) if before is None else before.index
         sites = self.slots.sites(kept, params)
         captured = OptimizerCapture(index, None, params, sites, kept, without_optimizer=True)
+        self._by_hand.add(captured)
         if before is not None:
             captured.takes_place(index, before)
             self.captures[self.captures.index(before)] = captured
@@ -287,7 +289,14 @@ class Capture:
                 and None in [ref() for ref in self.slots.model_refs]
             ):
                 return True
-        return False
+        return bool(self.slots.by_hand) and self._has_let_go()
+
+    def _has_let_go(self) -> bool:
+        """True if the script refers no more to any tensor that a loop without an optimizer or a module had."""
+        gone = self.slots.let_go([one.position for one in self._by_hand if one.params])
+        held = set(self.slots.by_hand).difference(gone)
+        kept = {slot for one in self.captures if not held.isdisjoint(one.position) for slot in one.position}
+        return not gone <= kept
 
     def release_dead(self) -> None:
         """`drop_dead` where it is needed."""
@@ -306,6 +315,9 @@ class Capture:
         self.replaced, self.slots.unowned = False, None
         modules = self.slots.alive_modules()
         wanted = set(map(id, module_tree.parameters_in(modules)))
+        if self.slots.by_hand:
+            let_go = self.slots.let_go([one.position for one in self._by_hand if one.params])
+            wanted.update(id(self.params[slot]) for slot in self.slots.by_hand - let_go)
         for captured in self.captures:
             gone = captured.optimizer is not None and captured.optimizer() is None
             if gone or (captured.without_optimizer and wanted.isdisjoint(captured.param_ids)):

@@ -6,6 +6,7 @@ of a slot elsewhere (arrivals, captures) is held by its number.
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -42,6 +43,7 @@ class Slots:
         self.of: dict[int, int] = {}
         self.arrival: dict[int, int] = {}  # position of each slot among the first gradients to arrive
         self.unowned: frozenset[int] | None = None  # of no living optimizer; None = to be found anew
+        self.by_hand: set[int] = set()  # of tensors that no module holds, trained without an optimizer
         self.hooks = GradReadyHooks(ready, arm)
         self.coverage = Coverage(self.of)
         self._came = 0
@@ -79,11 +81,22 @@ class Slots:
             self._scan((*alive, *added), added)
         return added
 
-    def add_loose(self, named: Iterable[tuple[str, nn.Parameter]]) -> None:
-        """Watch parameters that no module holds."""
+    def add_loose(self, named: Iterable[tuple[str, nn.Parameter]], by_hand: bool = False) -> None:
+        """Watch parameters that no module holds; `by_hand`: no optimizer either, so the script keeps them."""
         for name, param in named:
             if param.numel() or is_shard(param):
-                self.slot(param, name)
+                slot = self.slot(param, name)
+                if by_hand:
+                    self.by_hand.add(slot)
+
+    def let_go(self, holders: Sequence[set[int] | dict[int, int]]) -> set[int]:
+        """Those slots `by_hand` whose tensor only gradwatch refers to: here, and once in each holder of the slot."""
+        gone = set()
+        for slot in self.by_hand:
+            ours = 1 + sum(slot in holder for holder in holders)
+            if sys.getrefcount(self.params[slot]) - 1 <= ours:  # the call holds one
+                gone.add(slot)
+        return gone
 
     @property
     def disturbed(self) -> bool:
@@ -238,6 +251,7 @@ class Slots:
         # What replaces a parameter of a living model arrives as that did.
         for slot in self.coverage.remove(gone):
             self.arrival.pop(slot, None)
+        self.by_hand.difference_update(gone)
         for slot in gone:
             identity = id(self.params[slot])
             self.of.pop(identity, None)

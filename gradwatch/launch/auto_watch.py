@@ -18,15 +18,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from torch.optim import Optimizer
 
 from gradwatch.account import Account, Taken
 from gradwatch.errors import GradwatchError, UnfitRulesError
 from gradwatch.launch import exit_summary, os_exit, strict_rules
 from gradwatch.launch.first_forwards import FirstForwards
-from gradwatch.launch.model_discovery import discover, trains
-from gradwatch.launch.models_without_optimizer import ModelsWithoutOptimizer
+from gradwatch.launch.model_discovery import Found, discover, trains
+from gradwatch.launch.without_optimizer import WithoutOptimizer
 from gradwatch.runtime import guard, stderr
 from gradwatch.runtime.imports import filters_kept
 from gradwatch.runtime.interruption import not_ours
@@ -43,6 +42,7 @@ if TYPE_CHECKING:
     from gradwatch.session.session import Session
     from gradwatch.taps.backward_entry import BackwardCall
 
+NOTHING = Found([], [])
 _MANY = 64  # known optimizers before those that are gone are looked for
 
 _watches: list[Session] = []
@@ -74,7 +74,7 @@ class Agent:
         self._reached = 0  # backwards that reached something watched, when the last one began
         self._baselines: Baselines | None = None
         self._forwards = FirstForwards(self.registered, self._lock)
-        self._without_optimizer = ModelsWithoutOptimizer(self.registered)
+        self._without_optimizer = WithoutOptimizer(self.registered)
         optimizer_init.listen(self._made)
         backward_entry.listen(self._about_to_run)
         clip_functions.listen(self._about_to_clip)
@@ -159,7 +159,7 @@ class Agent:
     ) -> Session | None:
         """Watch the optimizers made since the last call, and `stepping`; the session, None where there were none.
 
-        `before` this backward the models that it reaches are watched too, though no optimizer has them.
+        `before` this backward the models and tensors that it reaches are watched too, though no optimizer has them.
         Threads that train models of their own come here together: one attaches, the others wait. A failure costs the
         script nothing but a line, unless `--strict` lets it raise.
         """
@@ -170,16 +170,20 @@ class Agent:
                 # Before anything is taken out of `_waiting`, which is read without the lock.
                 self._attaching = True
                 ready = self._ready(stepping)
-                watch = self._try(ready, []) if ready else None
-                models = [] if before is None else self._without_optimizer.models(before, _is_watched)
-                return self._try([], models) if models else watch
+                watch = self._try(ready, NOTHING) if ready else None
+                by_hand = (
+                    NOTHING
+                    if before is None
+                    else self._without_optimizer.found(before, _is_watched, _by_hand)
+                )
+                return self._try([], by_hand) if any(by_hand) else watch
             finally:
                 self._attaching = False
 
-    def _try(self, ready: list[tuple[Optimizer, int]], models: list[nn.Module]) -> Session | None:
+    def _try(self, ready: list[tuple[Optimizer, int]], by_hand: Found) -> Session | None:
         """Attach, or say on one line why not."""
         try:
-            return self._attach(ready, models)
+            return self._attach(ready, by_hand)
         except UnfitRulesError as error:  # only with --strict-rules: no step is taken
             exit_summary.not_watched("the rules do not fit, and --strict-rules refuses them")
             sentence = strict_rules.words(str(error))
@@ -231,7 +235,7 @@ class Agent:
         ref = self._seen.get(id(optimizer))
         return ref is not None and ref() is optimizer
 
-    def _attach(self, ready: list[tuple[Optimizer, int]], models: list[nn.Module]) -> Session | None:
+    def _attach(self, ready: list[tuple[Optimizer, int]], by_hand: Found) -> Session | None:
         # Here, not at the top: pydantic, structlog and the sinks are for processes that train.
         with nullcontext() if _watches else filters_kept():
             from gradwatch.session.live_sessions import LIVE
@@ -247,10 +251,9 @@ class Agent:
                 others.append(watch)
         if others:
             ready = [pair for pair in ready if not any(other.owns(pair[0]) for other in others)]
-        if not (ready or models):
+        if not (ready or any(by_hand)):
             return None
-        roots, loose = discover(self.registered, ready, self._numbered)
-        roots = models + roots
+        roots, loose = discover(self.registered, ready, self._numbered) if ready else by_hand
         self._numbered += len(ready)
         optimizers = [optimizer for optimizer, _ in ready]
         if own is not None:  # one run, one port and one journal per process, however many models it trains
@@ -269,6 +272,15 @@ class Agent:
             _greet(own, optimizers)
             self._forwards.handed_over(own)
         return own
+
+
+def _by_hand(identity: int) -> bool:
+    """True if the script's own code trains the parameter with this `id()`, as was seen."""
+    return any(
+        captured.without_optimizer and identity in captured.param_ids
+        for watch in _watches
+        for captured in watch.captures()
+    )
 
 
 def _is_watched(identity: int) -> bool:

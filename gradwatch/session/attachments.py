@@ -104,7 +104,7 @@ class Attached:
         self._containers: list[nn.Module] = []
         spent = services.publishing.totals.own_time
         self.capture = Capture(models, self._backward_ended, self._activity.failed, spent, ownership.waiting)
-        self.capture.slots.add_loose(loose)
+        self.capture.slots.add_loose(loose, by_hand=not ownership.given(()))
         self.taps: ModuleTaps | None = None
         self._flat = FlatTaps((), self.capture.expect, self._activity.failed)
         try:

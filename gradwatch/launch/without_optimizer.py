@@ -1,8 +1,9 @@
-"""Models that are trained without an optimizer: found by what a backward is about to fill, for nothing announces them.
+"""Models and tensors trained without an optimizer, found by what a backward is about to fill: nothing announces them.
 
 The graph of a backward is walked, which costs microseconds to milliseconds; so not of every one: of the first ones,
 then of one in eight more than so far, of the one that follows a backward which reached nothing that is watched, and of
-the first after modules were made; of these the less often the more often nothing was found.
+the first after modules were made; of these the less often the more often nothing was found. Tensors that no module
+holds are looked for in processes that make no optimizer (`tensors_by_hand`).
 """
 
 from __future__ import annotations
@@ -11,10 +12,13 @@ from collections.abc import Callable
 
 from torch import nn
 
+from gradwatch.launch.model_discovery import Found
+from gradwatch.launch.tensors_by_hand import TensorsByHand
 from gradwatch.taps import module_tree
 from gradwatch.taps.backward_entry import BackwardCall
 from gradwatch.taps.graph.leaves import leaves
 from gradwatch.taps.module_registry import ModuleRegistry
+from gradwatch.taps.process_totals import TOTALS
 
 SPARED = 8  # of so many backwards one is looked at, once so many have passed
 
@@ -37,11 +41,12 @@ class _Patience:
         self._passed = 0
 
 
-class ModelsWithoutOptimizer:
-    """Search for unwatched models that the backwards of this process reach."""
+class WithoutOptimizer:
+    """Search for unwatched models that the backwards of this process reach, and for tensors that no module holds."""
 
     def __init__(self, registered: ModuleRegistry) -> None:
         self._registered = registered
+        self._tensors = TensorsByHand()
         self.begin()
 
     def begin(self) -> None:
@@ -51,6 +56,7 @@ class ModelsWithoutOptimizer:
         self._made = -1  # modules when a backward was looked at
         self._lost, self._built = _Patience(), _Patience()
         self._asked: tuple[_Patience, ...] = ()  # whose occasion the present look is
+        self._tensors.reset()
 
     def due(self, reached: bool) -> bool:
         """True if the graph of the backward that is about to run should be looked at; called once for each.
@@ -66,21 +72,31 @@ class ModelsWithoutOptimizer:
         self._next = self._backwards + max(1, self._backwards // SPARED)
         return True
 
-    def models(self, call: BackwardCall, watched: Callable[[int], bool]) -> list[nn.Module]:
-        """The models that hold parameters which this backward fills, and which are not `watched` (asked by `id`).
+    def found(
+        self, call: BackwardCall, watched: Callable[[int], bool], by_hand: Callable[[int], bool]
+    ) -> Found:
+        """Parameters that this backward fills and nothing watches: models that hold them, else the tensors themselves.
 
-        None of FSDP's: what a backward fills there are copies of shards, which no optimizer knows.
+        `watched` and `by_hand`, trained by the script's own code, are asked by `id`. No model of FSDP's: what a
+        backward fills there are copies of shards, which no optimizer knows.
         """
-        known = self._registered
-        params = [leaf for leaf in leaves(call.roots) if not watched(id(leaf))]
+        known, reached = self._registered, leaves(call.roots)
+        params = [leaf for leaf in reached if not watched(id(leaf))]
         owners = known.owners(params) if params else []
         roots = {
             id(root): root for root in (known.root(one[0], known.clock) for one in owners if one is not None)
         }
         found = [root for root in roots.values() if not _sharded(root)]
+        loose: list[tuple[str, nn.Parameter]] = []
+        if (
+            not TOTALS.optimizers
+            and not roots
+            and all(by_hand(id(leaf)) for leaf in reached if watched(id(leaf)))
+        ):
+            loose = self._tensors.moved(params)
         for patience in self._asked:
-            patience.looked(bool(found))
-        return found
+            patience.looked(bool(found or loose))
+        return Found(found, loose)
 
 
 def _sharded(root: nn.Module) -> bool:

@@ -1,0 +1,89 @@
+"""Tensors that no module holds and the script's own code trains: `w = torch.randn(…, requires_grad=True)`.
+
+An input of a model may want a gradient, too (adversarial examples, saliency): it is another tensor for each batch, or
+never changes. So a tensor is taken to be trained where a later look finds the same one with other values. In between a
+hook that does nothing makes it known again: a weak reference would make `torch.utils.swap_tensors` raise, and a strong
+one would hold every input. What is updated by making new tensors (`w = (w - lr * w.grad).detach().requires_grad_()`)
+cannot be told from inputs, and is not watched.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from gradwatch.taps.dynamo import untraced
+
+COMPARED = 1024  # elements of each
+
+
+class _Candidate(NamedTuple):
+    """A tensor as it was when it was looked at; `handle` is of the hook by which it is known again."""
+
+    handle: RemovableHandle
+    values: Tensor
+
+
+class TensorsByHand:
+    """The tensors reached at the last look, to be found again at the next one."""
+
+    def __init__(self) -> None:
+        self._candidates: list[_Candidate] = []
+        self._named = 0
+
+    def reset(self) -> None:
+        """Start anew: remove every hook."""
+        while self._candidates:
+            self._candidates.pop().handle.remove()
+
+    def moved(self, leaves: Sequence[Tensor]) -> list[tuple[str, nn.Parameter]]:
+        """(name, tensor) of those that were there at the last look, if some of them have other values now."""
+        before = {
+            id(hooks): one for one in self._candidates if (hooks := one.handle.hooks_dict_ref()) is not None
+        }
+        leaves = [leaf for leaf in leaves if _is_plain(leaf)]
+        if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
+            return []  # to look would break the user's CUDA graph
+        same = [(leaf, then) for leaf in leaves if (then := before.get(id(_hooks(leaf)))) is not None]
+        trained = any(_differ(_values(leaf), then.values) for leaf, then in same)
+        self.reset()
+        if trained:
+            return [self._name(leaf) for leaf, _ in reversed(same)]  # nearly the order of the forward
+        for leaf in leaves:
+            self._candidates.append(
+                _Candidate(leaf.register_post_accumulate_grad_hook(_nothing), _values(leaf))
+            )
+        return []
+
+    def _name(self, leaf: Any) -> tuple[str, nn.Parameter]:
+        self._named += 1
+        return f"tensor{self._named - 1}[{'x'.join(map(str, leaf.shape))}]", leaf
+
+
+def _is_plain(leaf: Tensor) -> bool:
+    """True if its values lie in this process, one after the other: not spread over ranks, sparse or on no device."""
+    return type(leaf) in (Tensor, nn.Parameter) and leaf.layout is torch.strided and not leaf.is_meta
+
+
+def _hooks(leaf: Any) -> object:
+    return leaf._post_accumulate_grad_hooks
+
+
+def _values(leaf: Tensor) -> Tensor:
+    flat = leaf.detach().reshape(-1)
+    return flat[:: max(1, flat.numel() // COMPARED)].clone()
+
+
+def _differ(now: Tensor, then: Tensor) -> bool:
+    if now.shape != then.shape or now.dtype != then.dtype:
+        return True
+    return not torch.allclose(now, then, rtol=0.0, atol=0.0, equal_nan=True)
+
+
+@untraced
+def _nothing(_: Tensor) -> None:
+    """No-op: the hook that before a tensor."""

@@ -1,0 +1,108 @@
+"""Tensors that no module and no optimizer holds, trained by the script's own code: observed by `gradwatch run`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gradwatch.journal import read_journal
+from gradwatch.journal.entries import NormsEntry, SitesEntry
+from tests.support.launch_cases import bare_and_watched
+
+PERCEPTRON = """
+import torch
+torch.manual_seed(0)
+x = torch.randn(64, 8)
+y = x.sum(1, keepdim=True).sin()
+w1, w2 = torch.randn(8, 16), torch.randn(16, 1)
+b1, b2 = torch.zeros(16), torch.zeros(1)
+weights = [each.requires_grad_() for each in (w1, b1, w2, b2)]
+for _ in range(20):
+    loss = (torch.tanh(x @ w1 + b1) @ w2 + b2 - y).square().mean()
+    loss.backward()
+    with torch.no_grad():
+        for each in weights:
+            each -= 0.1 * each.grad
+            each.grad = None
+print(loss.item(), w1.sum().item())
+"""
+
+
+def test_tensors_that_the_script_updates_are_observed(tmp_path: Path) -> None:
+    """From the second backward on, under names that say their shape, with their norms."""
+    _, watched = bare_and_watched(PERCEPTRON, tmp_path)
+    assert "0 of 0 steps watched, 19 windows without an optimizer · 4 parameters" in watched.stderr
+    (journal,) = read_journal(next(tmp_path.glob("gradwatch-runs/*")))
+    entries = list(journal.entries())
+    names = {each.sites.names for each in entries if isinstance(each, SitesEntry)}
+    assert names == {("tensor0[8x16]", "tensor1[16]", "tensor2[16x1]", "tensor3[1]")}
+    assert any(isinstance(each, NormsEntry) for each in entries)
+
+
+INPUTS = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+def attack(x):
+    delta = torch.zeros_like(x, requires_grad=True)
+    for _ in range(5):
+        model(x + delta).sum().backward()
+        delta.data.add_(delta.grad.sign(), alpha=0.01)
+        delta.grad = None
+    return delta.detach()
+fixed = torch.randn(3, requires_grad=True)
+for _ in range(5): fixed.square().sum().backward()
+for _ in range(5): torch.randn(3, requires_grad=True).square().sum().backward()
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(5):
+    x = torch.randn(2, 4)
+    x = x + attack(x)
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+print(model.weight.tolist(), fixed.grad.tolist(), len(fixed._post_accumulate_grad_hooks or ()))
+"""
+
+
+def test_inputs_that_want_a_gradient_are_not_taken_for_weights(tmp_path: Path) -> None:
+    """Nor is what an attack on a model updates in place; nothing of gradwatch's stays on a tensor."""
+    _, watched = bare_and_watched(INPUTS, tmp_path)
+    assert "5 of 5 steps watched" in watched.stderr
+    assert "windows" not in watched.stderr
+
+
+ANEW = """
+import torch
+w = torch.ones(3, requires_grad=True)
+for _ in range(9):
+    w.square().sum().backward()
+    w = (w - 0.1 * w.grad).detach().requires_grad_()
+print(w.tolist())
+"""
+
+
+def test_tensors_made_anew_for_every_backward_are_told(tmp_path: Path) -> None:
+    """They cannot be told from inputs, which the account says."""
+    _, watched = bare_and_watched(ANEW, tmp_path)
+    assert "tensors made anew for every backward cannot be told from inputs" in watched.stderr
+
+
+LET_GO = """
+import torch, weakref
+for fold in range(4):
+    w = torch.ones(3, requires_grad=True)
+    for _ in range(10):
+        w.square().sum().backward()
+        w.data.add_(w.grad, alpha=-0.1)
+        w.grad.zero_()
+    held = weakref.ref(w)
+    del w
+    torch.ones(1, requires_grad=True).square().sum().backward()
+    print(held() is None)
+"""
+
+
+def test_a_tensor_that_the_script_lets_go_is_freed(tmp_path: Path) -> None:
+    """At the next backward at the latest, and the next one trained is observed again."""
+    _, watched = bare_and_watched(LET_GO, tmp_path)
+    windows = int(watched.stderr.split("steps watched, ")[1].split()[0])
+    assert windows > 9
