@@ -15,7 +15,7 @@ from gradwatch.capture.window_norms import Norms, WindowNorms
 from gradwatch.distributed.all_reduced_facts import UPDATED, Layout, ReducedFacts, Vector
 from gradwatch.reading.batched import FLOAT32_MAX, Detail
 from gradwatch.reading.cpu import CpuNorms
-from gradwatch.records.columns import CATALOGUE, COSTLY_COLUMNS
+from gradwatch.records.columns import CATALOGUE, COSTLY_COLUMNS, ROOT_MEAN_SQUARED
 from gradwatch.records.snapshot import Column
 
 HOLDER = 2.0**26
@@ -61,6 +61,8 @@ def _addable(layout: Layout, name: str, column: Column, columns: Mapping[str, Co
     values = column.values.astype(np.float64)
     if name in BY_ELEMENTS:
         return values * layout.share
+    if name in ROOT_MEAN_SQUARED:
+        return np.square(values) * layout.share
     if name == "update_ratio":
         return np.square(values * np.maximum(columns[UPDATED].values, WEIGHT_NORM_FLOOR))
     return np.square(values)

@@ -12,13 +12,15 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.engine.staggering import Staggering
-from gradwatch.records.columns import is_free
+from gradwatch.records.columns import CATALOGUE, is_free
 from gradwatch.records.snapshot import BoolArray
 from gradwatch.rules.rule_set import Rule
 
 EVERY_STEP = frozenset({1})
 OF_UPDATES = frozenset({"update_norm", "update_ratio"})
 """Columns that compare weights with those of the step before."""
+AFTER_A_STEP = OF_UPDATES | frozenset(one.name for one in CATALOGUE if one.reads == "optimizer state")
+"""Columns without a value before the first step has been taken."""
 Cadences = Mapping[str, frozenset[int]]
 
 
@@ -83,8 +85,8 @@ class Needs:
 
 
 def first_step(column: str) -> int:
-    """The first step with a value of a column: the update of step s is seen at the boundary of s + 1."""
-    return 1 if column in OF_UPDATES else 0
+    """The first step with a value of a column: what step s has done is seen at the boundary of s + 1."""
+    return 1 if column in AFTER_A_STEP else 0
 
 
 def needs_of(rules: Iterable[Rule]) -> Needs:

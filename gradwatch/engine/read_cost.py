@@ -21,6 +21,8 @@ from gradwatch.rules.rule_set import Rule
 
 MOMENTS, WEIGHT_MOMENTS = frozenset({"mean", "std"}), frozenset({"weight_mean", "weight_std"})
 """Columns of gradients and of weights that take a pass of their own, which moves each chunk to its mean."""
+OF_STATE = frozenset(one.name for one in CATALOGUE if one.reads == "optimizer state")
+"""Columns that each take a pass over a moment, which is as large as its parameter."""
 COMPARED = 2
 """Passes over a weight whose update is read: of the weight, and of its copy."""
 MOST_STEPS = 5_000
@@ -83,6 +85,8 @@ def _bytes(plan: Plan, needs: Needs, step: int, nbytes: NDArray[np.int64]) -> in
 
     values = frozenset(one.name for one in CATALOGUE if one.reads == "gradient") & COSTLY_COLUMNS
     passes = due(values - MOMENTS, step).astype(np.int64) + due(MOMENTS, step)
+    for name in OF_STATE:
+        passes += due({name}, step)
     updates = due(OF_UPDATES, step)
     passes += due(OF_UPDATES, step + 1)  # the copy
     passes += due(WEIGHT_MOMENTS, step)

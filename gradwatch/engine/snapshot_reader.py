@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from gradwatch.detectors import Sample
 from gradwatch.engine.series import Index, Series, roots_of
-from gradwatch.records.columns import AVERAGED, COUNT_COLUMNS, LARGEST, SMALLEST, SUMMED
+from gradwatch.records.columns import AVERAGED, COUNT_COLUMNS, LARGEST, ROOT_MEAN_SQUARED, SMALLEST, SUMMED
 from gradwatch.records.snapshot import BoolArray, FloatArray, Snapshot
 
 DERIVED = frozenset({"norm_applied", "coef"})
@@ -185,7 +185,7 @@ class Reader:
             return Sample(_extreme(np.minimum, math.inf, owners, part, size), here)
         if column in SUMMED:
             return Sample(_total(owners, part, size), here)
-        if column not in AVERAGED and column != "rms":
+        if column not in AVERAGED and column not in ROOT_MEAN_SQUARED:
             return Sample(np.sqrt(_total(owners, np.square(part), size)), here)
         weight = np.maximum(self.snapshot.sites.numels[series.index[there]], 1).astype(np.float64)
         elements = np.maximum(_total(owners, weight, size), 1.0)

@@ -83,6 +83,14 @@ def zeros(tensor: Tensor) -> int:
     return sum(map(_zeros, _chunks(tensor)))
 
 
+def count_below(tensor: Tensor, bound: float) -> int:
+    """Number of elements that are less than a bound, which must be a number of their type; NaN is not."""
+    return sum(
+        int(np.count_nonzero(np.less(values, bound, _SCRATCH.mask[: values.size])))
+        for values in _chunks(tensor)
+    )
+
+
 def zeros_and_extremes(tensor: Tensor) -> tuple[int, float, float]:
     """(number of elements that are exactly zero, smallest, largest: NaN if any element is), in one pass.
 

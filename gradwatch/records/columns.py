@@ -11,8 +11,8 @@ Of = Literal["parameter", "module", "rank", "step"]
 Grouped = Literal[
     "root sum of squares", "root mean square", "mean by elements", "sum", "largest", "smallest", ""
 ]
-Reads = Literal["", "gradient", "weight", "weight and a copy", "output"]
-Ranks = Literal["sum of squares", "sum", "mean by elements", "mean", "same on all", ""]
+Reads = Literal["", "gradient", "weight", "weight and a copy", "optimizer state", "output"]
+Ranks = Literal["sum of squares", "root mean square", "sum", "mean by elements", "mean", "same on all", ""]
 
 
 class ColumnInfo(NamedTuple):
@@ -66,6 +66,13 @@ def _weights(
     name: str, unit: str, means: str, grouped: Grouped, reads: Reads, sharded: Ranks = "sum of squares"
 ) -> ColumnInfo:
     return ColumnInfo(name, "parameter", unit, means, grouped, sharded, reads, False, _WEIGHTS, True)
+
+
+def _state(name: str, unit: str, means: str, grouped: Grouped, sharded: Ranks) -> ColumnInfo:
+    measured = "capture.columns.optimizer_state"
+    return ColumnInfo(
+        name, "parameter", unit, means, grouped, sharded, "optimizer state", False, measured, True
+    )
 
 
 def _modules(name: str, unit: str, means: str, grouped: Grouped) -> ColumnInfo:
@@ -128,6 +135,27 @@ CATALOGUE: tuple[ColumnInfo, ...] = (
         "`update_norm` ÷ the weight's norm before the update, at least 0.1",
         "largest",
         "weight and a copy",
+    ),
+    _state(
+        "moment_norm",
+        "‖m‖",
+        "L2 norm of the optimizer's first moment, before the step",
+        _ROOT,
+        "sum of squares",
+    ),
+    _state(
+        "second_moment_rms",
+        "v",
+        "root mean square of the optimizer's second moment, before the step",
+        "root mean square",
+        "root mean square",
+    ),
+    _state(
+        "second_moment_near_zero",
+        "0 to 1",
+        "elements of the second moment below 1.1e-16, where Adam divides by its eps of 1e-8",
+        "mean by elements",
+        "mean by elements",
     ),
     _modules("grad_output_norm", "‖g‖", "L2 norm of the gradient of a module's outputs", _ROOT),
     _modules("grad_input_norm", "‖g‖", "L2 norm of the gradient of a module's inputs", _ROOT),
@@ -212,6 +240,7 @@ def scalar_name(column: str) -> str:
 COSTLY_COLUMNS = frozenset(one.name for one in CATALOGUE if one.at_cadence)
 """Columns that cost a read of whole tensors, and so are read at a cadence (`Rule.staggered`)."""
 
+ROOT_MEAN_SQUARED = _grouped("root mean square")
 LARGEST, SMALLEST = _grouped("largest"), _grouped("smallest")
 SUMMED, AVERAGED = _grouped("sum"), _grouped("mean by elements")
 UNGROUPED = _grouped("") - frozenset(SCALAR_COLUMNS) - RANK_COLUMNS

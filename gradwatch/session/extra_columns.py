@@ -86,7 +86,7 @@ class ExtraColumns:
         params: list[PendingColumns] = []
         if bound_rules.column_reader.wanted and window.step not in bound_rules.column_reader.idle:
             pending = bound_rules.column_reader.collect(
-                window.step, captured.params, captured.grads, window.left
+                window.step, captured.params, captured.grads, window.left, optimizer
             )
             params += [] if pending is None else [pending]
         scale = 1.0 if window.loss_scale is None else window.loss_scale

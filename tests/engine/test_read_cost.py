@@ -24,6 +24,8 @@ rules:
   d: {detect: {kind: above, of: weight_norm, threshold: 9}, every: 6, groups: [some]}
   e: {detect: {kind: above, of: update_norm, threshold: 9}, every: 5}
   f: {detect: {kind: above, of: weight_std, threshold: 9}, every: 4}
+  g: {detect: {kind: above, of: moment_norm, threshold: 9}, every: 5}
+  h: {detect: {kind: above, of: second_moment_near_zero, threshold: 0.9}, every: 2}
 groups: {some: {params: ["p1", "p3"]}}
 """
 
@@ -33,6 +35,9 @@ def test_what_is_announced_is_read(rules: str, monkeypatch: pytest.MonkeyPatch) 
     """The mean and the most of 60 steps of a reader, counted where it asks for the memory of a tensor."""
     sizes = [(400, 300), (5000,), (500, 200), (70, 1000), (90, 90)]  # each more than is read with others
     params = [torch.randn(size) for size in sizes]
+    optimizer = torch.optim.Adam(params)
+    for param in params:
+        optimizer.state[param] = {"exp_avg": param.clone(), "exp_avg_sq": param.square()}
     names = tuple(f"p{k}" for k in range(len(params)))
     numels = np.array([param.numel() for param in params])
     sites = Sites(
@@ -56,7 +61,7 @@ def test_what_is_announced_is_read(rules: str, monkeypatch: pytest.MonkeyPatch) 
     found = []
     for step in range(180):
         read[0] = 0
-        reader.collect(step, params, lambda: params)
+        reader.collect(step, params, lambda: params, optimizer=optimizer)
         reader.moved(np.ones(len(params), np.bool_), step)
         found.append(read[0])
     cost = step_cost(plan, np.full(len(params), 4))
@@ -75,4 +80,6 @@ def test_cadences_in_words() -> None:
         "weight_norm": (("each every 6 steps",), ("d",)),
         "weight_std": (("each every 4 steps",), ("f",)),
         "update_norm": (("each every 5 steps",), ("e",)),
+        "moment_norm": (("each every 5 steps",), ("g",)),
+        "second_moment_near_zero": (("each every 2 steps",), ("h",)),
     }

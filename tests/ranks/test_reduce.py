@@ -90,7 +90,7 @@ def test_counts_of_nan_and_inf_are_those_of_all_shards() -> None:
 
 
 def test_columns_of_whole_tensors_add_up() -> None:
-    """Zero fractions by elements, weight norms by squares, and ‖Δw‖/‖w‖ by both of its norms."""
+    """Shares by elements, norms by squares, root mean squares by both, and ‖Δw‖/‖w‖ by both of its norms."""
     layouts = [layout(rank, 2, True) for rank in range(2)]
     here = np.ones(K, bool)
     vectors = []
@@ -98,6 +98,9 @@ def test_columns_of_whole_tensors_add_up() -> None:
         columns = {
             "zero_fraction": Column(np.full(K, zero), here),
             "weight_norm": Column(np.full(K, size), here),
+            "moment_norm": Column(np.full(K, size), here),
+            "second_moment_rms": Column(np.full(K, size), here),
+            "second_moment_near_zero": Column(np.full(K, zero), here),
             "update_ratio": Column(np.full(K, change / size), here),
             all_reduced_facts.UPDATED: Column(np.full(K, size), here),
         }
@@ -109,6 +112,9 @@ def test_columns_of_whole_tensors_add_up() -> None:
     np.testing.assert_allclose(found["zero_fraction"].values, 0.4, rtol=1e-6)
     np.testing.assert_allclose(found["weight_norm"].values, 5.0, rtol=1e-6)
     np.testing.assert_allclose(found["update_ratio"].values, 0.5 / 5.0, rtol=1e-6)
+    np.testing.assert_allclose(found["moment_norm"].values, 5.0, rtol=1e-6)
+    np.testing.assert_allclose(found["second_moment_rms"].values, math.sqrt(12.5), rtol=1e-6)
+    np.testing.assert_allclose(found["second_moment_near_zero"].values, 0.4, rtol=1e-6)
 
 
 @settings(max_examples=50)

@@ -1,4 +1,4 @@
-"""Columns of parameters that cost a read of whole tensors: values of gradients, norms of weights and of updates.
+"""Columns of parameters that cost a read of whole tensors: of gradients, weights, updates and an optimizer's moments.
 
 Each is read exactly, and only of the parameters that some rule judges at this step (`Needs`); of a staggered rule
 these are about one in `every`, by elements. An update ratio costs a copy of the weights, made one step before.
@@ -12,8 +12,10 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 from torch import Tensor
+from torch.optim import Optimizer
 
 from gradwatch.capture.columns.gradient_values import GRADIENT_COLUMNS, read_gradient_values
+from gradwatch.capture.columns.optimizer_state import STATE_COLUMNS, read_optimizer_state
 from gradwatch.capture.columns.pending_columns import MovedParameters, PendingColumns
 from gradwatch.capture.columns.update_ratio import WEIGHT_COLUMNS, WeightReader
 from gradwatch.engine.columns_needed import OF_UPDATES, Needs
@@ -22,7 +24,7 @@ from gradwatch.reading.device import Number
 from gradwatch.records.snapshot import BoolArray
 
 AWAITING = 8  # steps whose verdict may be due; more than a device's queue of windows
-COLUMNS = GRADIENT_COLUMNS | WEIGHT_COLUMNS
+COLUMNS = GRADIENT_COLUMNS | WEIGHT_COLUMNS | STATE_COLUMNS
 NEVER = 1 << 62
 LAID_OUT = 128
 """Steps whose positions are laid out once; where they repeat more rarely, they are made at each step."""
@@ -71,11 +73,12 @@ class ColumnReader:
         params: Sequence[Tensor],
         grads: Callable[[], Sequence[Tensor | None]],
         scale: Number = 1.0,
+        optimizer: Optimizer | None = None,
     ) -> PendingColumns | None:
         """Everything due at this boundary, before the optimizer moves the weights; None if nothing is.
 
         Also copies the weights whose update is due at the next step. `params[K]` and `grads()[K]` are the capture's, in
-        its order; `scale` is the loss scale still in the gradients.
+        its order; `scale` is the loss scale still in the gradients; `optimizer` keeps the moments.
         """
         if len(params) != self._count:  # parameters of a loop without an optimizer that are gone
             self._weights.discard()
@@ -90,6 +93,9 @@ class ColumnReader:
         of_gradients = {name: at for name, at in due.items() if name in GRADIENT_COLUMNS}
         if of_gradients:
             read_gradient_values(pending, of_gradients, gradients, scale)
+        of_state = {name: at for name, at in due.items() if name in STATE_COLUMNS}
+        if of_state:
+            read_optimizer_state(pending, of_state, params, optimizer)
         if self._reads_weights:
             of_weights = {name: at for name, at in due.items() if name in WEIGHT_COLUMNS}
             self._weights.read(pending, step, params, of_weights)

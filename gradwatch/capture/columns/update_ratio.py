@@ -103,7 +103,7 @@ class WeightReader:
             if k in asked:
                 after.put(k, now)
         others = [k for k in norms if k not in copies]
-        for k, now in _norms([params[k] for k in others], others).items():
+        for k, now in norms_by_position([params[k] for k in others], others).items():
             after.put(k, now)
         if norms:
             pending.parts["weight_norm"] = after.send(pending.count)
@@ -206,8 +206,8 @@ def _changes(params: Sequence[Tensor], copies: dict[int, Tensor]) -> dict[int, T
     return found
 
 
-def _norms(tensors: Sequence[Tensor], positions: Sequence[int]) -> dict[int, float | Tensor]:
-    """By position, the norms of weights."""
+def norms_by_position(tensors: Sequence[Tensor], positions: Sequence[int]) -> dict[int, float | Tensor]:
+    """By position, the norms of tensors; small ones of a kind are read together."""
     found: dict[int, float | Tensor] = {}
     parts = {k: dense(tensor) for k, tensor in zip(positions, tensors, strict=True)}
     together = [k for k, part in parts.items() if not on_host(part) or foreach.is_small(part)]

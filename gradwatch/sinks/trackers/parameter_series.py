@@ -20,7 +20,7 @@ from gradwatch.runtime.printable import distinct
 from gradwatch.sinks.prometheus.parameter_selection import ParameterChoice, Selection, SeriesBudget
 
 LEFT_OUT = "param_series_left_out"
-TELL_LEFT_OUT = (
+LEFT_OUT_NOTICE = (
     "series of some parameters are not sent, for `max_series` of them are ({}); the series "
     f"`gradwatch/{LEFT_OUT}` counts them: choose fewer with `params` and `match`, or raise `max_series`"
 )

@@ -15,7 +15,7 @@ from gradwatch.runtime.background_worker import BackgroundWorker, Job
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.sinks.prometheus.parameter_selection import ParameterChoice
 from gradwatch.sinks.registry import state_restored
-from gradwatch.sinks.trackers.parameter_series import TELL_LEFT_OUT
+from gradwatch.sinks.trackers.parameter_series import LEFT_OUT_NOTICE
 from gradwatch.sinks.trackers.points import NO_PARAMETERS, Point, Points
 
 MAX_QUEUE = 1024
@@ -87,7 +87,7 @@ class Tracker(ABC):
         if point is None:
             return
         if self._points.left_out:
-            self._health.notice(self.name, TELL_LEFT_OUT.format(self._choice.max_series))
+            self._health.notice(self.name, LEFT_OUT_NOTICE.format(self._choice.max_series))
         with self._lock:
             full = len(self._queue) >= MAX_QUEUE
             if full:

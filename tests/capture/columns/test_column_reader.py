@@ -14,12 +14,16 @@ from torch import nn
 
 from gradwatch.capture.columns.column_reader import COLUMNS, ColumnReader
 from gradwatch.capture.columns.gradient_values import GRADIENT_COLUMNS
+from gradwatch.capture.columns.optimizer_state import NEAR_ZERO, STATE_COLUMNS
 from gradwatch.capture.columns.update_ratio import WEIGHT_MOMENTS
 from gradwatch.engine import Engine
-from gradwatch.engine.columns_needed import EVERY_STEP, OF_UPDATES, Needs
+from gradwatch.engine.columns_needed import AFTER_A_STEP, EVERY_STEP, OF_UPDATES, Needs
 from gradwatch.engine.staggering import Staggering
 from gradwatch.records.snapshot import Sites
 from gradwatch.rules.files import load_rules
+
+OF_GRADIENTS = GRADIENT_COLUMNS | STATE_COLUMNS
+"""Columns of tensors that stay the same here: the gradients, which are the optimizer's moments too."""
 
 
 def staggering() -> Staggering:
@@ -125,24 +129,28 @@ def test_all_are_exact_at_their_cadence(every: int) -> None:
     cadence = dict.fromkeys(sorted(COLUMNS), frozenset({every}))
     reader = ColumnReader(Needs(cadence, {}) if every == 1 else Needs({}, cadence), phases)
     counts = {name: np.zeros(len(weights), int) for name in COLUMNS}
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))])
+    for weight, grad in zip(weights, grads, strict=True):  # moments as odd as the gradients
+        moment = grad.to_dense() if grad.is_sparse else grad
+        optimizer.state[weight] = {"exp_avg": moment, "exp_avg_sq": moment}
     before: list[torch.Tensor] = []
     there = [k for k, what in enumerate(whats) if what != "empty"]
     of_gradients = {
-        (name, k): by_hand(name, grads[k], grads[k], grads[k]) for name in GRADIENT_COLUMNS for k in there
+        (name, k): by_hand(name, grads[k], grads[k], grads[k]) for name in OF_GRADIENTS for k in there
     }
     for step in range(21):
-        read = reader.collect(step, weights, lambda: grads)
+        read = reader.collect(step, weights, lambda: grads, optimizer=optimizer)
         reader.moved(np.ones(len(weights), bool), step)
         columns = {} if read is None else read.columns()
         for name, k in itertools.product(COLUMNS, range(len(weights))):
-            due = phases.phases(every)[k] == step % every and not (name in OF_UPDATES and step == 0)
-            due = due and not (whats[k] == "empty" and name in GRADIENT_COLUMNS | WEIGHT_MOMENTS)
+            due = phases.phases(every)[k] == step % every and not (name in AFTER_A_STEP and step == 0)
+            due = due and not (whats[k] == "empty" and name in OF_GRADIENTS | WEIGHT_MOMENTS)
             assert due == (name in columns and bool(columns[name].present[k])), (name, whats[k], step)
             if due:
                 counts[name][k] += 1
                 was = before[k] if before else weights[k]
                 expected = (
-                    of_gradients[name, k] if name in GRADIENT_COLUMNS else by_hand(name, weights[k], was, was)
+                    of_gradients[name, k] if name in OF_GRADIENTS else by_hand(name, weights[k], was, was)
                 )
                 # A mean of large numbers of both signs is as good as they are.
                 least = 1e-6 * of_gradients["max_abs", k] if name == "mean" else 0.0
@@ -158,6 +166,11 @@ def test_all_are_exact_at_their_cadence(every: int) -> None:
 
 def by_hand(name: str, weight: torch.Tensor, before: torch.Tensor, grad: torch.Tensor) -> float:
     """The column of one tensor, from all its numbers in float64."""
+    if name in STATE_COLUMNS:
+        moment = real(grad.to_dense() if grad.is_sparse else grad)
+        size = float(np.linalg.norm(moment))
+        of_state = {"moment_norm": size, "second_moment_rms": size / math.sqrt(moment.size)}
+        return of_state.get(name, float((moment < NEAR_ZERO).mean()))
     if name in GRADIENT_COLUMNS:
         g = real(grad)
         with np.errstate(invalid="ignore"):
