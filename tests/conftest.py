@@ -17,6 +17,10 @@ from hypothesis import HealthCheck, settings
 if "PYTEST_XDIST_WORKER" in os.environ:  # at least one worker per core: more threads only wait for each other
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+# Of the C++ compiler's time two thirds: few kernels are compiled here, and what they compute is to be fast nowhere.
+os.environ.setdefault("TORCHINDUCTOR_CPP_CACHE_PRECOMPILE_HEADERS", "0")
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
+
 # A shell that starts the tests in the background has them ignore Ctrl-C, and so would every script that they start.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)

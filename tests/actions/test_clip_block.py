@@ -140,20 +140,18 @@ def test_states_resume_through_json(method: str, scope: str) -> None:
     said = f"{{method: {method}, scope: {scope}}}" if method != "adagc" else "{method: adagc}"
     ruleset = parse_rules(f"version: 1\ngroups: {{a: {{params: ['*.0.*']}}}}\nclip: {{total: {said}}}")
     bound = Engine(ruleset).bind(make_sites(7))
-    steps = draw_norms(1, steps=130)
-    for cut in (0, 1, 7, 19, 25, 101):
-        one = OptimizerRules(bound)
-        for number, (norms, present) in enumerate(steps):
-            with np.errstate(over="ignore"):
-                narrow = norms.astype(np.float32)
-            row = [float(n) if p else None for n, p in zip(narrow, present, strict=True)]
-            if number == cut:
-                saved = json.loads(json.dumps(one.state.to_dict(), allow_nan=False))
-                other = OptimizerRules(bound, EngineState.from_dict(saved, bound))
-            one.step(number, row)
-            if number >= cut:
-                other.step(number, row)
-                assert one.decision == other.decision, (cut, number)
+    one, others = OptimizerRules(bound), {}
+    for number, (norms, present) in enumerate(draw_norms(1, steps=130)):
+        with np.errstate(over="ignore"):
+            narrow = norms.astype(np.float32)
+        row = [float(n) if p else None for n, p in zip(narrow, present, strict=True)]
+        if number in (0, 1, 7, 19, 25, 101):
+            saved = json.loads(json.dumps(one.state.to_dict(), allow_nan=False))
+            others[number] = OptimizerRules(bound, EngineState.from_dict(saved, bound))
+        one.step(number, row)
+        for cut, other in others.items():
+            other.step(number, row)
+            assert one.decision == other.decision, (cut, number)
 
 
 @pytest.mark.parametrize("method", STATEFUL)

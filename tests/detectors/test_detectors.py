@@ -96,8 +96,7 @@ def assert_close(found: list[float], expected: list[float], tolerance: float) ->
 @pytest.mark.parametrize("detector", VARIANTS, ids=repr)
 def test_every_registered_detector_obeys_every_law(detector: Detector, law: Law) -> None:
     """A new detector is tested by existing."""
-    for seed in range(3):
-        law(detector, seed)
+    law(detector, 0)
 
 
 class Forgetful(Spike):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import io
 import json
 import os
@@ -27,6 +28,7 @@ from gradwatch.sinks.log import LogSink
 from gradwatch.taps import module_calls
 from tests.localise.models import Faulty, SqrtAtZero
 from tests.localise.test_in_the_loop import Loop, broken, rules
+from tests.support import warm
 from tests.support.kept import Kept
 from tests.support.launch_cases import ROOT
 
@@ -288,15 +290,11 @@ print(len(warnings.filters))
 def test_python_warns_in_a_recorded_step_as_bare(option: list[str], tmp_path: Path) -> None:
     """Nothing is printed for the mode under `-W error` either, and what was shown once is not shown again."""
     (tmp_path / "x.py").write_text(RAISES)
+    environ = {**os.environ, "PYTHONPATH": ROOT}
+    cold = functools.partial(subprocess.run, capture_output=True, text=True)
+    start: Callable[..., subprocess.CompletedProcess[str]] = cold if option else warm.run
     bare, watched = (
-        subprocess.run(
-            [sys.executable, *option, "x.py", *watching],
-            cwd=tmp_path,
-            env={**os.environ, "PYTHONPATH": ROOT},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
+        start([sys.executable, *option, "x.py", *watching], cwd=tmp_path, env=environ, check=True)
         for watching in ([], ["watched"])
     )
     assert watched.stdout == bare.stdout

@@ -132,8 +132,7 @@ def coefficient_policies() -> list[Policy]:
 @pytest.mark.parametrize("policy", coefficient_policies(), ids=repr)
 def test_every_policy_keeps_every_law(policy: Policy, law: PolicyLaw) -> None:
     """Pure, float32 and finite, resumable through JSON, permutable; NaN gets 1, is never learned, never spreads."""
-    for seed in range(2):
-        law(policy, seed)
+    law(policy, 0)
 
 
 @pytest.mark.parametrize("law", ELEMENTWISE_LAWS, ids=lambda law: law.__name__.removeprefix("law_shape_"))
@@ -146,8 +145,7 @@ def test_every_elementwise_policy_keeps_every_law(
     policy: ElementwisePolicy, law: Callable[[ElementwisePolicy, int], None]
 ) -> None:
     """Writes to no argument, keeps what is not finite, bounds unless it transforms, and knows the loss scale."""
-    for seed in range(2):
-        law(policy, seed)
+    law(policy, 0)
 
 
 class Broken(ElementwisePolicy):

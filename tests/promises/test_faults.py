@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -93,7 +94,7 @@ def data() -> Iterator[torch.Tensor]:
         yield batch
 
 
-def train(gw: Any, model: nn.Module, optimizer: torch.optim.Optimizer, skip_nan: bool) -> list[torch.Tensor]:
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, skip_nan: bool) -> list[torch.Tensor]:
     for batch in data():
         optimizer.zero_grad()
         model(batch).pow(2).sum().backward()
@@ -106,6 +107,12 @@ def build() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2))
     return model, torch.optim.AdamW(model.parameters(), 1e-2)
+
+
+@cache
+def trained_bare(skip_nan: bool) -> list[torch.Tensor]:
+    """The weights that the training ends with, unwatched."""
+    return train(*build(), skip_nan)
 
 
 @pytest.mark.parametrize("error", ERRORS)
@@ -123,14 +130,13 @@ def test_a_fault_of_ours_is_counted_and_harmless(
 
     with monkeypatch.context() as patch:
         patch.setattr(owner, attribute, broken)
-        got = train(gw, model, optimizer, skip_nan=False)
+        got = train(model, optimizer, skip_nan=False)
     errors = gw.health.errors()
     gw.close()
     assert errors.get(component, 0) >= 1, errors
     # A broken sink changes nothing at all; a broken watch is an absent one.
     acted = component in ("prometheus", "journal", "log", "norm_local", "modules")
-    bare, bare_optimizer = build()
-    want = train(None, bare, bare_optimizer, skip_nan=acted or site in ("advance", "prunable"))
+    want = trained_bare(acted or site in ("advance", "prunable"))
     if site not in ("inspect", "read", "hear", "due", "clock"):
         assert all(
             torch.equal(a, b) or (a.isnan().any() and b.isnan().any()) for a, b in zip(got, want, strict=True)
@@ -204,12 +210,12 @@ def test_three_faults_in_a_row_pause_the_watch(tmp_path: Path, monkeypatch: pyte
 
         with monkeypatch.context() as patch:
             patch.setattr(captured.OptimizerCapture, "close_window", broken)
-            train(gw, model, optimizer, skip_nan=False)
+            train(model, optimizer, skip_nan=False)
         assert len(calls) == pause_after_errors.FAILURES
         assert gw.health.up()["boundary"] is False
         monkeypatch.setattr(pause_after_errors, "PAUSE_SECONDS", 0.0)
         session_of(gw)._activity._paused_until = 0.0
-        train(gw, model, optimizer, skip_nan=False)
+        train(model, optimizer, skip_nan=False)
         assert gw.status()["steps"] > 0
 
 
@@ -263,7 +269,7 @@ def test_sink_that_cannot_open_leaves_training_alone(tmp_path: Path) -> None:
     with gradwatch.watch(
         model, optimizer, rules=parse_rules(RULES), sinks=[Broken()], run_dir=tmp_path
     ) as gw:
-        train(gw, model, optimizer, skip_nan=False)
+        train(model, optimizer, skip_nan=False)
         assert gw.health.errors() == {"broken": 1}
         assert gw.health.up()["broken"] is False
         assert gw.status()["steps"] == 6

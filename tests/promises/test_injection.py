@@ -163,7 +163,8 @@ def escaped(
         injected = Injected(at, kind)
         reached, weights = job(rules, injected, folder)
         left = left_behind()
-        place = [f"{Path(file).name}:{line}" for file, line in injected.lines][-1] + f" {injected.where}"
+        file, line = next(reversed(injected.lines))
+        place = f"{Path(file).name}:{line} {injected.where}"
         wrong += [f"{place}: {one} left" for one in left]
         if not injected.where or injected.where == "try:":  # the guard itself, or a line of a busier step
             continue

@@ -40,7 +40,7 @@ ROOT = str(Path(__file__).resolve().parent.parent.parent)
 SERVER = (
     f"import sys; sys.path.insert(0, {ROOT!r}); from tests.support import warm; warm.serve(int(sys.argv[1]))"
 )
-LIBRARIES = ("pydantic.main", "pydantic.type_adapter", "pydantic.json_schema", "ruamel.yaml")
+LIBRARIES = ("pydantic.main", "pydantic.type_adapter", "pydantic.json_schema", "ruamel.yaml", "structlog")
 """What gradwatch would import."""
 LONGEST = 1 << 20  # bytes of a request
 STARTS = 2  # of a process that imports gradwatch: as the launcher, and as the script that it becomes

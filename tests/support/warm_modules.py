@@ -39,6 +39,9 @@ class MadeModules(MetaPathFinder):
         with _noted() as imports:
             for name in WATCHED:
                 importlib.import_module(name)
+        sys.modules["gradwatch.rules.files.load"].load_rules(
+            "default"
+        )  # read once: it takes as long as the rest
         self._made = {name: sys.modules.pop(name) for name in [*sys.modules] if _ours(name)}
         self._imports: Mapping[str, Sequence[str]] = imports
         for (

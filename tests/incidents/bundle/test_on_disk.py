@@ -69,6 +69,12 @@ FAULTS: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.fixture(scope="module")
+def works(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """The training with a bundle that is kept."""
+    return Run(tmp_path_factory.mktemp("works"), rules())
+
+
 @pytest.mark.parametrize(
     "error",
     [
@@ -82,10 +88,9 @@ FAULTS: dict[str, tuple[Any, str]] = {
 )
 @pytest.mark.parametrize("place", FAULTS)
 def test_a_fault_of_ours_is_counted_and_training_goes_on(
-    place: str, error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    place: str, error: Exception, works: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Wherever it happens: weights as with a bundle that works, counted under `bundle`, no half bundle left behind."""
-    want = Run(tmp_path / "works", rules())
     owner, name = FAULTS[place]
 
     def fail(*args: Any, **kwargs: Any) -> Any:
@@ -96,7 +101,7 @@ def test_a_fault_of_ours_is_counted_and_training_goes_on(
         got = Run(tmp_path / "fails", rules(), strict=False)
     assert got.errors.get("bundle", 0) >= 1, got.errors
     assert set(got.errors) == {"bundle"}
-    for one, other in zip(got.model.parameters(), want.model.parameters(), strict=True):
+    for one, other in zip(got.model.parameters(), works.model.parameters(), strict=True):
         assert torch.equal(one, other)
     place_of = got.directory / "bundles"
     assert not place_of.exists() or not list(place_of.glob(".*"))
