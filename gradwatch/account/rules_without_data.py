@@ -10,6 +10,7 @@ from gradwatch.records.snapshot import Snapshot
 
 NO_MOMENT = "the optimizer has taken no step, or keeps no {} moment of these parameters"
 NO_SECOND_MOMENT = f"{NO_MOMENT.format('second')} (`exp_avg_sq` as of Adam, or `square_avg` as of RMSprop)"
+NO_STATISTICS = "none of the tapped modules keeps a running mean and variance (BatchNorm, InstanceNorm)"
 NEVER_CAME = {
     "loss": "no loss was observed (a backward started from C++ exposes none: pass it with `gw.observe(loss=…)`)",
     "loss_scale": "no GradScaler was seen",
@@ -18,6 +19,9 @@ NEVER_CAME = {
     "moment_norm": f"{NO_MOMENT.format('first')} (`exp_avg` as of Adam, or `momentum_buffer` as of SGD with momentum)",
     "second_moment_rms": NO_SECOND_MOMENT,
     "second_moment_near_zero": NO_SECOND_MOMENT,
+    "running_mean_norm": NO_STATISTICS,
+    "running_var_min": NO_STATISTICS,
+    "running_var_max": NO_STATISTICS,
 }
 OF_SCALER = frozenset({"loss_scale", "scaler_skip"})
 OFF_STEP = "no step at which it is evaluated was reached (every: {})"

@@ -59,6 +59,9 @@ Column = Literal[
     "activation_mean",
     "activation_std",
     "activation_near_zero",
+    "running_mean_norm",
+    "running_var_min",
+    "running_var_max",
     "loss",
     "lr",
     "loss_scale",
@@ -96,6 +99,9 @@ NormColumn = Literal[
     "grad_output_norm",
     "grad_input_norm",
     "activation_std",
+    "running_mean_norm",
+    "running_var_min",
+    "running_var_max",
 ]
 """Columns that are positive by nature, so that their logarithm is a fair scale."""
 

@@ -12,7 +12,16 @@ from numpy.typing import NDArray
 
 from gradwatch.detectors.detector import STRICT, Detector, ObservedColumn, Sample, State, register_detector
 
-NonFiniteColumn = Literal["norm", "total_norm", "norm_local", "grad_output_norm", "grad_input_norm"]
+NonFiniteColumn = Literal[
+    "norm",
+    "total_norm",
+    "norm_local",
+    "grad_output_norm",
+    "grad_input_norm",
+    "running_mean_norm",
+    "running_var_min",
+    "running_var_max",
+]
 
 
 LARGEST = sys.float_info.max

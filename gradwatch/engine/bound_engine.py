@@ -23,7 +23,7 @@ from gradwatch.engine.unmatched_rules import admit, may_miss, refusals, unmatche
 from gradwatch.engine.unsupported_rules import Refusal
 from gradwatch.errors import GradwatchError
 from gradwatch.policies.norm_bound import Bound
-from gradwatch.records.columns import is_observed
+from gradwatch.records.columns import RUNNING_STATISTICS, is_observed
 from gradwatch.records.decision import Decision
 from gradwatch.records.run_info import RuleInfo
 from gradwatch.records.snapshot import BoolArray, Sites, Snapshot
@@ -290,9 +290,7 @@ class BoundEngine:
         finite where a rule asks for it.
         """
         broken = not math.isfinite(total_norm)
-        skips = any(
-            one.detector.kind == "nonfinite" and one.rule.acts and one.skip for one in self.plan.rules
-        )
+        skips = any(_on_gradients(one.rule) and one.rule.acts and one.skip for one in self.plan.rules)
         return replace(self._every_step, skip=broken and skips)
 
     def rebaseline(self, state: EngineState, glob: str = "*") -> EngineState:
@@ -337,7 +335,12 @@ def _skips_on_device(rule: Rule) -> bool:
         action.params.get("max_consecutive") is None or action.params.get("then") != "stop"
         for action in skips
     )
-    return rule.acts and rule.kind == "nonfinite" and 0 < len(skips) == len(done) and forever
+    return rule.acts and _on_gradients(rule) and 0 < len(skips) == len(done) and forever
+
+
+def _on_gradients(rule: Rule) -> bool:
+    """True if a rule is about NaN and Inf in gradients."""
+    return rule.kind == "nonfinite" and rule.detect.of not in RUNNING_STATISTICS
 
 
 def jumped(before: float | None, now: float | None) -> bool:

@@ -22,7 +22,7 @@ from gradwatch.engine.events import Notice, Scored, build_event, worst_first
 from gradwatch.engine.firing import NEVER, Moved, Track, at_rest, move
 from gradwatch.engine.rule_plan import NO_BANK, Bank, Plan, RulePlan
 from gradwatch.engine.snapshot_reader import Reader
-from gradwatch.records.columns import is_observed
+from gradwatch.records.columns import RUNNING_STATISTICS, is_observed
 from gradwatch.records.event import Event, EventKind, Severity
 from gradwatch.records.snapshot import BoolArray, FloatArray, Snapshot
 from gradwatch.records.verdict import Due, Verdict
@@ -146,10 +146,10 @@ class Step:
         """The scores without those of NaN and Inf that a rule on finiteness has reported already on this step.
 
         One NaN is one incident: the gradients' own rules report it, before the loss and before any bound. A rule that
-        acts is asked all the same, for it may be the one that keeps a NaN out. A NaN in an observed value is
-        another fact than one in the gradients.
+        acts is asked all the same, for it may be the one that keeps a NaN out. A NaN in an observed value,
+        or one that a layer keeps in its running statistics, is another fact than one in the gradients.
         """
-        if is_observed(one.series.column):
+        if is_observed(one.series.column) or one.series.column in RUNNING_STATISTICS:
             return scored
         if one.detector.finiteness and (one.series.column != "loss" or not self.nonfinite_reported):
             self.nonfinite_reported = self.nonfinite_reported or bool(scored.breach.any())

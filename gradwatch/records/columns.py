@@ -11,7 +11,9 @@ Of = Literal["parameter", "module", "rank", "step"]
 Grouped = Literal[
     "root sum of squares", "root mean square", "mean by elements", "sum", "largest", "smallest", ""
 ]
-Reads = Literal["", "gradient", "weight", "weight and a copy", "optimizer state", "output"]
+Reads = Literal[
+    "", "gradient", "weight", "weight and a copy", "optimizer state", "output", "running statistics"
+]
 Ranks = Literal["sum of squares", "root mean square", "sum", "mean by elements", "mean", "same on all", ""]
 
 
@@ -83,6 +85,11 @@ def _modules(name: str, unit: str, means: str, grouped: Grouped) -> ColumnInfo:
 
 def _activation(name: str, unit: str, means: str) -> ColumnInfo:
     return _modules(name, unit, means, "mean by elements")._replace(at_cadence=True)
+
+
+def _running(name: str, unit: str, means: str, grouped: Grouped) -> ColumnInfo:
+    measured = "capture.columns.running_statistics"
+    return ColumnInfo(name, "module", unit, means, grouped, "", "running statistics", False, measured, True)
 
 
 def _ranks(name: str, unit: str, means: str) -> ColumnInfo:
@@ -164,6 +171,9 @@ CATALOGUE: tuple[ColumnInfo, ...] = (
     _activation(
         "activation_near_zero", "0 to 1", "elements of a module's output with a magnitude below 1e-6"
     ),
+    _running("running_mean_norm", "‖a‖", "L2 norm of a normalisation layer's running mean", _ROOT),
+    _running("running_var_min", "a²", "the smallest element of its running variance", "smallest"),
+    _running("running_var_max", "a²", "the largest element of its running variance", "largest"),
     _ranks("rank_norm", "‖g‖", "the norm of a rank's own gradient, before the reduction"),
     _ranks("rank_mismatch", "parameters", "reduced norms that are not those of the other ranks"),
     _step("total_norm", "‖g‖", "L2 norm of all gradients of the optimizer together", "sum of squares", True),
@@ -203,6 +213,9 @@ MEASURED = frozenset(SCALAR_COLUMNS) - {"loss"}
 
 MODULE_COLUMNS = _of("module")
 """Columns measured on tapped modules."""
+
+RUNNING_STATISTICS = frozenset(one.name for one in CATALOGUE if one.reads == "running statistics")
+"""Columns of what a layer keeps from step to step: a NaN there stays, whatever becomes of the gradients."""
 
 RANK_COLUMNS = _of("rank")
 """Columns with one value per rank, on sites of kind "rank" (see `gradwatch.distributed.replica_divergence`)."""

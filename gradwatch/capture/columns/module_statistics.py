@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.capture.columns.pending_columns import PendingColumns
+from gradwatch.capture.columns.running_statistics import RUNNING_COLUMNS, RunningStatistics
 from gradwatch.capture.parameter_names import named_modules
 from gradwatch.engine.columns_needed import Needs
 from gradwatch.engine.staggering import Staggering
@@ -30,7 +31,8 @@ from gradwatch.taps.muted_forwards import is_muted
 TapKind = Literal["output", "full_backward"]
 GRADIENT_COLUMNS = frozenset({"grad_output_norm", "grad_input_norm"})
 ACTIVATION_COLUMNS = frozenset({"activation_mean", "activation_std", "activation_near_zero"})
-COLUMNS = GRADIENT_COLUMNS | ACTIVATION_COLUMNS
+TAPPED = GRADIENT_COLUMNS | ACTIVATION_COLUMNS
+COLUMNS = TAPPED | RUNNING_COLUMNS
 NEAR_ZERO = 1e-6
 INSTEAD = (
     "Use `tap: output` (it is safe with in-place operations), or exclude these modules from `modules.names`."
@@ -83,8 +85,9 @@ class ModuleTaps:
         self._needs = needs
         self._staggering = Staggering(np.zeros(len(modules), np.int64))
         wanted = self._wanted = needs.columns
+        self._running = RunningStatistics([module for _, module in modules], needs, self._staggering)
         self._failed = failed
-        self._collected: dict[str, dict[int, Tensor]] = {column: {} for column in COLUMNS}
+        self._collected: dict[str, dict[int, Tensor]] = {column: {} for column in TAPPED}
         self._ignore: list[Callable[[], None]] = []
         self.bounds: GradInputBounds | None = None  # where a rule acts on what the modules pass on
         self._due = self._due_at(0)
@@ -113,6 +116,7 @@ class ModuleTaps:
             pending.parts[column] = async_copy
             pending.present[column] = present
             collected.clear()
+        self._running.read(pending, step)
         if self.bounds is not None:
             self._bounded(self.bounds.taken(), pending)
         return pending
