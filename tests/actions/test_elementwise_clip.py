@@ -43,7 +43,7 @@ def cases(draw: st.DrawFn) -> tuple[Tensor, Tensor, list[ElementwisePolicy], flo
 
 
 @given(cases())
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_each_element_takes_the_smallest_candidate(
     case: tuple[Tensor, Tensor, list[ElementwisePolicy], float],
 ) -> None:
@@ -65,7 +65,7 @@ def test_each_element_takes_the_smallest_candidate(
 
 
 @given(cases(), st.sampled_from([math.nan, math.inf, -math.inf]), st.integers(0, 1000))
-@settings(max_examples=200)
+@settings(max_examples=100)
 def test_what_is_not_finite_spreads_to_no_other_row(
     case: tuple[Tensor, Tensor, list[ElementwisePolicy], float], bad: float, where: int
 ) -> None:
@@ -134,7 +134,7 @@ def test_rows_that_need_nothing_keep_every_bit() -> None:
     st.booleans(),
     st.integers(0, 1000),
 )
-@settings(max_examples=400)
+@settings(max_examples=200)
 def test_a_gradient_is_passed_over_only_if_nothing_would_change(
     policy: ElementwisePolicy, norm: float, shape: tuple[int, int], lonely: bool, seed: int
 ) -> None:

@@ -62,7 +62,7 @@ totals = st.one_of(st.none(), st.floats(1e-6, 1e12), st.sampled_from([0.0, math.
 losses = st.one_of(st.none(), st.floats(-1e6, 1e6), st.sampled_from([math.nan, math.inf, 0.0]))
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(st.lists(st.tuples(totals, losses), max_size=40))
 def test_jump_is_its_formula(pairs: list[Pair]) -> None:
     """Against a plain restatement."""

@@ -126,7 +126,7 @@ def test_the_trace_exercises_every_rule() -> None:
     assert any(stop for *_, stop in said)
 
 
-@settings(max_examples=20)
+@settings(max_examples=10)
 @given(st.integers(0, 10**6), st.randoms(use_true_random=False))
 def test_the_order_of_rules_in_the_file_never_matters(seed: int, random: Any) -> None:
     """Same events, same masks, same decisions."""

@@ -38,7 +38,7 @@ def baselines(state: EngineState) -> Any:
 broken = st.sampled_from([math.nan, math.inf])
 
 
-@settings(max_examples=60)
+@settings(max_examples=30)
 @given(
     seed=st.integers(0, 10_000),
     at=st.integers(0, 70),
@@ -71,7 +71,7 @@ def test_one_nan_one_event_no_extra_skip_baselines_as_if_it_had_not_been(
     assert baselines(hurt.state) == baselines(spared.state)
 
 
-@settings(max_examples=40)
+@settings(max_examples=20)
 @given(seed=st.integers(0, 10_000), hits=st.lists(st.booleans(), min_size=80, max_size=80), value=broken)
 def test_any_number_of_nans_are_skipped_and_nothing_is_learned_of_them(
     seed: int, hits: list[bool], value: float
@@ -101,7 +101,7 @@ rules:
 """
 
 
-@settings(max_examples=15)
+@settings(max_examples=8)
 @given(seed=st.integers(0, 1000), at=st.integers(0, 39), value=broken)
 def test_training_with_one_nan_is_training_without_that_step(seed: int, at: int, value: float) -> None:
     """Real hooks: weights and optimizer state end bit-identical to a run in which that batch never was a step."""

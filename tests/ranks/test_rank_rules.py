@@ -50,7 +50,7 @@ def step_of(engine: BoundEngine, step: int, norms: Any, ranks: Any, mismatch: An
     )
 
 
-@settings(max_examples=10)
+@settings(max_examples=5)
 @given(st.integers(0, 10**6))
 def test_a_glance_sees_what_judging_sees(seed: int) -> None:
     """Same events and bit-equal states at every step, whatever ranks do."""

@@ -94,7 +94,7 @@ def test_norm_of_any_gradient(
 
 
 @KINDS
-@settings(max_examples=100)
+@settings(max_examples=50)
 @given(st.lists(st.tuples(SHAPES, DTYPES, LAYOUTS), min_size=1, max_size=30), st.data())
 def test_batched_read_equals_one_by_one(
     kind: type[RowBuffer], specs: list[tuple[tuple[int, ...], torch.dtype, str]], data: st.DataObject
@@ -233,7 +233,7 @@ def test_unsuspicious_norms_are_right(numel: int, exponent: float, seed: int) ->
 
 
 @KINDS
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(st.lists(st.tuples(SHAPES, DTYPES, st.floats(-44, 4)), min_size=1, max_size=12), st.data())
 def test_what_a_glance_lets_pass_is_right(
     kind: type[RowBuffer], specs: list[tuple[tuple[int, ...], torch.dtype, float]], data: st.DataObject

@@ -191,7 +191,7 @@ JOBS: dict[str, tuple[str, Callable[[int | None], Job], str]] = {
 }
 
 
-HEALTHY = 250
+HEALTHY = 160
 """Steps before a run goes wrong."""
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import sys
 from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -238,6 +239,7 @@ def clipped_run(max_norm: float, path: Path, layers: int = 2, jumps: bool = Fals
     return sink.records, judged, [parameter.detach().clone() for parameter in model.parameters()]
 
 
+@cache
 def totals(layers: int, jumps: bool) -> list[float]:
     """The total norms of an unwatched run."""
     model, optimizer = build(layers)

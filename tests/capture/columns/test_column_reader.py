@@ -55,7 +55,7 @@ def test_due_at_each_rule_s_own_steps() -> None:
     assert [step for step in range(9) if needs.due("update_ratio", step, phases) is not None] == [4, 8]
 
 
-@settings(max_examples=30)
+@settings(max_examples=15)
 @given(
     st.dictionaries(
         st.sampled_from(sorted(COLUMNS)), st.frozensets(st.integers(1, 12), min_size=1, max_size=2)

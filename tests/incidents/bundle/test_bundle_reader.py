@@ -262,7 +262,7 @@ def mutated(raw: bytes, dice: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("name", FILES)
-@settings(max_examples=300, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(seed=st.integers(0, 1 << 32))
 def test_spoilt_bytes_are_read_or_refused(name: str, seed: int, whole: Path, tmp_path: Path) -> None:
     """Truncated, flipped, zeroed, overwritten, duplicated: a value, or a BundleError that names the file."""

@@ -201,7 +201,7 @@ def test_shipped_packs_fit_the_schema(pack: Path) -> None:
     VALIDATOR.validate(YAML(typ="safe", pure=True).load(pack.read_text(encoding="utf-8")))
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(documents())
 def test_schema_and_loader_agree(document: dict[str, Any]) -> None:
     """A changed document is refused for its shape by both or by neither."""
