@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NamedTuple
 
-from gradwatch.records.columns import OBSERVED, SCALAR_COLUMNS, is_observed, scalar_name
+from gradwatch.records.columns import COSTLY_COLUMNS, OBSERVED, SCALAR_COLUMNS, is_observed, scalar_name
 from gradwatch.records.snapshot import Snapshot
 
 NO_MOMENT = "the optimizer has taken no step, or keeps no {} moment of these parameters"
@@ -24,21 +24,28 @@ NEVER_CAME = {
     "running_var_max": NO_STATISTICS,
 }
 OF_SCALER = frozenset({"loss_scale", "scaler_skip"})
+NEVER_MEASURED = "{} was never measured"
+NO_STEP = "no step was taken"
 OFF_STEP = "no step at which it is evaluated was reached (every: {})"
 NOT_COMPARED = "ranks are not compared where no torch optimizer steps"
+NOT_READ = "columns of whole tensors are read just before the optimizer's step, and {}"
+NO_OPTIMIZER = "no torch optimizer steps here"
+INSIDE_BACKWARD = "here it steps inside the backward"
 OFF_VALUE = "none was observed for a step at which it is evaluated (every: {})"
 NOT_OBSERVED = "`gw.observe({}=…)` was not called before a step"
 OTHERS = "; observed: {}"
 MOST_NAMES = 8
 NOT_JUDGED = "every step was rejected by a GradScaler, or provisional"
+NO_VALUE = "none of what it is about had a value of {}"
 
 
 class Reads(NamedTuple):
-    """The column that one rule reads in a Snapshot, at steps divisible by `every`; a staggered one where `judged` says.
+    """The column that one rule reads in a Snapshot, and at which steps.
 
-    `judged`: whether any of its series is judged on a Snapshot that has the column. `always`: each Snapshot has it.
-    `fact`: judged on provisional steps too, as NaN and Inf are. `why` it never comes, and why what comes is not judged
-    (`unjudged`), where that is known from the first.
+    `always`: each Snapshot has the column. `fact`: judged on provisional steps too, as NaN and Inf are. `why` it never
+    comes, where that is known from the first. `due`: whether a step is one of those at which it is judged. `has_value`:
+    whether a Snapshot has a value of what is judged on it, given the series in turn; None where nothing is judged.
+    `valueless`: the reason where none ever had.
     """
 
     column: str
@@ -46,8 +53,9 @@ class Reads(NamedTuple):
     always: bool = False
     fact: bool = False
     why: str = ""
-    judged: Callable[[Snapshot], bool] | None = None
-    unjudged: str = ""
+    due: Callable[[int], bool] = lambda step: True
+    has_value: Callable[[Snapshot, Mapping[str, Any]], bool | None] = lambda snapshot, in_turn: True
+    valueless: str = ""
 
 
 class RulesWithoutData:
@@ -61,8 +69,10 @@ class RulesWithoutData:
         # The columns, by optimizer, where all that its rules wait for is that these come.
         self._missing: dict[int, frozenset[str]] = {}
         self._with_data: frozenset[str] = frozenset()
+        self._without_value: frozenset[str] = frozenset()  # evaluated, but nothing of theirs had a value
         self._came: frozenset[str] = frozenset()
         self._scalars: frozenset[str] = frozenset()  # of what came, by their names in Snapshots
+        self._steps: dict[int, tuple[int, int]] = {}  # the first and the last, by optimizer
 
     def bind(self, optimizer: int, rules: Mapping[str, Reads]) -> None:
         """The rules of one optimizer from now on; those that had data elsewhere or before are done."""
@@ -77,8 +87,10 @@ class RulesWithoutData:
             if not any(reads.always or reads.column in self._came for reads in rules.values())
         }
 
-    def observe(self, snapshot: Snapshot) -> None:
-        """Strike off the rules that were evaluated on this Snapshot."""
+    def observe(self, snapshot: Snapshot, in_turn: Mapping[str, Any]) -> None:
+        """Strike off the rules that had data on this Snapshot; `in_turn`: the staggered series in turn at its step."""
+        first, _ = self._steps.get(snapshot.optimizer, (snapshot.step, 0))
+        self._steps[snapshot.optimizer] = first, snapshot.step
         missing = self._missing.get(snapshot.optimizer)
         if (
             missing is not None  # almost every step
@@ -95,13 +107,19 @@ class RulesWithoutData:
         came_first = not self._came.issuperset(came)
         if came_first:
             self._came |= came
-        evaluated = {rule for rule, reads in waiting.items() if _evaluated(reads, snapshot, came)}
-        if evaluated:
-            self._with_data |= evaluated
-        if evaluated or came_first:
+        had = {
+            rule: reads.has_value(snapshot, in_turn)
+            for rule, reads in waiting.items()
+            if _usable(reads, snapshot, came)
+        }
+        with_data = {rule for rule, one in had.items() if one}
+        self._without_value |= {rule for rule, one in had.items() if one is False}
+        if with_data:
+            self._with_data |= with_data
+        if with_data or came_first:
             self._wait(
                 {
-                    each: {rule: reads for rule, reads in left.items() if rule not in evaluated}
+                    each: {rule: reads for rule, reads in left.items() if rule not in with_data}
                     for each, left in self._waiting.items()
                 }
             )
@@ -110,38 +128,43 @@ class RulesWithoutData:
         """The reason why a rule was never evaluated, by rule."""
         waiting = self._waiting
         return {
-            rule: _why(reads, self._came)
-            for rule, reads in _joined(waiting.values())
+            rule: self._why(rule, reads, optimizer)
+            for optimizer, rules in waiting.items()
+            for rule, reads in rules.items()
             if rule not in self._with_data
         }
 
+    def _why(self, rule: str, reads: Reads, optimizer: int) -> str:
+        if reads.why:
+            return reads.why
+        if rule in self._without_value:
+            return reads.valueless or NO_VALUE.format(reads.column)
+        if optimizer not in self._steps:
+            return NO_STEP
+        never_came = not (reads.always or reads.column in self._came)
+        if never_came and is_observed(reads.column):
+            return _not_observed(scalar_name(reads.column), self._came)
+        if never_came and reads.column not in COSTLY_COLUMNS:
+            return NEVER_CAME.get(reads.column, NEVER_MEASURED.format(reads.column))
+        if not _reached(reads, *self._steps[optimizer]):
+            return OFF_STEP.format(reads.every)
+        if never_came:
+            return NEVER_CAME.get(reads.column, NEVER_MEASURED.format(reads.column))
+        return OFF_VALUE.format(reads.every) if is_observed(reads.column) and reads.every > 1 else NOT_JUDGED
 
-def _joined(found: Iterable[Mapping[str, Reads]]) -> Iterable[tuple[str, Reads]]:
-    return {rule: reads for each in found for rule, reads in each.items()}.items()
+
+def _reached(reads: Reads, first: int, last: int) -> bool:
+    """True if there was a step at which it is due; the steps of a residue modulo `every` are alike."""
+    return any(map(reads.due, range(first, min(last, first + reads.every) + 1)))
 
 
-def _evaluated(reads: Reads, snapshot: Snapshot, came: Collection[str]) -> bool:
-    """True if the engine evaluates such a rule on this Snapshot; see `BoundEngine.evaluate`."""
+def _usable(reads: Reads, snapshot: Snapshot, came: Collection[str]) -> bool:
+    """True if the engine asks such a rule on this Snapshot, if it is due; see `BoundEngine.evaluate`."""
     if not (reads.always or reads.column in came):
         return False
     if snapshot.scalars.get("scaler_skip"):
-        usable = reads.column in OF_SCALER
-    else:
-        usable = reads.fact or not snapshot.provisional
-    if not usable or reads.judged is None:
-        return usable and snapshot.step % reads.every == 0
-    return reads.judged(snapshot)
-
-
-def _why(reads: Reads, came: Collection[str]) -> str:
-    if not (reads.always or reads.column in came):
-        if is_observed(reads.column):
-            return _not_observed(scalar_name(reads.column), came)
-        return reads.why or NEVER_CAME.get(reads.column, f"{reads.column} was never measured")
-    if reads.unjudged:
-        return reads.unjudged
-    off = OFF_VALUE if is_observed(reads.column) else OFF_STEP
-    return off.format(reads.every) if reads.every > 1 else NOT_JUDGED
+        return reads.column in OF_SCALER
+    return reads.fact or not snapshot.provisional
 
 
 def _not_observed(name: str, came: Collection[str]) -> str:

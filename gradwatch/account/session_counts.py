@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from gradwatch.account.account import Watched
 from gradwatch.account.rules_without_data import RulesWithoutData
 from gradwatch.records.columns import OBSERVED_ONLY
@@ -28,8 +31,8 @@ class SessionCounts:
         self.actions: dict[str, int] = {}
         self.without_data = RulesWithoutData()
 
-    def observe(self, record: Record) -> None:
-        """Add one published Record."""
+    def observe(self, record: Record, in_turn: Mapping[str, Any]) -> None:
+        """Add one published Record; `in_turn` are the staggered series in turn at its step."""
         snapshot = record.snapshot
         self.records += 1
         self.provisional += snapshot.provisional
@@ -38,7 +41,7 @@ class SessionCounts:
             self.rejected += 1
         if OBSERVED_ONLY in snapshot.scalars:
             self.unowned += 1
-        self.without_data.observe(snapshot)
+        self.without_data.observe(snapshot, in_turn)
         if self.records == ATTACHING:
             self.own_time.restart()
         if record.verdict.events or record.decision.orders:

@@ -74,6 +74,10 @@ class WindowNorms:
         raw = self.raw.norms()
         return float(np.sqrt(np.dot(raw, raw)))
 
+    def zero(self) -> NDArray[np.bool_] | None:
+        """bool[K]: the gradients of zeros; None while that is not on the host."""
+        return self.raw.norms() == 0 if self.raw.ready() else None
+
     def wait(self) -> tuple[Norms, Norms]:
         """(float64[K] norms before any clipping, float64[K] as the optimizer gets them), loss scale removed.
 

@@ -19,6 +19,7 @@ from gradwatch.engine.judge import Step, firing_now
 from gradwatch.engine.rule_plan import NO_BANK, Plan, make_plan
 from gradwatch.engine.series import labels
 from gradwatch.engine.strictest_clip import Failed
+from gradwatch.engine.turns import InTurn, Turns
 from gradwatch.engine.unmatched_rules import admit, may_miss, refusals, unmatched
 from gradwatch.engine.unsupported_rules import Refusal
 from gradwatch.errors import GradwatchError
@@ -132,6 +133,7 @@ class BoundEngine:
         # A loss is not finite with its gradients more often than alone: those are asked first.
         self._facts = tuple(sorted(facts, key=lambda number: plan.rules[number].series.column == "loss"))
         self._fast_path = FastPath(plan)
+        self.turns = Turns((one.series, one.detector.columns) for one in plan.rules)
         self._every_step = Decision(
             max_norm=self.max_norm, elementwise=bool(self.clipping.elementwise) and self.clipping.at == "step"
         )
@@ -183,31 +185,44 @@ class BoundEngine:
         """
         if state.plan is not self.plan or len(snapshot.norm) != self._size:
             raise GradwatchError("state or snapshot belongs to other sites; use adopt()")
-        if snapshot.scalars.get("scaler_skip"):
-            return self._rejected(state, snapshot)
+        in_turn = self.turns.in_turn(snapshot.step, state.overdue)
+        rejected = bool(snapshot.scalars.get("scaler_skip"))
+        judge = self._rejected if rejected else self._judged
+        verdict, after = judge(state, snapshot, in_turn)
+        if not in_turn:
+            return verdict, after
+        missed = self.turns.missed(in_turn, snapshot, judged=not (rejected or snapshot.provisional))
+        return verdict, replace(after, in_turn=in_turn, overdue=missed)
+
+    def _judged(self, state: EngineState, snapshot: Snapshot, in_turn: InTurn) -> tuple[Verdict, EngineState]:
+        """A step that counts: at a glance where that is enough."""
         lr = snapshot.scalars.get("lr", state.lr)
         if state.ordinary is not None and not snapshot.provisional and not jumped(state.lr, lr):
-            learned = self._fast_path.learn(state, snapshot)
+            learned = self._fast_path.learn(state, snapshot, in_turn)
             if learned is not None:
                 tracks, consecutive = state.tracks, state.consecutive
                 known = state.ordinary, state.done
                 after = EngineState(self.plan, learned, tracks, consecutive, lr, *known, state.clips)
                 return state.ordinary, after
-        return self._judge(state, snapshot, lr)
+        return self._rule_by_rule(state, snapshot, in_turn, lr)
 
-    def _rejected(self, state: EngineState, snapshot: Snapshot) -> tuple[Verdict, EngineState]:
+    def _rejected(
+        self, state: EngineState, snapshot: Snapshot, in_turn: InTurn
+    ) -> tuple[Verdict, EngineState]:
         """A step that the GradScaler rejected: its gradients are the scaler's own affair."""
         if not self._of_scaler:
             return Verdict(firing_now(state)), state
-        step = Step(state, snapshot, self.rank)
+        step = Step(state, snapshot, in_turn, self.rank)
         baselines = step.learn(state.baselines, learning=True, only=OF_SCALER)
         for number in self._of_scaler:
             step.judge(number)
         return step.finish(baselines, state.lr)
 
-    def _judge(self, state: EngineState, snapshot: Snapshot, lr: float | None) -> tuple[Verdict, EngineState]:
-        """Rule by rule."""
-        baselines, step = state.baselines, Step(state, snapshot, self.rank)
+    def _rule_by_rule(
+        self, state: EngineState, snapshot: Snapshot, in_turn: InTurn, lr: float | None
+    ) -> tuple[Verdict, EngineState]:
+        """Facts first, then what is learned, then all others."""
+        baselines, step = state.baselines, Step(state, snapshot, in_turn, self.rank)
         for number in self._facts:
             step.judge(number)
         if not snapshot.provisional:
@@ -302,7 +317,15 @@ class BoundEngine:
         mask_S = self.sites.select(glob)
         baselines = self._restarted(state, mask_S, keep_judging=False)
         clips = self.clipping.reset(state.clips, mask_S)
-        return EngineState(self.plan, baselines, state.tracks, state.consecutive, state.lr, clips=clips)
+        return EngineState(
+            self.plan,
+            baselines,
+            state.tracks,
+            state.consecutive,
+            state.lr,
+            clips=clips,
+            overdue=state.overdue,
+        )
 
     def _restarted(self, state: EngineState, mask_S: BoolArray, keep_judging: bool) -> tuple[State, ...]:
         after = []

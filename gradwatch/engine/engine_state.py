@@ -6,7 +6,7 @@ Axes: K series of a bank or a rule.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -15,6 +15,7 @@ from gradwatch.detectors import State
 from gradwatch.engine.firing import IDLE, NEVER, Track, awake
 from gradwatch.engine.rule_plan import Plan
 from gradwatch.engine.series import Series
+from gradwatch.engine.turns import InTurn, Overdue
 from gradwatch.errors import GradwatchError
 from gradwatch.records.verdict import Verdict
 
@@ -27,7 +28,8 @@ class EngineState:
 
     `plan` the rules and series it belongs to; `baselines` one detector state per bank; `tracks` one per rule;
     `consecutive` steps in a row on which each rule asked for an action; `lr` the last learning rate seen.
-    `clips` one state per policy of `clip:`.
+    `clips` one state per policy of `clip:`. `in_turn` the staggered series whose turn it was at the last step, and
+    `overdue` those of them that it could not judge; neither is saved.
     What follows is only known of a state that `evaluate` made, and follows from the rest: `ordinary` the verdict
     on a healthy step, None while a rule on columns of every step is pending or firing; `done` by bank (see
     `Detector.done`).
@@ -41,6 +43,8 @@ class EngineState:
     ordinary: Verdict | None = None
     done: tuple[bool, ...] = ()
     clips: tuple[State, ...] = ()
+    in_turn: InTurn = field(default_factory=dict)
+    overdue: Overdue = field(default_factory=dict)
 
     def __repr__(self) -> str:
         firing = [

@@ -23,10 +23,10 @@ from numpy.typing import NDArray
 from gradwatch.detectors import Detector, State, first_crossed, may_breach
 from gradwatch.engine.engine_state import EngineState
 from gradwatch.engine.rule_plan import NO_BANK, Bank, Plan, RulePlan
-from gradwatch.engine.series import Series
 from gradwatch.engine.snapshot_reader import Reader
+from gradwatch.engine.turns import InTurn, Turn
 from gradwatch.records.columns import COUNT_COLUMNS, RANK_COLUMNS, is_scalar, scalar_name
-from gradwatch.records.snapshot import Snapshot
+from gradwatch.records.snapshot import Column, Snapshot
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 TINY = float(np.finfo(np.float32).smallest_subnormal)
@@ -74,7 +74,6 @@ class FastPath:
     __slots__ = (
         "_bank_inputs",
         "_beside",
-        "_due",
         "_gathered",
         "_guards",
         "_of_scalars",
@@ -93,7 +92,6 @@ class FastPath:
         self._staggered = tuple(
             (number, one) for number, one in enumerate(plan.rules) if one.series.phases is not None
         )
-        self._due: dict[tuple[str, int], NDArray[np.intp]] = {}
         others = (one.detector.columns for one in plan.rules if one.series.phases is None)
         staggered = frozenset[str]().union(*(one.detector.columns for _, one in self._staggered))
         self._beside = BY_RANK | staggered.difference(*others)
@@ -113,10 +111,10 @@ class FastPath:
         roots = plan.roots[: self._params] if self._params else np.ones(1, np.float32)
         self._roots = float(roots.max()), float(roots.min())
 
-    def learn(self, state: EngineState, snapshot: Snapshot) -> tuple[State, ...] | None:
+    def learn(self, state: EngineState, snapshot: Snapshot, in_turn: InTurn) -> tuple[State, ...] | None:
         """The baselines after this step; None unless it is certain to change no rule.
 
-        Presumes that `state.ordinary` is known.
+        Presumes that `state.ordinary` is known. Of staggered series only those `in_turn` are judged.
         """
         if not self._beside.issuperset(snapshot.columns):
             return None
@@ -131,14 +129,19 @@ class FastPath:
         if not (low > 0 and high < math.inf and TINY <= total < FLOAT32_MAX):
             return None
         scalars = _scalars(snapshot)
-        if not self._cannot_breach(snapshot, scalars, low, high):
+        if not self._cannot_breach(snapshot, in_turn, scalars, low, high):
             return None
-        if not (BY_RANK.issuperset(snapshot.columns) or self._staggered_idle(state, snapshot)):
+        if not (BY_RANK.issuperset(snapshot.columns) or self._staggered_idle(state, snapshot, in_turn)):
             return None
-        return self._advanced(state, snapshot, scalars)
+        return self._advanced(state, snapshot, in_turn, scalars)
 
     def _cannot_breach(
-        self, snapshot: Snapshot, scalars: Mapping[str, float], low: float, high: float
+        self,
+        snapshot: Snapshot,
+        in_turn: InTurn,
+        scalars: Mapping[str, float],
+        low: float,
+        high: float,
     ) -> bool:
         """True if no rule without a baseline breaches."""
         asked, known = self._gathered, self._bounds(low, high)
@@ -161,38 +164,26 @@ class FastPath:
                 asked += (one,)
         if not asked:
             return True
-        reader = Reader(snapshot, self.plan.roots)
+        reader = Reader(snapshot, in_turn, self.plan.roots)
         return not any(_breaches(one, reader) for one in asked)
 
-    def _staggered_idle(self, state: EngineState, snapshot: Snapshot) -> bool:
+    def _staggered_idle(self, state: EngineState, snapshot: Snapshot, in_turn: InTurn) -> bool:
         """True if this step changes no rule that is judged on some sites at each step."""
         known: dict[str, tuple[float, float] | None] = {}
         for number, one in self._staggered:
             key = one.series.key
             if key not in known:
-                known[key] = self._due_bounds(one.series, snapshot)
+                known[key] = _bounds_of(in_turn.get(key), snapshot.columns.get(one.series.column))
             bounds = known[key]
             if bounds is None:
                 continue
             if one.bank != NO_BANK or not state.tracks[number].idle:
                 return False
-            if not one.detector.cannot_breach(*bounds) and _breaches(one, Reader(snapshot, self.plan.roots)):
+            if not one.detector.cannot_breach(*bounds) and _breaches(
+                one, Reader(snapshot, in_turn, self.plan.roots)
+            ):
                 return False
         return True
-
-    def _due_bounds(self, series: Series, snapshot: Snapshot) -> tuple[float, float] | None:
-        """Smallest and largest value of the series that are judged at this step; None where none of them has one."""
-        column = snapshot.columns.get(series.column)
-        if column is None:
-            return None
-        residue = snapshot.step % series.every
-        due = self._due.get((series.key, residue))
-        if due is None:  # where they stand, laid out once
-            positions = np.flatnonzero(series.phases == residue)
-            due = positions if series.index is None else series.index[positions]
-            self._due[series.key, residue] = due
-        values = column.values[due][column.present[due]]
-        return (float(values.min()), float(values.max())) if len(values) else None
 
     def _bounds(self, low: float, high: float) -> Mapping[str, tuple[float, float]]:
         """Bounds on the columns of the sites that follow from those on the norms."""
@@ -202,7 +193,7 @@ class FastPath:
         return {"norm": (low, high), "rms": (least * (1 - ROUNDING), most * (1 + ROUNDING))}
 
     def _advanced(
-        self, state: EngineState, snapshot: Snapshot, scalars: Mapping[str, float]
+        self, state: EngineState, snapshot: Snapshot, in_turn: InTurn, scalars: Mapping[str, float]
     ) -> tuple[State, ...] | None:
         """Every baseline after it learned this step; None when a score is too close to call."""
         after = list(state.baselines)
@@ -215,7 +206,7 @@ class FastPath:
             if bank_input.select is None:
                 if bank_input.detector.indifferent(after[number], scalars.get):
                     continue
-                reader = reader or Reader(snapshot, self.plan.roots)
+                reader = reader or Reader(snapshot, in_turn, self.plan.roots)
                 sample = bank_input.bank.sample(reader)
                 if sample is None:
                     continue
@@ -253,6 +244,14 @@ def _logs(snapshot: Snapshot, params: int) -> NDArray[np.float32]:
 
 def _log(value: float) -> NDArray[np.float32]:
     return np.array([math.log(value)], np.float32)
+
+
+def _bounds_of(turn: Turn | None, column: Column | None) -> tuple[float, float] | None:
+    """Smallest and largest value of the series in turn; None where none of them has one."""
+    if turn is None or column is None:
+        return None
+    values = column.values[turn.sites][column.present[turn.sites]]
+    return (float(values.min()), float(values.max())) if len(values) else None
 
 
 def _breaches(one: RulePlan, reader: Reader) -> bool:

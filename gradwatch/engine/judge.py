@@ -22,6 +22,7 @@ from gradwatch.engine.events import Notice, Scored, build_event, worst_first
 from gradwatch.engine.firing import NEVER, Moved, Track, at_rest, move
 from gradwatch.engine.rule_plan import NO_BANK, Bank, Plan, RulePlan
 from gradwatch.engine.snapshot_reader import Reader
+from gradwatch.engine.turns import InTurn
 from gradwatch.records.columns import RUNNING_STATISTICS, is_observed
 from gradwatch.records.event import Event, EventKind, Severity
 from gradwatch.records.snapshot import BoolArray, FloatArray, Snapshot
@@ -66,11 +67,11 @@ class Step:
         "tracks",
     )
 
-    def __init__(self, state: EngineState, snapshot: Snapshot, rank: int) -> None:
+    def __init__(self, state: EngineState, snapshot: Snapshot, in_turn: InTurn, rank: int) -> None:
         self.plan: Plan = state.plan
         self.snapshot = snapshot
         self.rank = rank
-        self.reader = Reader(snapshot, state.plan.roots)
+        self.reader = Reader(snapshot, in_turn, state.plan.roots)
         self.tracks = list(state.tracks)
         self._tracks_before = state.tracks
         self._before = state.consecutive

@@ -34,7 +34,8 @@ class Series:
 
     `index[I]` the selected sites (None = all, in order); `owners[I]` the series each belongs to (None for
     one series per site); `names[K]` site or group names ("" for a total or a scalar); `depths[K]` the depth
-    of the deepest site in each. `every` > 1: each of them is judged every so many steps, at its own of `phases[K]`.
+    of the deepest site in each. `every` > 1: each of them is judged every so many steps, at its own of `phases[K]`
+    (`gradwatch.engine.turns`).
     """
 
     key: str
@@ -54,10 +55,6 @@ class Series:
     def always(self) -> bool:
         """True if it has values on steps on which no column was measured beside the norms (and by rank)."""
         return is_free(self.column) or self.column in COUNT_COLUMNS or self.column in RANK_COLUMNS
-
-    def due(self, step: int) -> BoolArray | None:
-        """bool[K]: the series that are judged at this step; None = all."""
-        return None if self.phases is None else self.phases == step % self.every
 
     def touched(self, sites: Sites, mask_S: BoolArray) -> BoolArray:
         """bool[K]: the series that any site of `mask_S` is part of; a scalar counts as made of all."""

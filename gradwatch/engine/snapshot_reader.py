@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from gradwatch.detectors import Sample
 from gradwatch.engine.series import Index, Series, roots_of
+from gradwatch.engine.turns import InTurn
 from gradwatch.records.columns import AVERAGED, COUNT_COLUMNS, LARGEST, ROOT_MEAN_SQUARED, SMALLEST, SUMMED
 from gradwatch.records.snapshot import BoolArray, FloatArray, Snapshot
 
@@ -27,13 +28,25 @@ class Reader:
     """Reads samples of series from one Snapshot; each column and each bound is computed once.
 
     Bounds come first: the smallest and largest values present (NaN if any is; +inf, -inf if none); most rules
-    need no more than that on a healthy step. `roots[S]` are those of `roots_of`, kept between steps.
+    need no more than that on a healthy step. `roots[S]` are those of `roots_of`, kept between steps. Of staggered
+    series only those `in_turn` have samples.
     """
 
-    __slots__ = ("_bounds", "_columns", "_everyone", "_roots", "_scalars", "called", "everywhere", "snapshot")
+    __slots__ = (
+        "_bounds",
+        "_columns",
+        "_everyone",
+        "_in_turn",
+        "_roots",
+        "_scalars",
+        "called",
+        "everywhere",
+        "snapshot",
+    )
 
-    def __init__(self, snapshot: Snapshot, roots: FloatArray | None = None) -> None:
+    def __init__(self, snapshot: Snapshot, in_turn: InTurn, roots: FloatArray | None = None) -> None:
         self.snapshot = snapshot
+        self._in_turn = in_turn
         self._roots = roots_of(snapshot.sites) if roots is None else roots
         self._everyone = np.ones(len(snapshot.calls), np.bool_)
         self.called: BoolArray = snapshot.calls > 0
@@ -151,9 +164,9 @@ class Reader:
             return self._collect(series, values, present)
         if series.index is not None:
             values, present = values[series.index], present[series.index]
-        due = series.due(self.snapshot.step)
-        if due is not None:
-            present = present & due
+        if series.phases is not None:
+            turn = self._in_turn.get(series.key)
+            present = present & turn.mask if turn is not None else np.zeros(len(series), np.bool_)
             if not present.any():
                 return None
         if len(columns) < 2:

@@ -8,17 +8,19 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 from torch import Tensor
 
 from gradwatch.capture.columns.loss import without_scale
 from gradwatch.capture.columns.module_statistics import ModuleTaps
-from gradwatch.capture.columns.pending_columns import PendingColumns
+from gradwatch.capture.columns.pending_columns import Overdue, PendingColumns
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.snapshot_assembly import Extras
 from gradwatch.capture.window_norms import WindowNorms
 from gradwatch.errors import AttachError
 from gradwatch.reading.device import host_value, is_ready, start_copy
 from gradwatch.records.columns import MEASURED, OBSERVED_ONLY
+from gradwatch.records.snapshot import Sites
 from gradwatch.session.binding.optimizer_rules import ORDINARY, Clock, OptimizerRules
 from gradwatch.session.optimizer_context import OptimizerContext
 
@@ -84,9 +86,11 @@ class ExtraColumns:
         captured = ctx.captured
         optimizer = captured.optimizer() if captured.optimizer is not None else None
         params: list[PendingColumns] = []
-        if bound_rules.column_reader.wanted and window.step not in bound_rules.column_reader.idle:
-            pending = bound_rules.column_reader.collect(
-                window.step, captured.params, captured.grads, window.left, optimizer
+        overdue = bound_rules.overdue
+        reader = bound_rules.column_reader
+        if reader.wanted and (overdue or window.step not in reader.idle):
+            pending = reader.collect(
+                window.step, captured.params, captured.grads, window.left, optimizer, overdue, window.zero
             )
             params += [] if pending is None else [pending]
         scale = 1.0 if window.loss_scale is None else window.loss_scale
@@ -94,7 +98,7 @@ class ExtraColumns:
             params.append(bound_rules.local.collect(scale))
         modules = []
         if self._taps is not None and not captured.index:
-            modules.append(self._taps.collect(window.step, scale))
+            modules.append(self._taps.collect(window.step, scale, _of_modules(overdue, bound_rules.sites)))
         scalars = self._unseen(bound_rules) if self._count > bound_rules.observed else {}
         if window.loss is not None and "loss" not in scalars:
             scalars["loss"] = without_scale(window.loss, window.loss_scale)
@@ -139,3 +143,11 @@ class ExtraColumns:
         }
         bound_rules.observed = self._count
         return fresh
+
+
+def _of_modules(overdue: Overdue, sites: Sites) -> Overdue:
+    """bool[M]: the tapped modules among the sites."""
+    if not overdue:
+        return overdue
+    modules = np.array([kind == "module" for kind in sites.kinds], np.bool_)
+    return {columns: mask[modules] for columns, mask in overdue.items()}

@@ -9,6 +9,7 @@ from gradwatch.account.session_counts import SessionCounts
 from gradwatch.actions.step_actions import Outcome
 from gradwatch.engine.actions.failed_actions import failed
 from gradwatch.engine.actions.norms_after_actions import reshaped
+from gradwatch.engine.turns import NONE_IN_TURN, InTurn
 from gradwatch.records.decision import Decision
 from gradwatch.records.finding import Finding
 from gradwatch.records.record import Record
@@ -23,7 +24,7 @@ class Facts(NamedTuple):
     """Values that the Record of a judged step is made of.
 
     `bound_rules` are the rules it was judged by, `found` is the Snapshot measured, `snapshot` as decided;
-    `judged` False: the engine failed.
+    `judged` False: the engine failed. `in_turn` are the staggered series that it judged.
     """
 
     bound_rules: OptimizerRules
@@ -34,6 +35,7 @@ class Facts(NamedTuple):
     clock: Clock
     findings: tuple[Finding, ...]
     judged: bool
+    in_turn: InTurn = NONE_IN_TURN
 
 
 class Judged(NamedTuple):
@@ -65,7 +67,7 @@ class Publishing:
             left = reshaped(found, done, found.total_norm_applied, {})
             record = failed(record, left, done, wrong.error, rules)
         bound_rules.record = record
-        self._publish(record)
+        self._publish(record, facts.in_turn)
 
     def flush(self, timeout: float = 2.0) -> None:
         """Make what was written durable, before training is stopped."""
@@ -73,8 +75,8 @@ class Publishing:
         for sink in self.sinks:
             sink.flush(max(0.0, deadline - time.monotonic()))
 
-    def _publish(self, record: Record) -> None:
-        self.totals.observe(record)
+    def _publish(self, record: Record, in_turn: InTurn) -> None:
+        self.totals.observe(record, in_turn)
         for sink in self.sinks:
             sink.write(record)
         if record.decision.stop:

@@ -226,7 +226,15 @@ class StepPipeline:
         if self._sources.bundles is not None:
             decision = self._sources.bundles.take(captured, snapshot, verdict, decision, findings)
         facts = Facts(
-            bound_rules, found, snapshot, verdict, decision, clock, findings, verdict is not UNJUDGED
+            bound_rules,
+            found,
+            snapshot,
+            verdict,
+            decision,
+            clock,
+            findings,
+            judged=verdict is not UNJUDGED,
+            in_turn=bound_rules.state.in_turn,
         )
         return Judged(decision.at(step.shared.own), facts)
 
@@ -293,9 +301,9 @@ class StepPipeline:
 
     def _note_move(self, step: StepContext, decision: Decision) -> None:
         """Note the weights that this step is going to change, for a column that compares them."""
-        moved = (step.window.calls > 0) & (step.found.norm[step.shared.own] > 0)
-        moved &= not (decision.skip or step.rejected)
-        step.bound_rules.column_reader.moved(moved, step.window.step)
+        stepped = (step.window.calls > 0) & (not (decision.skip or step.rejected))
+        zero = step.found.norm[step.shared.own] == 0
+        step.bound_rules.column_reader.moved(stepped, zero, step.window.step)
 
     def _note_ordinary(self, step: StepContext, verdict: Verdict, snapshot: Snapshot) -> None:
         """Count ordinary steps; reinstall hooks where the few left have miscounted."""

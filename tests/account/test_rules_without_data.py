@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
+import numpy as np
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -12,6 +15,7 @@ from torch import nn
 import gradwatch
 from gradwatch.account.rules_without_data import RulesWithoutData
 from gradwatch.engine import Engine
+from gradwatch.engine.turns import NONE_IN_TURN
 from gradwatch.rules.files import parse_rules
 from gradwatch.session.binding.rule_bindings import reads_of
 from gradwatch.session.watch import session_of
@@ -61,8 +65,8 @@ def test_a_rule_is_without_data_where_the_engine_never_evaluated_it(
             provisional=has["provisional"],
             loss_scale=2.0 if has["scale"] else None,
         )
-        without_data.observe(snapshot)
         verdict, state = engine.evaluate(state, snapshot)
+        without_data.observe(snapshot, state.in_turn)
         evaluated |= verdict.breaching.keys()
     assert without_data.reasons().keys() == {rule.id for rule in RULES.rules} - evaluated
 
@@ -73,14 +77,18 @@ def test_every_optimizer_is_asked_about_its_own_rules() -> None:
     reads = reads_of(engine)
     without_data.bind(0, {"norm": reads["norm"]})
     without_data.bind(1, {"norm": reads["norm"], "rare": reads["rare"]})
-    without_data.observe(make_snapshot(SITES, 0, [1.0] * 4))
+    without_data.observe(make_snapshot(SITES, 0, [1.0] * 4), NONE_IN_TURN)
+    assert without_data.reasons() == {"rare": "no step was taken"}
+    without_data.observe(make_snapshot(SITES, 13, [1.0] * 4, optimizer=1), NONE_IN_TURN)
     assert without_data.reasons() == {"rare": "no step at which it is evaluated was reached (every: 7)"}
-    without_data.observe(make_snapshot(SITES, 14, [1.0] * 4, optimizer=1))
+    without_data.observe(make_snapshot(SITES, 14, [1.0] * 4, optimizer=1), NONE_IN_TURN)
     without_data.bind(1, reads)
     assert without_data.reasons().keys() == {"loss", "scale", "large", "often", "nan"}
     assert without_data.reasons()["loss"].startswith(
         "no loss was observed (a backward started from C++ exposes none"
     )
+    assert without_data.reasons()["large"] == "no step at which it is evaluated was reached (every: 5)"
+    without_data.observe(make_snapshot(SITES, 16, [1.0] * 4, optimizer=1), NONE_IN_TURN)
     assert without_data.reasons()["large"] == "max_abs was never measured"
 
 
@@ -100,3 +108,117 @@ rules:
             optimizer.step()
         reason = "no step at which it is evaluated was reached (every: 1000)"
         assert session_of(gw).account().no_data == {"rare": reason}
+
+
+COSTLY = parse_rules("""version: 1
+groups: {frozen: {params: ["*.0.weight"]}}
+rules:
+  weights: {detect: {kind: above, of: weight_norm, threshold: 1e9}}
+  gradients: {detect: {kind: above, of: max_abs, threshold: 1e9}, every: 1}
+  later: {detect: {kind: above, of: update_norm, threshold: 1e9}, scope: total, every: 100}
+""")
+
+
+def no_data(training: Callable[[nn.Module], None], path: Path) -> Mapping[str, str]:
+    """The rules of `COSTLY` without data after a training, with their reasons."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    with gradwatch.watch(model, rules=COSTLY, run_dir=path, sinks=[Kept()]) as gw:
+        training(model)
+        return session_of(gw).account().no_data
+
+
+def by_hand(model: nn.Module) -> None:
+    """A loop without an optimizer."""
+    for _ in range(5):
+        model.zero_grad()
+        model(torch.ones(2, 4)).sum().backward()
+        with torch.no_grad():
+            for param in model.parameters():
+                assert param.grad is not None
+                param -= 0.1 * param.grad
+
+
+def inside_backward(model: nn.Module) -> None:
+    """An optimizer for each parameter, which steps as soon as its gradient is there."""
+    for param in model.parameters():
+        optimizer = torch.optim.SGD([param], 0.1)
+
+        def step(_: torch.Tensor, optimizer: torch.optim.Optimizer = optimizer) -> None:
+            optimizer.step()
+            optimizer.zero_grad()
+
+        param.register_post_accumulate_grad_hook(step)
+    for _ in range(5):
+        model(torch.ones(2, 4)).sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("training", "why"),
+    [(by_hand, "no torch optimizer steps here"), (inside_backward, "here it steps inside the backward")],
+)
+def test_whole_tensors_are_not_read_after_the_weights_have_moved(
+    training: Callable[[nn.Module], None], why: str, tmp_path: Path
+) -> None:
+    """A norm read late would be that of another weight: the rules are named as without data, with the reason."""
+    reason = f"columns of whole tensors are read just before the optimizer's step, and {why}"
+    assert no_data(training, tmp_path) == dict.fromkeys(("weights", "gradients", "later"), reason)
+
+
+def test_a_column_that_came_for_others_is_no_data(tmp_path: Path) -> None:
+    """The rule's own parameters never had a gradient; another's cadence was never reached: each has its own reason."""
+    rules = parse_rules("""version: 1
+groups: {first: {params: ["0.*"]}}
+rules:
+  all: {detect: {kind: above, of: max_abs, threshold: 1e9}, every: 1}
+  first: {detect: {kind: above, of: max_abs, threshold: 1e9}, every: 1, groups: [first]}
+  norm: {detect: {kind: above, of: norm, threshold: 1e9}, groups: [first]}
+  turns: {detect: {kind: above, of: max_abs, threshold: 1e9}, every: 2, groups: [first]}
+  later: {detect: {kind: above, of: update_norm, threshold: 1e9}, scope: total, every: 100}
+""")
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with gradwatch.watch(model, optimizer, rules=rules, run_dir=tmp_path, sinks=[Kept()]) as gw:
+        for _ in range(5):
+            optimizer.zero_grad()
+            model[1](torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+        found = session_of(gw).account().no_data
+    assert found == {
+        "first": "none of what it is about had a value of max_abs",
+        "norm": "none of what it is about had a value of norm",
+        "turns": "none of what it is about had a value of max_abs",
+        "later": "no step at which it is evaluated was reached (every: 100)",
+    }
+
+
+def test_parameters_that_are_absent_at_each_of_their_turns_are_judged(tmp_path: Path) -> None:
+    """Two branches in turn, at every: 2: what is absent at its turn is judged at the next step, not never."""
+    rules = parse_rules(
+        "version: 1\nrules:\n"
+        + "".join(
+            f"  {of}: {{detect: {{kind: above, of: {of}, threshold: -1}}, every: 2, for: 1}}\n"
+            for of in ("max_abs", "update_norm", "activation_mean")
+        )
+        + "modules: {tap: output, names: ['*']}\n"
+    )
+    torch.manual_seed(0)
+    branches = nn.ModuleList([nn.Sequential(nn.Linear(4, 4, bias=False), nn.Sigmoid()) for _ in range(2)])
+    optimizer, kept = torch.optim.SGD(branches.parameters(), 0.1), Kept()
+    with gradwatch.watch(branches, optimizer, rules=rules, run_dir=tmp_path, sinks=[kept]):
+        for step in range(20):
+            optimizer.zero_grad()
+            branches[step % 2](torch.rand(3, 4)).sum().backward()
+            optimizer.step()
+    judged: dict[str, dict[str, int]] = {rule.id: {} for rule in rules.rules}
+    for record in kept.records:
+        for rule, mask in record.verdict.breaching.items():
+            for site in np.flatnonzero(mask):
+                name = record.snapshot.sites.names[site]
+                judged[rule][name] = judged[rule].get(name, 0) + 1
+    weights, modules = ("0.0.weight", "1.0.weight"), ("0", "0.0", "0.1", "1", "1.0", "1.1")
+    assert {name: count >= 9 for name, count in judged["max_abs"].items()} == dict.fromkeys(weights, True)
+    # What is overdue is copied at one step and compared at the next; of modules the next call but one is read.
+    assert {name: count >= 4 for name, count in judged["update_norm"].items()} == dict.fromkeys(weights, True)
+    assert {name: count >= 4 for name, count in judged["activation_mean"].items()} == dict.fromkeys(
+        modules, True
+    )

@@ -26,7 +26,7 @@ class Steps:
         mark = self.totals.own_time.begin()
         self.now += until_measured
         self.totals.own_time.news()
-        self.totals.observe(make_record(make_sites(), optimizer=n % 2, step=n // 2))
+        self.totals.observe(make_record(make_sites(), optimizer=n % 2, step=n // 2), {})
         self.now += after
         self.totals.own_time.end(mark)
 

@@ -169,6 +169,9 @@ def test_a_glance_sees_what_judging_sees(pack: str, seed: int) -> None:
         assert quick.acting == slow.acting
         assert after.to_dict() == expected.to_dict()
         assert (after.ordinary is None, after.done) == (expected.ordinary is None, expected.done)
+        assert {k: v.tolist() for k, v in after.overdue.items()} == {
+            k: v.tolist() for k, v in expected.overdue.items()
+        }
         state = after
 
 
@@ -177,8 +180,8 @@ def test_healthy_steps_are_quiet(pack: str, monkeypatch: pytest.MonkeyPatch) -> 
     """Steady gradients never get as far as the judgement of single rules, whatever the pack."""
     engine, rng = bind(packs()[pack]), np.random.default_rng(1)
     bound_rules, judged = OptimizerRules(engine), []
-    whole = engine._judge
-    monkeypatch.setattr(engine, "_judge", lambda *args: judged.append(args[1].step) or whole(*args))
+    whole = engine._rule_by_rule
+    monkeypatch.setattr(engine, "_rule_by_rule", lambda *args: judged.append(args[1].step) or whole(*args))
     for step in range(60):
         bound_rules.step(
             step, (2 + rng.uniform(-0.01, 0.01, SIZE)).tolist(), scalars={"lr": 1e-3, "loss": 2.0}
@@ -191,8 +194,8 @@ def test_healthy_columns_of_some_sites_are_quiet(monkeypatch: pytest.MonkeyPatch
     """Rules that are judged on some sites at each step end at a bound too; one that is pending is judged."""
     engine = bind(tuple(one for one in packs()["staggered"] if one.id != "weights"))
     bound_rules, judged = OptimizerRules(engine), []
-    whole = engine._judge
-    monkeypatch.setattr(engine, "_judge", lambda *args: judged.append(args[1].step) or whole(*args))
+    whole = engine._rule_by_rule
+    monkeypatch.setattr(engine, "_rule_by_rule", lambda *args: judged.append(args[1].step) or whole(*args))
     for step in range(30):
         columns = {name: everywhere(np.full(SIZE, usual)) for name, (usual, _) in COSTLY.items()}
         if step == 20:

@@ -57,12 +57,12 @@ def test_what_is_announced_is_read(rules: str, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(chunks, "blocks", counted)
     monkeypatch.setattr(chunks, "copy", copied)
     own = np.arange(len(params))
-    reader = ColumnReader(plan.needs.only(COLUMNS).of(own), plan.staggering.of(own))
+    reader = ColumnReader(plan.needs.only(COLUMNS), plan.staggering, own)
     found = []
     for step in range(180):
         read[0] = 0
         reader.collect(step, params, lambda: params, optimizer=optimizer)
-        reader.moved(np.ones(len(params), np.bool_), step)
+        reader.moved(np.ones(len(params), np.bool_), np.zeros(len(params), np.bool_), step)
         found.append(read[0])
     cost = step_cost(plan, np.full(len(params), 4))
     assert cost.norms == 4 * numels.sum()

@@ -11,8 +11,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradwatch.engine import staggering
+from gradwatch.engine.columns_needed import OF_UPDATES
 from gradwatch.records.record import Record
-from gradwatch.records.snapshot import Column
+from gradwatch.records.snapshot import Column, Sites
 from tests.situations.catalogue import SITUATIONS
 from tests.situations.laws import seeded, watched
 from tests.situations.probe import Probe, wide
@@ -88,6 +89,13 @@ def judged(record: Record, column: str, every: int) -> set[str]:
     return {record.snapshot.sites.names[k] for k in np.flatnonzero(mask)}
 
 
+def turn(phased: staggering.Staggering, sites: Sites, column: str, every: int, record: Record) -> set[str]:
+    """The parameters whose turn it is: all of them at each step, or those of its phase."""
+    if column in OF_UPDATES and record.snapshot.step == 0:
+        return set()
+    return {sites.names[k] for k in np.flatnonzero(phased.due(every, record.snapshot.step))}
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_values_are_exact_and_judged_when_due(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eleven columns at four cadences beside each other, of parameters that have phases of their own."""
@@ -100,16 +108,18 @@ def test_values_are_exact_and_judged_when_due(name: str, monkeypatch: pytest.Mon
             training.step(number)
     assert len(sink.records) == len(probe.steps) == STEPS
     before: dict[str, tuple[Any, np.ndarray]] = {}
+    overdue: dict[tuple[str, int], set[str]] = {}
     for record, now in zip(sink.records, probe.steps, strict=True):
         sites = record.snapshot.sites
-        if (
-            record.snapshot.provisional
-        ):  # parameters were unfrozen in it: it is not judged, and the rules bound anew
-            before = now
-            continue
-        phases = {
-            every: staggering.Staggering(np.maximum(sites.numels, 1)).phases(every) for every in CADENCES
+        phased = staggering.Staggering(np.maximum(sites.numels, 1))
+        in_turn = {
+            (column, every): overdue.get((column, every), set()) | turn(phased, sites, column, every, record)
+            for column in (*GRADIENTS, *WEIGHTS)
+            for every in CADENCES
         }
+        if record.snapshot.provisional:  # parameters were unfrozen in it, so it is not judged
+            before, overdue = now, in_turn
+            continue
         for column in (*GRADIENTS, *WEIGHTS):
             found = record.snapshot.columns.get(
                 column, Column(np.zeros(len(sites)), np.zeros(len(sites), bool))
@@ -131,18 +141,10 @@ def test_values_are_exact_and_judged_when_due(name: str, monkeypatch: pytest.Mon
                 )  # a mean of both signs is as good as what it is of
                 assert present[site] == pytest.approx(value, rel=1e-5, abs=least), (column, site)
             for every in CADENCES:
-                due = (
-                    set(sites.names)
-                    if every == 1
-                    else {
-                        sites.names[k] for k in np.flatnonzero(phases[every] == record.snapshot.step % every)
-                    }
-                )
-                assert judged(record, column, every) == due & there.keys(), (
-                    column,
-                    every,
-                    record.snapshot.step,
-                )
+                due = in_turn[column, every]
+                got = judged(record, column, every)
+                assert got == due & there.keys(), (column, every, record.snapshot.step)
+                overdue[column, every] = due - got
         before = now
 
 

@@ -1,7 +1,8 @@
 """Columns of parameters that cost a read of whole tensors: of gradients, weights, updates and an optimizer's moments.
 
 Each is read exactly, and only of the parameters that some rule judges at this step (`Needs`); of a staggered rule
-these are about one in `every`, by elements. An update ratio costs a copy of the weights, made one step before.
+these are about one in `every`, by elements, and those that had no value when it was their turn. An update ratio costs
+a copy of the weights, made one step before.
 """
 
 from __future__ import annotations
@@ -11,12 +12,18 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.optim import Optimizer
 
 from gradwatch.capture.columns.gradient_values import GRADIENT_COLUMNS, read_gradient_values
-from gradwatch.capture.columns.optimizer_state import STATE_COLUMNS, read_optimizer_state
-from gradwatch.capture.columns.pending_columns import MovedParameters, PendingColumns
+from gradwatch.capture.columns.optimizer_state import STATE_COLUMNS, has_moment, read_optimizer_state
+from gradwatch.capture.columns.pending_columns import (
+    NOTHING_OVERDUE,
+    MovedParameters,
+    Overdue,
+    PendingColumns,
+)
 from gradwatch.capture.columns.update_ratio import WEIGHT_COLUMNS, WeightReader
 from gradwatch.engine.columns_needed import OF_UPDATES, Needs
 from gradwatch.engine.staggering import Staggering
@@ -30,14 +37,24 @@ LAID_OUT = 128
 """Steps whose positions are laid out once; where they repeat more rarely, they are made at each step."""
 
 
-class ColumnReader:
-    """Reads what `needs` says of the K tensors of one capture, whose phases are in `staggering`."""
+def unknown() -> None:
+    """Nothing is known of the gradients yet: they are on a device."""
+    return
 
-    def __init__(self, needs: Needs, staggering: Staggering) -> None:
+
+class ColumnReader:
+    """Reads what `needs` says of the K tensors of one capture, whose phases are in `staggering`; both are of all sites.
+
+    `own[K]` are the sites of these tensors; None = all.
+    """
+
+    def __init__(self, needs: Needs, staggering: Staggering, own: NDArray[np.intp] | None = None) -> None:
         self.wanted = needs.columns & COLUMNS
-        self._needs = needs
-        self._staggering = staggering
-        self._count = len(staggering)
+        own = np.arange(len(staggering)) if own is None else own
+        self._needs = needs.of(own)
+        self._staggering = staggering.of(own)
+        self._own = own
+        self._count = len(own)
         self._names = sorted(self.wanted)
         self._compared = sorted(OF_UPDATES & self.wanted)
         self._reads_weights = bool(WEIGHT_COLUMNS & self.wanted)
@@ -74,11 +91,15 @@ class ColumnReader:
         grads: Callable[[], Sequence[Tensor | None]],
         scale: Number = 1.0,
         optimizer: Optimizer | None = None,
+        overdue: Overdue = NOTHING_OVERDUE,
+        zero: Callable[[], BoolArray | None] = unknown,
     ) -> PendingColumns | None:
         """Everything due at this boundary, before the optimizer moves the weights; None if nothing is.
 
         Also copies the weights whose update is due at the next step. `params[K]` and `grads()[K]` are the capture's, in
-        its order; `scale` is the loss scale still in the gradients; `optimizer` keeps the moments.
+        its order; `scale` is the loss scale still in the gradients; `optimizer` keeps the moments. `overdue` bool[S]
+        are sites to be read whatever the step, where that can be had. `zero()` is bool[K], the gradients of zeros;
+        None where unknown.
         """
         if len(params) != self._count:  # parameters of a loop without an optimizer that are gone
             self._weights.discard()
@@ -86,8 +107,13 @@ class ColumnReader:
         due = {name: at for name in self._names if (at := self._due(name, step))}
         copied = self._copied_at(step)
         if not due and not copied:
-            self._weights.discard()
             self.idle = range(step, self._next(step))
+        if overdue:
+            late = self._overdue(overdue, step, params, grads(), optimizer)
+            due = {name: at for name in self._names if (at := _joined(due.get(name, ()), late.get(name, ())))}
+            copied = _joined(copied, self._overdue_updates(overdue, grads(), zero))
+        if not due and not copied:
+            self._weights.discard()
             return None
         pending, gradients = PendingColumns(len(params)), grads()
         of_gradients = {name: at for name, at in due.items() if name in GRADIENT_COLUMNS}
@@ -105,6 +131,48 @@ class ColumnReader:
             # No optimizer moves a parameter without a gradient.
             self._weights.keep(step, params, [k for k in copied if gradients[k] is not None], moved)
         return pending if due else None
+
+    def _overdue(
+        self,
+        overdue: Overdue,
+        step: int,
+        params: Sequence[Tensor],
+        gradients: Sequence[Tensor | None],
+        optimizer: Optimizer | None,
+    ) -> dict[str, list[int]]:
+        """The positions, by column, that are overdue and can be read now: what they are of is there."""
+        found: dict[str, list[int]] = {}
+        for columns, mask in overdue.items():
+            judged, late = columns[0], _positions(mask[self._own])
+            if judged in OF_UPDATES:
+                kept = self._weights.copied(step - 1)
+                late = [k for k in late if k in kept]
+            elif judged in GRADIENT_COLUMNS:
+                late = [k for k in late if gradients[k] is not None]
+            elif judged in STATE_COLUMNS:
+                late = [k for k in late if has_moment(judged, optimizer, params[k])]
+            for name in columns:
+                found.setdefault(name, []).extend(late)
+        return found
+
+    def _overdue_updates(
+        self,
+        overdue: Overdue,
+        gradients: Sequence[Tensor | None],
+        zero: Callable[[], BoolArray | None],
+    ) -> list[int]:
+        """The positions of the weights to be copied for an overdue update.
+
+        None without a gradient; none with a gradient of zeros, by which most optimizers leave it where it is.
+        """
+        late = {
+            k
+            for columns, mask in overdue.items()
+            if columns[0] in OF_UPDATES
+            for k in _positions(mask[self._own])
+        }
+        zeros = zero() if late else None
+        return [k for k in late if gradients[k] is not None and (zeros is None or not zeros[k])]
 
     def _due(self, name: str, step: int) -> Sequence[int]:
         """The positions of the parameters of which a column is due."""
@@ -131,15 +199,24 @@ class ColumnReader:
 
     def _asked(self, name: str, step: int) -> Sequence[int]:
         at = self._needs.due(name, step, self._staggering)
-        return () if at is None else np.flatnonzero(at).tolist()  # sync: numpy
+        return () if at is None else _positions(at)
 
-    def moved(self, present: BoolArray, step: int | None = None) -> None:
-        """Note the parameters for which the optimizer got a non-zero gradient at `step` (None = the oldest kept).
+    def moved(self, stepped: BoolArray, zero: BoolArray, step: int | None = None) -> None:
+        """Note what the optimizer got at `step` (None = the oldest kept): bool[K], a gradient at all, and one of zeros.
 
-        None of them on a skipped step. Steps are judged in order, but on a device some steps after they were
+        Nothing on a skipped step. Steps are judged in order, but on a device some steps after they were
         measured.
         """
         while self.awaiting and step is not None and self.awaiting[0].step < step:
             self.awaiting.popleft()
         if self.awaiting and (step is None or self.awaiting[0].step == step):
-            self.awaiting.popleft().present = present
+            moved = self.awaiting.popleft()
+            moved.stepped, moved.zero = stepped, zero
+
+
+def _joined(some: Sequence[int], others: Sequence[int]) -> Sequence[int]:
+    return sorted({*some, *others}) if others else some
+
+
+def _positions(mask: BoolArray) -> list[int]:
+    return np.flatnonzero(mask).tolist()  # sync: numpy

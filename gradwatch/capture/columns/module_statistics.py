@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gradwatch.capture.columns.pending_columns import PendingColumns
+from gradwatch.capture.columns.pending_columns import NOTHING_OVERDUE, Overdue, PendingColumns
 from gradwatch.capture.columns.running_statistics import RUNNING_COLUMNS, RunningStatistics
 from gradwatch.capture.parameter_names import named_modules
 from gradwatch.engine.columns_needed import Needs
@@ -98,9 +98,16 @@ class ModuleTaps:
                 around = FullBackward(self._backward(m), failed)
                 self._ignore.append(module_calls.listen(module, around.before, around.after))
 
-    def collect(self, step: int, scale: Number) -> PendingColumns:
-        """Measurements of the taps since the last step boundary; the loss scale is divided out of gradients."""
+    def collect(self, step: int, scale: Number, overdue: Overdue = NOTHING_OVERDUE) -> PendingColumns:
+        """Measurements of the taps since the last step boundary; the loss scale is divided out of gradients.
+
+        `overdue` bool[M] are modules that are read at the next step whatever it is, if they are called; their running
+        statistics are read at this one.
+        """
         self._due = self._due_at(step + 1)
+        for columns, mask in overdue.items():
+            for name in ACTIVATION_COLUMNS.intersection(columns):
+                self._due[name] = mask | self._due.get(name, False)
         pending = PendingColumns(len(self.names))
         for column, collected in self._collected.items():
             if not collected:
@@ -116,7 +123,7 @@ class ModuleTaps:
             pending.parts[column] = async_copy
             pending.present[column] = present
             collected.clear()
-        self._running.read(pending, step)
+        self._running.read(pending, step, overdue)
         if self.bounds is not None:
             self._bounded(self.bounds.taken(), pending)
         return pending

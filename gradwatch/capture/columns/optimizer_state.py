@@ -52,6 +52,11 @@ def read_optimizer_state(
             pending.present[name] = numbers.present(pending.count)
 
 
+def has_moment(column: str, optimizer: Optimizer | None, param: Tensor) -> bool:
+    """True if the optimizer keeps what a column of a parameter is of."""
+    return _moment(optimizer, param, MOMENT[column]) is not None
+
+
 def _moment(optimizer: Optimizer | None, param: Tensor, keys: Sequence[str]) -> Tensor | None:
     """A moment of one parameter, dense and real, this rank's part of it; None where the optimizer keeps none."""
     state: Any = getattr(optimizer, "state", None)

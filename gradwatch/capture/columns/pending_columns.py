@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -15,6 +16,9 @@ from torch import Tensor
 from gradwatch.reading.device import AsyncCopy, Floats, Number, host_value, is_ready
 from gradwatch.records.snapshot import BoolArray, Column
 
+Overdue = Mapping[tuple[str, ...], BoolArray]
+"""Sites that no step has had a value of since their turn, by the columns that a rule reads, the judged one first."""
+NOTHING_OVERDUE: Overdue = MappingProxyType({})
 TINY, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
@@ -95,17 +99,29 @@ class Numbers:
 
 @dataclass(slots=True)
 class MovedParameters:
-    """Parameters that the optimizer moved at one step: known once that step has been judged."""
+    """Parameters that the optimizer moved at one step: known once that step has been judged.
+
+    `stepped` bool[K]: it got a gradient for them, and was not kept from its step; `zero` bool[K]: a gradient of zeros,
+    which moves a weight only by momentum or decay.
+    """
 
     step: int
-    present: BoolArray | None = None
+    stepped: BoolArray | None = None
+    zero: BoolArray | None = None
+
+    def of(self, changes: Floats) -> BoolArray:
+        """bool[K]: those that have moved, of which these are the changes (or ratios of them)."""
+        if self.stepped is None or self.zero is None:
+            return np.zeros(len(changes), np.bool_)
+        moved: BoolArray = self.stepped & (~self.zero | (changes > 0))
+        return moved
 
 
 @dataclass(slots=True)
 class PendingColumns:
     """Columns of one step by name, with the positions of K at which each has a value.
 
-    A column in `moved` has one only where the optimizer has moved the parameter: none while that is not known.
+    A column in `moved` has one only where the optimizer has moved the parameter; it is left out while that is unknown.
     """
 
     count: int
@@ -124,6 +140,7 @@ class PendingColumns:
             present, moved = self.present[name], self.moved.get(name)
             if moved is None:
                 found[name] = Column(part.values(), present)
-            elif moved.present is not None:  # else the step before was never judged
-                found[name] = Column(part.values(), present & moved.present)
+            elif moved.stepped is not None:  # else the step before was never judged
+                values = part.values()
+                found[name] = Column(values, present & moved.of(values))
         return found

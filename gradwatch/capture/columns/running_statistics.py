@@ -8,11 +8,12 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from gradwatch.capture.columns.pending_columns import Numbers, PendingColumns
+from gradwatch.capture.columns.pending_columns import NOTHING_OVERDUE, Numbers, Overdue, PendingColumns
 from gradwatch.engine.columns_needed import Needs
 from gradwatch.engine.staggering import Staggering
 from gradwatch.reading import chunks, foreach
@@ -41,12 +42,15 @@ class RunningStatistics:
         self._wanted = sorted(RUNNING_COLUMNS & needs.columns) if self._layers else []
         self._needs, self._staggering = needs, staggering
 
-    def read(self, pending: PendingColumns, step: int) -> None:
-        """Put the columns that are due into `pending`; a layer that keeps no such statistics has no value."""
+    def read(self, pending: PendingColumns, step: int, overdue: Overdue = NOTHING_OVERDUE) -> None:
+        """Put the columns due, or `overdue` (bool[M]), into `pending`; what keeps no such statistics has no value."""
         for name in self._wanted:
-            due = self._needs.due(name, step, self._staggering)
-            if due is None:
+            asked = [mask for columns, mask in overdue.items() if name in columns]
+            at_turn = self._needs.due(name, step, self._staggering)
+            asked += [] if at_turn is None else [at_turn]
+            if not asked:
                 continue
+            due = np.logical_or.reduce(asked)
             numbers = Numbers()
             for m, layer in self._layers.items():
                 module = layer() if due[m] else None

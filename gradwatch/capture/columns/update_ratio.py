@@ -5,7 +5,7 @@ That change is the optimizer's, and whatever the script itself has written to th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -75,6 +75,10 @@ class WeightReader:
         """Discard the copies and their memory: other weights come next, or none for a while."""
         self._kept = None
         self._memory.clear()
+
+    def copied(self, step: int) -> Collection[int]:
+        """The positions of the weights that were copied at this step."""
+        return self._kept.copies.keys() if self._kept is not None and self._kept.step == step else ()
 
     def read(
         self,

@@ -15,6 +15,7 @@ from gradwatch.actions.drop_micro import MicroDrop
 from gradwatch.actions.elementwise_clip import Elementwise
 from gradwatch.capture.columns.column_reader import ColumnReader
 from gradwatch.capture.columns.norm_local import LocalNorms
+from gradwatch.capture.columns.pending_columns import NOTHING_OVERDUE, Overdue
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.checkpoint import CheckpointHealthTracker
 from gradwatch.engine import BoundEngine, EngineState
@@ -53,6 +54,13 @@ class OptimizerRules:
     clipper: BackwardClipper | None = None
     micro: MicroDrop | None = None
     own: NDArray[np.intp] | None = None  # the sites of the capture's own parameters
+
+    @property
+    def overdue(self) -> Overdue:
+        """bool[S] by columns of a rule: sites that no step has had a value of since their turn."""
+        if not self.state.overdue:
+            return NOTHING_OVERDUE
+        return self.bound.turns.sites(self.state.overdue, len(self.sites))
 
     def begin_anew(self, captured: OptimizerCapture) -> None:
         """Another optimizer steps from now on: baselines go on, its pace and its weights are its own."""

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradwatch.account.rules_without_data import NOT_COMPARED, Reads
+from gradwatch.account.rules_without_data import INSIDE_BACKWARD, NO_OPTIMIZER, NOT_COMPARED, NOT_READ, Reads
 from gradwatch.account.session_counts import SessionCounts
 from gradwatch.actions.backward.module_bounds import ModuleBounds
 from gradwatch.actions.clip_section import ClipSection
@@ -22,11 +22,12 @@ from gradwatch.capture.shards import is_shard
 from gradwatch.capture.snapshot_assembly import with_modules
 from gradwatch.checkpoint import CheckpointHealthTracker
 from gradwatch.distributed.ranks import Ranks
-from gradwatch.engine import BoundEngine, Engine
+from gradwatch.engine import BoundEngine, Engine, Needs
 from gradwatch.engine.actions.backward_clips import asks_backward, at_step, drops_micro
+from gradwatch.engine.columns_needed import first_step
 from gradwatch.engine.rule_plan import RulePlan
-from gradwatch.engine.series import Series
 from gradwatch.engine.snapshot_reader import Reader
+from gradwatch.engine.turns import InTurn, Turns
 from gradwatch.errors import AttachError
 from gradwatch.records.columns import ALWAYS, RANK_COLUMNS, is_observed
 from gradwatch.records.snapshot import Sites, Snapshot
@@ -151,8 +152,9 @@ class RuleBindings:
             state = bound.init() if before is None else bound.adopt(before.state, before.bound)
         local = self._local(bound, taps, before)
         own = own_sites(bound, captured)
-        needs = bound.needs.only(column_reader.COLUMNS).of(own)
-        reader = ColumnReader(needs, bound.plan.staggering.of(own))
+        unread = _unread(captured)
+        needs = Needs() if unread else bound.needs.only(column_reader.COLUMNS)
+        reader = ColumnReader(needs, bound.plan.staggering, own)
         critical = frozenset(one.rule.id for one in bound.plan.rules if one.rule.severity == "critical")
         health_tracker = CheckpointHealthTracker(critical)
         if before is not None:
@@ -169,7 +171,8 @@ class RuleBindings:
         bound_rules.clip_section = self._clip_section(captured, bound) if bound.clipping else None
         if before is None or bound is not before.bound:
             of_ranks = self._of_ranks() if captured.without_optimizer and self._ranks.several else {}
-            self._totals.without_data.bind(captured.index, {**of_ranks, **reads_of(bound)})
+            reads = reads_of(bound, unread)
+            self._totals.without_data.bind(captured.index, {**of_ranks, **reads})
         self.saved_states.take_up(captured, bound_rules)
         self.publish_bounds(bound_rules)
         return ctx
@@ -329,27 +332,50 @@ class RuleBindings:
                 self.publish_bounds(bound_rules)
 
 
-def reads_of(bound: BoundEngine) -> dict[str, Reads]:
-    """Columns that each rule bound to a capture reads, and at which steps, by rule."""
-    return {one.rule.id: _reads(one) for one in bound.plan.rules}
+def _unread(captured: OptimizerCapture) -> str:
+    """The reason why no whole tensors of a capture are read: its weights have moved before. "" = they are read."""
+    if captured.inside_backward:
+        return NOT_READ.format(INSIDE_BACKWARD)
+    return NOT_READ.format(NO_OPTIMIZER) if captured.without_optimizer else ""
 
 
-def _reads(one: RulePlan) -> Reads:
-    column, judged, unjudged = one.series.column, None, ""
+def reads_of(bound: BoundEngine, unread: str = "") -> dict[str, Reads]:
+    """Columns that each rule bound to a capture reads, and at which steps, by rule.
+
+    `unread` says why no whole tensors are read; "" = they are.
+    """
+    return {
+        one.rule.id: Reads(
+            one.series.column,
+            one.rule.every,
+            one.series.column in ALWAYS,
+            one.detector.finiteness,
+            unread if one.series.column in column_reader.COLUMNS else "",
+            due=functools.partial(_due, one, bound.turns),
+            has_value=functools.partial(_has_value, one),
+            valueless=NEVER_POSITIVE.format(one.series.column, one.rule.kind) if _positive_only(one) else "",
+        )
+        for one in bound.plan.rules
+    }
+
+
+def _due(one: RulePlan, turns: Turns, step: int) -> bool:
+    """True if a rule judges anything at a step, whatever was missed before."""
     if one.rule.staggered:
-        judged = functools.partial(_judged, one.series)
-    elif is_observed(column) and one.detector.takes_logs:
-        judged = functools.partial(_positive, column, one.rule.every)
-        unjudged = NEVER_POSITIVE.format(column, one.rule.kind)
-    always, fact = column in ALWAYS, one.detector.finiteness
-    return Reads(column, one.rule.every, always, fact, judged=judged, unjudged=unjudged)
+        return one.series.key in turns.in_turn(step)
+    return step % one.rule.every == 0 and step >= first_step(one.series.column)
 
 
-def _positive(column: str, every: int, snapshot: Snapshot) -> bool:
-    """True if an observed value is one that has a logarithm, at a step of the rule's."""
-    return snapshot.step % every == 0 and 0 < (snapshot.scalar(column) or 0.0) < math.inf
+def _has_value(one: RulePlan, snapshot: Snapshot, in_turn: InTurn) -> bool | None:
+    """True if a rule judged a value on a Snapshot, False if what it judged had none, None if it judged nothing."""
+    if one.series.key not in in_turn if one.rule.staggered else snapshot.step % one.rule.every:
+        return None
+    sample = Reader(snapshot, in_turn).sample(one.series)
+    if sample is None or not sample.present.any():
+        return False
+    return not _positive_only(one) or bool(0 < sample.values[0] < math.inf)
 
 
-def _judged(series: Series, snapshot: Snapshot) -> bool:
-    """True if any of these series is judged on a Snapshot."""
-    return Reader(snapshot).sample(series) is not None
+def _positive_only(one: RulePlan) -> bool:
+    """True if a rule on an observed value judges only what has a logarithm."""
+    return is_observed(one.series.column) and one.detector.takes_logs

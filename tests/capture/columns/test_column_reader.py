@@ -31,9 +31,9 @@ def staggering() -> Staggering:
     return Staggering(np.array([param.numel() for param in parameters()]))
 
 
-def at_every_step(*columns: str) -> ColumnReader:
-    """A reader of whole columns of six parameters."""
-    return ColumnReader(Needs(dict.fromkeys(columns, EVERY_STEP), {}), Staggering(np.ones(6, np.int64)))
+def at_every_step(*columns: str, count: int = 6) -> ColumnReader:
+    """A reader of whole columns of so many parameters."""
+    return ColumnReader(Needs(dict.fromkeys(columns, EVERY_STEP), {}), Staggering(np.ones(count, np.int64)))
 
 
 def parameters() -> list[nn.Parameter]:
@@ -140,7 +140,7 @@ def test_all_are_exact_at_their_cadence(every: int) -> None:
     }
     for step in range(21):
         read = reader.collect(step, weights, lambda: grads, optimizer=optimizer)
-        reader.moved(np.ones(len(weights), bool), step)
+        reader.moved(np.ones(len(weights), bool), np.zeros(len(weights), bool), step)
         columns = {} if read is None else read.columns()
         for name, k in itertools.product(COLUMNS, range(len(weights))):
             due = phases.phases(every)[k] == step % every and not (name in AFTER_A_STEP and step == 0)
@@ -199,9 +199,9 @@ def test_update_ratio_is_the_last_update_over_the_weight_before_it() -> None:
     params = parameters()
     reader = at_every_step("update_ratio")
     grads = [param.grad for param in params]
-    moved = torch.ones(6, dtype=torch.bool).numpy()
+    everyone, none = np.ones(6, np.bool_), np.zeros(6, np.bool_)
     reader.collect(0, params, lambda: grads)
-    reader.moved(moved)
+    reader.moved(everyone, zero=none)
     before = [param.detach().clone() for param in params]
     with torch.no_grad():
         for param in params:
@@ -213,7 +213,7 @@ def test_update_ratio_is_the_last_update_over_the_weight_before_it() -> None:
         assert column.values[k] == pytest.approx(
             0.25 * float(old.norm()) / max(float(old.norm()), 0.1), rel=1e-4
         )
-    reader.moved(~moved)
+    reader.moved(none, zero=none)
     later = reader.collect(2, params, lambda: grads)
     assert later is not None
     assert not later.columns()["update_ratio"].present.any()
@@ -224,11 +224,11 @@ def test_late_verdicts_find_the_step_they_belong_to() -> None:
     params = parameters()
     reader = at_every_step("update_ratio")
     grads = [param.grad for param in params]
-    everyone = torch.ones(6, dtype=torch.bool).numpy()
+    everyone, none = np.ones(6, np.bool_), np.zeros(6, np.bool_)
     sampled = [reader.collect(step, params, lambda: grads) for step in (100, 101, 102)]
-    reader.moved(~everyone, 99)  # nothing of step 99 was kept
-    reader.moved(everyone, 100)
-    reader.moved(~everyone, 101)
+    reader.moved(none, none, 99)  # nothing of step 99 was kept
+    reader.moved(everyone, none, 100)
+    reader.moved(none, none, 101)
     present = [None if one is None else one.columns().get("update_ratio") for one in sampled]
     assert present[0] is None
     assert present[1] is not None
@@ -264,13 +264,46 @@ def test_a_ratio_never_comes_without_the_norm_it_is_relative_to() -> None:
     both = []
     for step in range(40):
         read = reader.collect(step, weights, lambda: weights)
-        reader.moved(np.ones(1, np.bool_), step)
+        reader.moved(np.ones(1, np.bool_), np.zeros(1, np.bool_), step)
         columns = {} if read is None else read.columns()
         if "update_ratio" in columns:
             assert "weight_norm" in columns
             both.append(step)
         weights[0] += 0.1
     assert both == [1, 11, 21, 31]
+
+
+def test_what_is_overdue_is_read_as_soon_as_it_can_be_had() -> None:
+    """A gradient where there is one; an update, with what its rule reads beside it, the step after a copy."""
+    weights = [torch.ones(3), torch.ones(3), torch.ones(3), torch.ones(3)]
+    names = ("update_ratio", "weight_norm", "max_abs")
+    reader = ColumnReader(Needs({}, dict.fromkeys(names, frozenset({10}))), Staggering(np.full(4, 3)))
+    grads: list[torch.Tensor | None] = [torch.ones(3), None, torch.zeros(3), torch.ones(3)]
+    late = np.array([True, True, True, False])  # the last has its turn at step 11
+    overdue = {("max_abs",): late, ("update_ratio", "weight_norm"): late}
+    nothing = np.zeros(4, np.bool_)
+    found = []
+    for step in (5, 6, 7):  # nothing is due at these
+        read = reader.collect(step, weights, lambda: grads, overdue=overdue, zero=lambda: np.arange(4) == 2)
+        reader.moved(~nothing, nothing, step)
+        assert read is not None
+        found.append({name: np.flatnonzero(one.present).tolist() for name, one in read.columns().items()})
+        weights[0] += 1
+    assert found[0] == {"max_abs": [0, 2]}
+    assert found[1] == found[2] == {"max_abs": [0, 2], "update_ratio": [0], "weight_norm": [0]}
+    assert reader.collect(8, weights, lambda: grads) is None  # judged
+
+
+def test_a_gradient_of_zeros_tells_an_update_only_where_the_weight_has_moved() -> None:
+    """Momentum and decay move it: that is an update; a weight that nothing moved has none."""
+    weights = [torch.ones(3), torch.ones(3)]
+    reader = at_every_step("update_norm", count=2)
+    reader.collect(0, weights, lambda: weights)
+    reader.moved(np.ones(2, np.bool_), zero=np.ones(2, np.bool_))
+    weights[0] *= 0.9
+    read = reader.collect(1, weights, lambda: weights)
+    assert read is not None
+    assert read.columns()["update_norm"].present.tolist() == [True, False]
 
 
 def test_kept_weights_hold_no_more_memory_than_one_part() -> None:
@@ -292,7 +325,7 @@ def test_a_weight_that_was_exchanged_has_no_ratio() -> None:
     weights = [torch.ones(4), torch.ones(5), torch.ones(6), torch.randn(2, 3, 4, 4)]
     reader = ColumnReader(Needs({"update_ratio": EVERY_STEP}, {}), Staggering(np.array([4, 5, 6, 96])))
     reader.collect(0, weights, lambda: weights)
-    reader.moved(np.ones(4, np.bool_), 0)
+    reader.moved(np.ones(4, np.bool_), np.zeros(4, np.bool_), 0)
     weights[0], weights[1] = torch.ones(3), torch.ones(5, dtype=torch.float64)
     weights[3] = weights[3].to(memory_format=torch.channels_last)
     read = reader.collect(1, weights, lambda: weights)
@@ -307,9 +340,9 @@ def test_nothing_is_read_that_no_rule_is_about() -> None:
     own = np.arange(len(params))
     numels, ndims = np.array([p.numel() for p in params]), np.array([p.ndim for p in params])
     engine = Engine(load_rules("default")).bind(Sites(names, ("param",) * len(params), numels, ndims, own))
-    reader = ColumnReader(engine.needs.only(COLUMNS).of(own), engine.plan.staggering.of(own))
+    reader = ColumnReader(engine.needs.only(COLUMNS), engine.plan.staggering, own)
     reader.collect(0, params, lambda: params)
-    reader.moved(np.ones(len(params), np.bool_), 0)
+    reader.moved(np.ones(len(params), np.bool_), np.zeros(len(params), np.bool_), 0)
     read = reader.collect(1, params, lambda: params)
     assert read is not None
     found = {name: [names[k] for k in np.flatnonzero(one.present)] for name, one in read.columns().items()}

@@ -1,0 +1,78 @@
+"""Turns of staggered series: everything is judged at its turn, or at the first step with a value after it."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gradwatch.detectors import Above
+from gradwatch.engine import Engine, staggering
+from gradwatch.engine.turns import Turns
+from gradwatch.records.snapshot import Column
+from gradwatch.rules.rule_set import RuleSet
+from tests.engine.cases import make_sites, make_snapshot, rule
+
+SIZE, EVERY = 6, 4
+COLUMNS = ("max_abs", "update_norm")
+
+
+@pytest.fixture(autouse=True)
+def phases_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A small model whose parameters have phases as those of a large one have."""
+    monkeypatch.setattr(staggering, "SMALLEST_PART", 1)
+
+
+@pytest.mark.usefixtures("phases_of_their_own")
+@given(
+    st.integers(0, 9),
+    st.lists(
+        st.tuples(
+            st.sets(st.integers(0, SIZE - 1)), st.sampled_from(["", "", "", "provisional", "rejected"])
+        ),
+        max_size=30,
+    ),
+)
+def test_what_was_in_turn_is_judged_at_the_first_step_that_has_a_value(
+    start: int, steps: list[tuple[set[int], str]]
+) -> None:
+    """Against a model in sets: in turn now, or in turn before and not judged since; each rule breaches if judged."""
+    rules = tuple(
+        rule(f"{column}-{every}", Above(of=column, threshold=0.0), every=every, for_=1)
+        for column in COLUMNS
+        for every in (EVERY, 7)
+    )
+    engine = Engine(RuleSet(rules=rules)).bind(make_sites(SIZE))
+    state, owed = engine.init(), {one.id: set[int]() for one in rules}
+    for step, (there, fate) in enumerate(steps, start):
+        present = np.isin(np.arange(SIZE), list(there))
+        columns = {name: Column(np.ones(SIZE, np.float32), present) for name in COLUMNS}
+        scalars = {"scaler_skip": 1.0} if fate == "rejected" else {}
+        snapshot = make_snapshot(
+            engine.sites,
+            step,
+            [1.0] * SIZE,
+            columns=columns,
+            scalars=scalars,
+            provisional=fate == "provisional",
+        )
+        verdict, state = engine.evaluate(state, snapshot)
+        for one in engine.plan.rules:
+            assert one.series.phases is not None
+            known = owed[one.rule.id]
+            if step or one.series.column != "update_norm":  # the first step has no update
+                known |= set(np.flatnonzero(one.series.phases == step % one.rule.every).tolist())
+            judged = set() if fate else known & there
+            breaching = verdict.breaching.get(one.rule.id, np.zeros(SIZE, np.bool_))
+            assert set(np.flatnonzero(breaching).tolist()) == judged
+            known -= judged
+            overdue = state.overdue.get(one.series.key, np.zeros(SIZE, np.bool_))
+            assert set(np.flatnonzero(overdue).tolist()) == known
+
+
+def test_nothing_is_in_turn_without_staggered_rules() -> None:
+    """Rules of every step cost no look at turns."""
+    engine = Engine(RuleSet(rules=(rule("all", Above(of="max_abs", threshold=0.0)),))).bind(make_sites(SIZE))
+    assert not engine.turns.in_turn(0)
+    assert isinstance(engine.turns, Turns)
