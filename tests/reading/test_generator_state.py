@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 
 import torch
 
 from gradwatch.reading.generator_state import get_state, set_state
+from tests.support import warm
 
 THREADS = """
 import gc, threading, torch
@@ -37,7 +37,5 @@ def test_a_state_is_put_back() -> None:
 
 def test_threads_that_read_during_collections_go_on() -> None:
     """torch's own `get_state` hangs here: a collection in it lets another thread in, which waits for its mutex."""
-    done = subprocess.run(
-        [sys.executable, "-c", THREADS], capture_output=True, text=True, timeout=200, check=False
-    )
+    done = warm.run([sys.executable, "-c", THREADS], timeout=200)
     assert done.stdout == "done\n", done.stderr
