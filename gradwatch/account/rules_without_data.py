@@ -11,6 +11,9 @@ from gradwatch.records.snapshot import Snapshot
 NO_MOMENT = "the optimizer has taken no step, or keeps no {} moment of these parameters"
 NO_SECOND_MOMENT = f"{NO_MOMENT.format('second')} (`exp_avg_sq` as of Adam, or `square_avg` as of RMSprop)"
 NO_STATISTICS = "none of the tapped modules keeps a running mean and variance (BatchNorm, InstanceNorm)"
+NO_BOUNDED_FUNCTION = (
+    "no tapped module that was called in training is a Tanh, Sigmoid, Hardtanh, ReLU6 or Hardsigmoid"
+)
 NEVER_CAME = {
     "loss": "no loss was observed (a backward started from C++ exposes none: pass it with `gw.observe(loss=…)`)",
     "loss_scale": "no GradScaler was seen",
@@ -19,6 +22,7 @@ NEVER_CAME = {
     "moment_norm": f"{NO_MOMENT.format('first')} (`exp_avg` as of Adam, or `momentum_buffer` as of SGD with momentum)",
     "second_moment_rms": NO_SECOND_MOMENT,
     "second_moment_near_zero": NO_SECOND_MOMENT,
+    "activation_saturation": NO_BOUNDED_FUNCTION,
     "running_mean_norm": NO_STATISTICS,
     "running_var_min": NO_STATISTICS,
     "running_var_max": NO_STATISTICS,

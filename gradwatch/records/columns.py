@@ -83,8 +83,8 @@ def _modules(name: str, unit: str, means: str, grouped: Grouped) -> ColumnInfo:
     )
 
 
-def _activation(name: str, unit: str, means: str) -> ColumnInfo:
-    return _modules(name, unit, means, "mean by elements")._replace(at_cadence=True)
+def _activation(name: str, unit: str, means: str, grouped: Grouped = "mean by elements") -> ColumnInfo:
+    return _modules(name, unit, means, grouped)._replace(at_cadence=True)
 
 
 def _running(name: str, unit: str, means: str, grouped: Grouped) -> ColumnInfo:
@@ -168,8 +168,15 @@ CATALOGUE: tuple[ColumnInfo, ...] = (
     _modules("grad_input_norm", "‖g‖", "L2 norm of the gradient of a module's inputs", _ROOT),
     _activation("activation_mean", "a", "the mean of a module's output"),
     _activation("activation_std", "a", "the standard deviation of a module's output (divided by n)"),
+    _activation("activation_min", "a", "the smallest element of a module's output", "smallest"),
+    _activation("activation_max", "a", "the largest element of a module's output", "largest"),
     _activation(
         "activation_near_zero", "0 to 1", "elements of a module's output with a magnitude below 1e-6"
+    ),
+    _activation(
+        "activation_saturation",
+        "0 to 1",
+        "elements of the output of Tanh, Sigmoid and others (below) where the slope is below 5 % of its largest",
     ),
     _running("running_mean_norm", "‖a‖", "L2 norm of a normalisation layer's running mean", _ROOT),
     _running("running_var_min", "a²", "the smallest element of its running variance", "smallest"),

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from gradwatch.capture.columns.activation_values import STATISTICS
 from gradwatch.capture.columns.pending_columns import NOTHING_OVERDUE, Overdue, PendingColumns
 from gradwatch.capture.columns.running_statistics import RUNNING_COLUMNS, RunningStatistics
 from gradwatch.capture.parameter_names import named_modules
@@ -30,10 +31,9 @@ from gradwatch.taps.muted_forwards import is_muted
 
 TapKind = Literal["output", "full_backward"]
 GRADIENT_COLUMNS = frozenset({"grad_output_norm", "grad_input_norm"})
-ACTIVATION_COLUMNS = frozenset({"activation_mean", "activation_std", "activation_near_zero"})
+ACTIVATION_COLUMNS = frozenset(STATISTICS)
 TAPPED = GRADIENT_COLUMNS | ACTIVATION_COLUMNS
 COLUMNS = TAPPED | RUNNING_COLUMNS
-NEAR_ZERO = 1e-6
 INSTEAD = (
     "Use `tap: output` (it is safe with in-place operations), or exclude these modules from `modules.names`."
 )
@@ -165,7 +165,7 @@ class ModuleTaps:
                     return
                 leaves = [leaf for leaf in nested_containers.leaves(output) if isinstance(leaf, Tensor)]
                 if leaves and due:
-                    self._activation(m, leaves[0], due)
+                    self._activation(m, module, leaves[0], due)
                 if gradients and torch.is_grad_enabled():
                     for leaf in leaves:
                         if leaf.requires_grad:
@@ -213,14 +213,10 @@ class ModuleTaps:
 
         return add
 
-    def _activation(self, m: int, output: Tensor, due: Sequence[str]) -> None:
+    def _activation(self, m: int, module: nn.Module, output: Tensor, due: Sequence[str]) -> None:
         with torch.no_grad():
             values = dense(output.detach()).float()
-            for column in due:
-                if column == "activation_mean":
-                    statistic = values.mean()
-                elif column == "activation_std":
-                    statistic = values.std(correction=0)
-                else:
-                    statistic = (values.abs() < NEAR_ZERO).float().mean()
-                self._collected[column][m] = statistic
+            for column in due if values.numel() else ():
+                statistic = STATISTICS[column](module, values)
+                if statistic is not None:
+                    self._collected[column][m] = statistic

@@ -143,6 +143,59 @@ def test_activation_statistics() -> None:
     taps.close()
 
 
+FUNCTIONS: dict[str, tuple[nn.Module, float | None]] = {
+    "tanh": (nn.Tanh(), 1.0),
+    "sigmoid": (nn.Sigmoid(), 0.25),
+    "hardtanh": (nn.Hardtanh(-2.0, 3.0), 1.0),
+    "relu6": (nn.ReLU6(), 1.0),
+    "hardsigmoid": (nn.Hardsigmoid(), 1 / 6),
+    "relu": (nn.ReLU(), None),
+    "gelu": (nn.GELU(), None),
+}
+"""Each with the largest slope of its function; None where an output does not show its slope."""
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_values_and_saturation_equal_float64_by_hand(name: str, dtype: torch.dtype) -> None:
+    """Extremes and moments of the output; saturated is what autograd gives less than 5 % of the largest slope."""
+    function, steepest = FUNCTIONS[name]
+    taps = taps_on(nn.Sequential(function), "output")
+    x = (torch.randn(5, 400, generator=torch.Generator().manual_seed(5)) * 3).to(dtype)
+    out = function(x).double()
+    sampled = taps.collect(0, 1.0)
+    by_hand = {
+        "activation_mean": out.mean(),
+        "activation_std": out.std(correction=0),
+        "activation_min": out.min(),
+        "activation_max": out.max(),
+        "activation_near_zero": (out.abs() < 1e-6).double().mean(),
+    }
+    if steepest is not None:
+        exact = x.double().requires_grad_()
+        (slopes,) = torch.autograd.grad(function(exact).sum(), exact)
+        by_hand["activation_saturation"] = (slopes < 0.05 * steepest).double().mean()
+        assert 0 < by_hand["activation_saturation"] < 1
+    found = sampled.columns().keys()
+    assert found == by_hand.keys()
+    # An output of few digits says where its input was to so many: a few elements lie on either side.
+    least = 0.01 if dtype is torch.bfloat16 else 1e-6
+    for column, value in by_hand.items():
+        got = values(sampled, taps, column)["0"]
+        assert got == pytest.approx(float(value), rel=1e-5, abs=least if "saturation" in column else 1e-6), (
+            column
+        )
+    taps.close()
+
+
+def test_an_empty_output_has_no_values() -> None:
+    """A part of a batch may be empty: no mean of nothing, which would be NaN."""
+    taps = taps_on(nn.Sequential(function := nn.Tanh()), "output")
+    function(torch.zeros(0, 3))
+    assert not taps.collect(0, 1.0).columns()
+    taps.close()
+
+
 def test_copies_and_pickles_carry_no_tap() -> None:
     """deepcopy, AveragedModel and pickle of a tapped model give hooks that do nothing and name nobody."""
     model = nn.Sequential(nn.Linear(3, 4), nn.ReLU())

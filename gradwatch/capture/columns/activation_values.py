@@ -1,0 +1,50 @@
+"""Columns of the values that a module puts out: mean, spread, extremes, and how many are near zero or saturated.
+
+An element is saturated where the slope of its function is less than 5 % of the largest, so that hardly any gradient
+comes through: of Tanh above 0.975 in magnitude, of Sigmoid within 0.0127 of 0 or 1, of Hardtanh, ReLU6 and Hardsigmoid
+at their bounds. Other modules have no such column: the slope of GELU or SiLU does not follow from their output, and a
+ReLU that is 0 is `activation_near_zero`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+import torch
+from torch import Tensor, nn
+
+NEAR_ZERO = 1e-6
+LEAST_SLOPE = 0.05
+"""Of the largest slope of a function."""
+_TANH = math.sqrt(1 - LEAST_SLOPE)  # its slope at an output y is 1 - y²
+_SIGMOID = math.sqrt(0.25 - 0.25 * LEAST_SLOPE)  # its slope at an output y is 0.25 - (y - 0.5)²
+
+
+def _saturated(module: nn.Module, values: Tensor) -> Tensor | None:
+    """bool: the elements at which the module's function is flat; None where its output does not show that."""
+    if isinstance(module, nn.Tanh):
+        return values.abs() > _TANH
+    if isinstance(module, nn.Sigmoid):
+        return (values - 0.5).abs() > _SIGMOID
+    if isinstance(module, nn.Hardtanh):  # ReLU6 is one
+        return (values <= module.min_val) | (values >= module.max_val)
+    if isinstance(module, nn.Hardsigmoid):
+        return (values <= 0) | (values >= 1)
+    return None
+
+
+def _saturation(module: nn.Module, values: Tensor) -> Tensor | None:
+    saturated = _saturated(module, values)
+    return None if saturated is None else saturated.float().mean()
+
+
+STATISTICS: Mapping[str, Callable[[nn.Module, Tensor], Tensor | None]] = {
+    "activation_mean": lambda module, values: values.mean(),
+    "activation_std": lambda module, values: values.std(correction=0),
+    "activation_min": lambda module, values: torch.aminmax(values).min,
+    "activation_max": lambda module, values: torch.aminmax(values).max,
+    "activation_near_zero": lambda module, values: (values.abs() < NEAR_ZERO).float().mean(),
+    "activation_saturation": _saturation,
+}
+"""By column, its value of a module and the elements that it put out, of which there is at least one."""
