@@ -130,7 +130,7 @@ def test_a_value_with_the_name_of_a_column_of_parameters(tmp_path: Path) -> None
     assert reasons == {}
     engine, without_data = Engine(ruleset).bind(make_sites(2)), RulesWithoutData()
     without_data.bind(0, reads_of(engine))
-    without_data.observe(make_snapshot(engine.sites, 0, [1.0, 1.0], scalars={"mean": 1.0}))
+    without_data.observe(make_snapshot(engine.sites, 0, [1.0, 1.0], scalars={"mean": 1.0}), {})
     assert without_data.reasons() == {"column": "mean was never measured"}
 
 
