@@ -344,6 +344,45 @@ def on_an_observed_value(rank: int) -> dict[str, Any]:
         }
 
 
+def moments(rank: int) -> dict[str, Any]:
+    """Moments of Adam whose state each rank holds a part of: the columns, and those of the whole by hand."""
+    _, model, _ = made(fsdp2)
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    columns = ("moment_norm", "second_moment_rms", "second_moment_near_zero")
+    rules = "version: 1\nrules:\n" + "".join(
+        f"  {name}: {{detect: {{kind: above, of: {name}, threshold: 1e9}}, every: 1}}\n" for name in columns
+    )
+    by_hand: list[dict[str, dict[str, float]]] = []
+    with watched(model, optimizer, rules) as (gw, collector):
+        for step in range(4):
+            optimizer.zero_grad()
+            loss_of(model, batch(step, 0, rank)).backward()
+            now: dict[str, dict[str, float]] = {name: {} for name in columns}
+            for name, param in model.named_parameters():
+                state = optimizer.state.get(param)
+                if state:
+                    first, second = (state[key].full_tensor().double() for key in ("exp_avg", "exp_avg_sq"))
+                    now["moment_norm"][name] = float(first.norm())
+                    now["second_moment_rms"][name] = float(second.square().mean().sqrt())
+                    now["second_moment_near_zero"][name] = float((second < 2.0**-53).double().mean())
+            by_hand.append(now)
+            optimizer.step()
+        found = [
+            {
+                name: {
+                    site: float(column.values[k])
+                    for k, site in enumerate(record.snapshot.sites.names)
+                    if column.present[k]
+                }
+                if (column := record.snapshot.columns.get(name)) is not None
+                else {}
+                for name in columns
+            }
+            for record in collector.records
+        ]
+        return {"found": found, "by hand": by_hand, "errors": gw.health.errors()}
+
+
 def on_the_local_norm(rank: int) -> dict[str, Any]:
     """An action on what only this rank knows is refused before training starts; a launcher's watch goes on without."""
     plain, model, optimizer = made()
@@ -420,6 +459,7 @@ SITUATIONS: dict[str, Callable[[int], Any]] = {
     "one collective": one_collective,
     "on the loss": on_the_loss,
     "on an observed value": on_an_observed_value,
+    "moments": moments,
     "on the local norm": on_the_local_norm,
     "two optimizers": two_optimizers,
     "unchanged ddp": lambda rank: unchanged(rank, DistributedDataParallel),

@@ -171,6 +171,17 @@ def test_an_action_on_an_observed_value_is_decided_on_its_mean(homes: dict[str, 
     assert first["errors"] == {}
 
 
+def test_moments_of_shards_are_those_of_the_whole(homes: dict[str, list[Any]]) -> None:
+    """Norm, root mean square and share of an optimizer's sharded state, alike on both ranks and equal to float64."""
+    first, second = came_home(homes, "moments")
+    assert first["found"] == second["found"]
+    assert first["errors"] == {}
+    assert not any(first["found"][0].values())
+    for found, by_hand in zip(first["found"], first["by hand"], strict=True):
+        for column, values in by_hand.items():
+            assert found[column] == pytest.approx(values, rel=1e-5, abs=1e-12), column
+
+
 def test_an_action_on_a_local_column_is_refused(homes: dict[str, list[Any]]) -> None:
     """Before training starts, with the rule, the column and what to do instead."""
     for home in came_home(homes, "on the local norm"):
