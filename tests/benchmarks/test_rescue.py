@@ -22,24 +22,31 @@ from tests.benchmarks.rescue.trainings import TRAININGS, loss_of
 ACTING = [name for name, guard in GUARDS.items() if guard.package == "gradwatch" and not guard.missing()]
 ran = cache(run)
 """Several tests look at the same training, whose numbers are the same every time."""
-HERE = ["none", "nan", "bit-flip", "loss-x50-every-25", "rate-x20-for-20"]
+HERE = {"none": 300, "nan": 300, "bit-flip": 300, "loss-x50-every-25": 600, "rate-x20-for-20": 600}
+"""Faults, and the steps of a run: what is skipped leaves no trace after so few, what has a baseline needs more."""
+
+
+def on_mlp(fault: str, guard: str, like: str = "") -> Outcome:
+    """The end of a run as long as those of the fault (or of the one it is `like`)."""
+    return ran(Cell("mlp", fault, guard, steps=HERE[like or fault]))
 
 
 @pytest.fixture(scope="module")
 def unguarded() -> dict[str, Outcome]:
     """The MLP without a guard, by fault."""
     torch.set_num_threads(1)
-    return {fault: ran(Cell("mlp", fault, "none")) for fault in HERE}
+    return {fault: on_mlp(fault, "none") for fault in HERE}
 
 
 @pytest.mark.parametrize("guard", ACTING)
 def test_gradwatch_rescues_the_mlp(guard: str, unguarded: dict[str, Outcome]) -> None:
     """Every fault that a guard promises to rescue leaves no trace, and where nothing is wrong it does nothing."""
-    found = {outcome.cell: outcome for outcome in unguarded.values()}
+    outcomes = [*unguarded.values(), *(on_mlp("none", "none", like=fault) for fault in HERE)]
+    found = {outcome.cell: outcome for outcome in outcomes}
     promised = [fault for fault in HERE if GUARDS[guard]().promises(FAULTS[fault])]
     assert len(promised) >= 4
     for fault in promised:
-        outcome = ran(Cell("mlp", fault, guard))
+        outcome = on_mlp(fault, guard)
         found[outcome.cell] = outcome
         assert bool(outcome.interventions) != FAULTS[fault].healthy
     assert broken_claims(found) == []
@@ -48,13 +55,13 @@ def test_gradwatch_rescues_the_mlp(guard: str, unguarded: dict[str, Outcome]) ->
 @pytest.mark.parametrize("fault", [fault for fault in HERE if fault != "none"])
 def test_the_faults_do_harm(fault: str, unguarded: dict[str, Outcome]) -> None:
     """Without a guard the run ends much worse: there is something to be rescued from."""
-    assert not unguarded[fault].loss <= 1.1 * unguarded["none"].loss
+    assert not unguarded[fault].loss <= 1.1 * on_mlp("none", "none", like=fault).loss
 
 
 def test_gradwatch_does_not_change_a_healthy_run(unguarded: dict[str, Outcome]) -> None:
     """The loss of a healthy run is the same to the last bit with and without rules that act."""
     for guard in ACTING:
-        assert ran(Cell("mlp", "none", guard)).loss == unguarded["none"].loss
+        assert on_mlp("none", guard).loss == unguarded["none"].loss
 
 
 @pytest.mark.parametrize("training", TRAININGS)

@@ -39,7 +39,7 @@ def data(*shape: int) -> Tensor:
     return torch.randn(*(shape or (4, 6)))
 
 
-LARGE, SMALL = 18, 5
+LARGE, SMALL = 16, 5
 _layers = [LARGE]
 
 
