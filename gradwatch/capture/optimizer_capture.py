@@ -23,7 +23,7 @@ from gradwatch.capture.gradient_reader import NOTHING, GradientReader, Grads, Si
 from gradwatch.capture.hook_pruning import HookPruning, PrunedCount
 from gradwatch.capture.manual_gradients import ManualGradients
 from gradwatch.capture.norm_after_user_clip import KnownScaling
-from gradwatch.capture.window_norms import WindowNorms, is_ordinary
+from gradwatch.capture.window_norms import WindowNorms, is_ordinary, root_of_squares
 from gradwatch.reading.cpu import CpuNorms
 from gradwatch.reading.device import DeviceNorms, Number
 from gradwatch.reading.foreach import multiply
@@ -435,7 +435,7 @@ class OptimizerCapture:
         if instead:
             norms = norms.copy()
             norms[list(instead)] = list(instead.values())
-        return float(np.sqrt(np.dot(norms, norms)))
+        return root_of_squares(norms)
 
     def surely_within(self, max_norm: float) -> bool:
         """True if the quick total proves that a clip at `max_norm` would leave these gradients alone."""

@@ -66,13 +66,11 @@ class WindowNorms:
 
     def total_applied(self) -> float:
         """L2 norm over all parameters of what the optimizer gets, gradients of earlier windows included."""
-        norms = self.after.norms()
-        return float(np.sqrt(np.dot(norms, norms)))
+        return root_of_squares(self.after.norms())
 
     def total(self) -> float:
         """L2 norm over all parameters before clipping, gradients of earlier windows included."""
-        raw = self.raw.norms()
-        return float(np.sqrt(np.dot(raw, raw)))
+        return root_of_squares(self.raw.norms())
 
     def zero(self) -> NDArray[np.bool_] | None:
         """bool[K]: the gradients of zeros; None while that is not on the host."""
@@ -88,6 +86,12 @@ class WindowNorms:
             self.pruned.recheck(self.raw)
             self.provisional = self.provisional or not self.pruned.right
         return raw, raw if self.after is self.raw else self.after.norms()
+
+
+def root_of_squares(norms: Norms) -> float:
+    """L2 norm of these norms; infinite where their squares are too large for float64."""
+    with np.errstate(over="ignore"):
+        return float(np.sqrt(np.dot(norms, norms)))
 
 
 def is_ordinary(raw: Reading, after: Reading) -> bool:

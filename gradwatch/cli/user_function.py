@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,18 @@ def from_here() -> Iterator[None]:
     finally:
         if here in sys.path:
             sys.path.remove(here)
+
+
+def call(option: str, reference: str) -> Any:
+    """What the named function returns. An error of its own is a GradwatchError with its place in the user's code."""
+    with from_here():
+        function = load(option, reference)
+        try:
+            return function()
+        except Exception as error:
+            frames = traceback.extract_tb(error.__traceback__)[1:]  # without this one
+            place = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
+            raise GradwatchError(f"{option} {reference}: {type(error).__name__}: {error}{place}") from error
 
 
 def load(option: str, reference: str, form: str = "MODULE:FUNCTION") -> Callable[..., Any]:

@@ -79,6 +79,14 @@ class Needs:
         )
         return Needs(whole, staggered, self.about)
 
+    def at(self, every: int) -> Needs:
+        """The needs restricted to one cadence."""
+        whole, staggered = (
+            {name: frozenset({every}) for name, cadences in one.items() if every in cadences}
+            for one in (self.whole, self.staggered)
+        )
+        return Needs(whole, staggered, self.about)
+
     def of(self, own: NDArray[np.intp]) -> Needs:
         """The same of the sites at `own`."""
         return Needs(self.whole, self.staggered, {name: about[own] for name, about in self.about.items()})

@@ -26,7 +26,7 @@ OF_STATE = frozenset(one.name for one in CATALOGUE if one.reads == "optimizer st
 COMPARED = 2
 """Passes over a weight whose update is read: of the weight, and of its copy."""
 MOST_STEPS = 5_000
-"""Steps that are looked at; cadences with a longer common period are looked at for so many of it."""
+"""Steps that are looked at, at most."""
 
 
 class ColumnCost(NamedTuple):
@@ -66,13 +66,30 @@ def cadence(rule: Rule) -> str:
 
 
 def step_cost(plan: Plan, element_bytes: NDArray[np.int64]) -> StepCost:
-    """The bytes that the rules read of a model with `element_bytes[S]` per element of its sites."""
+    """The bytes that the rules read of a model with `element_bytes[S]` per element of its sites.
+
+    Where the cadences have no common period of at most 5,000 steps the mean is that of each cadence alone, added up:
+    too much where two of them read a tensor at the same step.
+    """
     nbytes = plan.sites.numels * element_bytes
     params = np.array([kind == "param" for kind in plan.sites.kinds])
     needs = plan.needs.only(COSTLY_COLUMNS - MODULE_COLUMNS)
-    period = min(math.lcm(*needs.cadences), MOST_STEPS)
-    reads = [_bytes(plan, needs, step, nbytes) for step in range(period, 2 * period)]
-    return StepCost(int(nbytes[params].sum()), float(np.mean(reads)), max(reads))
+    norms, period = int(nbytes[params].sum()), math.lcm(*needs.cadences)
+    if period <= MOST_STEPS:
+        reads = [_bytes(plan, needs, step, nbytes) for step in range(period, 2 * period)]
+        return StepCost(norms, float(np.mean(reads)), max(reads))
+    means = [_mean(plan, needs.at(every), every, nbytes) for every in needs.cadences]
+    # All that is read at once is read where all cadences meet; the copies for it one step before.
+    together = (_bytes(plan, needs, step, nbytes) for step in (period - 1, period, period + 1))
+    return StepCost(norms, math.fsum(means), max(together))
+
+
+def _mean(plan: Plan, needs: Needs, every: int, nbytes: NDArray[np.int64]) -> float:
+    """Bytes a step of what is read at one cadence, each site once in so many steps."""
+    if every <= MOST_STEPS:
+        return float(np.mean([_bytes(plan, needs, step, nbytes) for step in range(every, 2 * every)]))
+    once = Needs({**needs.whole, **needs.staggered}, {}, needs.about)  # all sites together: as many bytes
+    return (_bytes(plan, once, every - 1, nbytes) + _bytes(plan, once, every, nbytes)) / every
 
 
 def _bytes(plan: Plan, needs: Needs, step: int, nbytes: NDArray[np.int64]) -> int:

@@ -141,6 +141,7 @@ def test_check_says_what_columns_cost(
     """`--cost`: cadence and reads of each column, with `--model` in bytes a step; a wrong model is named."""
     (tmp_path / "made.py").write_text(
         "from torch import nn\nbuild = lambda: nn.Linear(1000, 500)\nsize = lambda: 3\n"
+        "bare = lambda: nn.ReLU()\nlazy = lambda: nn.LazyLinear(3)\nwrong = lambda: 1 / 0\n"
     )
     monkeypatch.chdir(tmp_path)
     assert main(["rules", "check", "default", "--cost", "--model", "made:build"]) == 0
@@ -160,10 +161,15 @@ def test_check_says_what_columns_cost(
     for words in (
         ["--cost", "--model", "made:size"],
         ["--cost", "--model", "made:none"],
+        ["--cost", "--model", "made:bare"],
+        ["--cost", "--model", "made:lazy"],
         ["--model", "made:build"],
     ):
         assert main(["rules", "check", "default", *words]) == 2
         assert "--model" in capsys.readouterr().err
+    assert main(["rules", "check", "default", "--cost", "--model", "made:wrong"]) == 2
+    said = capsys.readouterr().err
+    assert f"--model made:wrong: ZeroDivisionError: division by zero ({tmp_path / 'made.py'}:6)" in said
 
 
 def test_check_of_a_missing_file_is_exit_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

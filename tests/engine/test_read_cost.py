@@ -70,6 +70,26 @@ def test_what_is_announced_is_read(rules: str, monkeypatch: pytest.MonkeyPatch) 
     assert cost.most == max(found[60:])
 
 
+@pytest.mark.parametrize("scope", ["param", "total"])
+def test_a_cadence_of_many_steps_costs_its_share(scope: str) -> None:
+    """At every: 20,000 a step reads a 20,000th of what a rule at each step reads, but for the copy of an update."""
+    numels = np.array([120_000, 5_000, 100_000])
+    sites = Sites(("a", "b", "c"), ("param",) * 3, numels, np.array([2, 1, 2]), np.arange(3))
+    text = "version: 1\nrules: {{r: {{detect: {{kind: above, of: {}, threshold: 1}}, every: {}, scope: {}}}}}"
+    for column, passes in (("max_abs", 1), ("update_norm", 3)):
+        plan = Engine(parse_rules(text.format(column, 20_000, scope))).bind(sites).plan
+        cost = step_cost(plan, np.full(3, 4))
+        assert cost.mean == pytest.approx(passes * 4 * numels.sum() / 20_000)
+        assert cost.most > 0
+    two = "version: 1\nrules:\n" + "".join(
+        f"  r{every}: {{detect: {{kind: above, of: max_abs, threshold: 1}}, every: {every}, scope: total}}\n"
+        for every in (4_999, 5_003)
+    )
+    cost = step_cost(Engine(parse_rules(two)).bind(sites).plan, np.full(3, 4))
+    assert cost.mean == pytest.approx(4 * numels.sum() * (1 / 4_999 + 1 / 5_003))
+    assert cost.most == 4 * numels.sum()
+
+
 def test_cadences_in_words() -> None:
     """Each column with what is read of it, how often, and for which rules."""
     found = {one.column: (one.cadences, one.rules) for one in column_costs(parse_rules(OWN).rules)}

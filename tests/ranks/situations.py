@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,7 +22,9 @@ from torch.utils.checkpoint import checkpoint
 
 import gradwatch
 from gradwatch.records.record import Record
+from gradwatch.rules.files import parse_rules
 from gradwatch.rules.rule_set import RuleSet
+from gradwatch.session.watch import session_of
 
 WORLD = 2
 STEPS = 7
@@ -317,4 +319,23 @@ NORMS: dict[str, Callable[[int], Any]] = {
     "fsdp1 flat": lambda rank: trained(rank, fsdp1(False), clip=clip_fsdp),
 }
 
-SITUATIONS: dict[str, Callable[[int], Any]] = {**NORMS}
+OF_PARTS = """version: 1
+rules:
+  whole: {detect: {kind: above, of: weight_norm, threshold: 1e9}, every: 1}
+  parts: {detect: {kind: above, of: max_abs, threshold: 1e9}, every: 1}
+"""
+
+
+def columns_of_shards(rank: int) -> Mapping[str, str]:
+    """The rules without data under FSDP2: one column can be made of shards, the other cannot."""
+    model = fsdp2(Net())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with watching(model, optimizer, parse_rules(OF_PARTS)) as (gw, _):
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss_of(model, batch(step, 0, rank)).backward()
+            optimizer.step()
+        return session_of(gw).account().no_data
+
+
+SITUATIONS: dict[str, Callable[[int], Any]] = {**NORMS, "columns of shards": columns_of_shards}

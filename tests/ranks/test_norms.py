@@ -94,3 +94,9 @@ def test_the_number_of_micro_batches_is_learned(homes: dict[str, list[Any]], nam
     for home in came_home(homes, name):
         # A split backward announces itself on some stages only.
         assert {found["micro"] for found in home["found"]} <= {wanted, 0 if "bubble" in name else wanted}
+
+
+def test_a_column_that_shards_cannot_make_is_told_as_that(homes: dict[str, list[Any]]) -> None:
+    """The maximum of a part is not that of the parameter: its rule is without data, for that reason."""
+    reason = "parameters are sharded over ranks, and max_abs of the whole is not made of its parts'"
+    assert homes["columns of shards"] == [{"parts": reason}] * WORLD

@@ -45,7 +45,8 @@ class PendingRatio:
     def values(self) -> Floats:
         """[K]."""
         # Divided on the host: a factor sent to the device would make it wait.
-        return np.divide(self._change.values(), np.maximum(self.size(), np.float32(WEIGHT_NORM_FLOOR)))
+        with np.errstate(over="ignore", invalid="ignore"):  # an infinite norm says so itself
+            return np.divide(self._change.values(), np.maximum(self.size(), np.float32(WEIGHT_NORM_FLOOR)))
 
 
 class KeptWeights(NamedTuple):

@@ -23,12 +23,20 @@ def cost_of(ruleset: RuleSet, model: nn.Module | None) -> dict[str, Any]:
 
 def _bytes_of(ruleset: RuleSet, model: nn.Module) -> dict[str, Any]:
     import numpy as np
+    from torch.nn.parameter import is_lazy
 
     from gradwatch.engine import Engine
     from gradwatch.engine.read_cost import step_cost
     from gradwatch.records.snapshot import Sites
 
     trained = [(name, param) for name, param in model.named_parameters() if param.requires_grad]
+    if not trained:
+        raise GradwatchError("--model: the model has no parameter that requires a gradient")
+    lazy = [name for name, param in trained if is_lazy(param)]
+    if lazy:
+        raise GradwatchError(
+            f"--model: {lazy[0]} has no shape yet: return the model after a forward (lazy modules)"
+        )
     sites = Sites(
         tuple(name for name, _ in trained),
         ("param",) * len(trained),
@@ -42,13 +50,12 @@ def _bytes_of(ruleset: RuleSet, model: nn.Module) -> dict[str, Any]:
 
 
 def model_of(reference: str) -> nn.Module:
-    """The model that the user's function returns; GradwatchError where that is none. Its own errors go through."""
+    """The model that the user's function returns; GradwatchError where it fails, or returns none."""
     from torch import nn
 
-    from gradwatch.cli.user_function import from_here, load
+    from gradwatch.cli.user_function import call
 
-    with from_here():
-        found = load("--model", reference)()
+    found = call("--model", reference)
     if isinstance(found, tuple) and found:
         found = found[0]
     if not isinstance(found, nn.Module):
@@ -72,4 +79,6 @@ def lines_of(cost: dict[str, Any]) -> list[str]:
             f"      {of['parameters']} parameters: {norms} of gradients a step for their norms, and for these columns "
             f"{mean} on average, {most} at most"
         )
+        if any(one["reads"] == "output" for one in cost["columns"]):
+            lines.append("      without the outputs of modules, whose size depends on the batch")
     return lines

@@ -5,11 +5,19 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from torch import Tensor
 
-from gradwatch.account.rules_without_data import INSIDE_BACKWARD, NO_OPTIMIZER, NOT_COMPARED, NOT_READ, Reads
+from gradwatch.account.rules_without_data import (
+    INSIDE_BACKWARD,
+    NO_OPTIMIZER,
+    NOT_COMPARED,
+    NOT_READ,
+    SHARDED,
+    Reads,
+)
 from gradwatch.account.session_counts import SessionCounts
 from gradwatch.actions.backward.module_bounds import ModuleBounds
 from gradwatch.actions.clip_section import ClipSection
@@ -22,7 +30,8 @@ from gradwatch.capture.shards import is_shard
 from gradwatch.capture.snapshot_assembly import with_modules
 from gradwatch.checkpoint import CheckpointHealthTracker
 from gradwatch.distributed.ranks import Ranks
-from gradwatch.engine import BoundEngine, Engine, Needs
+from gradwatch.distributed.sharded_norms import REDUCED_COLUMNS
+from gradwatch.engine import BoundEngine, Engine
 from gradwatch.engine.actions.backward_clips import asks_backward, at_step, drops_micro
 from gradwatch.engine.columns_needed import first_step
 from gradwatch.engine.rule_plan import RulePlan
@@ -42,6 +51,7 @@ from gradwatch.taps import grad_scaler
 NEVER_POSITIVE = (
     "{} was not positive at any step of the rule, and `{}` takes logarithms; `loss_spike` does not"
 )
+NOTHING_UNREAD: Mapping[str, str] = MappingProxyType({})
 LOCAL = frozenset({"norm_local", "rank_norm"})  # columns measured by tensor hooks
 
 
@@ -152,8 +162,8 @@ class RuleBindings:
             state = bound.init() if before is None else bound.adopt(before.state, before.bound)
         local = self._local(bound, taps, before)
         own = own_sites(bound, captured)
-        unread = _unread(captured)
-        needs = Needs() if unread else bound.needs.only(column_reader.COLUMNS)
+        unread = _unread(ctx)
+        needs = bound.needs.only(column_reader.COLUMNS - unread.keys())
         reader = ColumnReader(needs, bound.plan.staggering, own)
         critical = frozenset(one.rule.id for one in bound.plan.rules if one.rule.severity == "critical")
         health_tracker = CheckpointHealthTracker(critical)
@@ -169,7 +179,7 @@ class RuleBindings:
         if self._drops and not captured.without_optimizer:
             bound_rules.micro = self._micro(captured, before)
         bound_rules.clip_section = self._clip_section(captured, bound) if bound.clipping else None
-        if before is None or bound is not before.bound:
+        if before is None or bound is not before.bound or unread:
             of_ranks = self._of_ranks() if captured.without_optimizer and self._ranks.several else {}
             reads = reads_of(bound, unread)
             self._totals.without_data.bind(captured.index, {**of_ranks, **reads})
@@ -332,17 +342,22 @@ class RuleBindings:
                 self.publish_bounds(bound_rules)
 
 
-def _unread(captured: OptimizerCapture) -> str:
-    """The reason why no whole tensors of a capture are read: its weights have moved before. "" = they are read."""
-    if captured.inside_backward:
-        return NOT_READ.format(INSIDE_BACKWARD)
-    return NOT_READ.format(NO_OPTIMIZER) if captured.without_optimizer else ""
+def _unread(ctx: OptimizerContext) -> dict[str, str]:
+    """The columns of whole tensors that are not read here, with the reason."""
+    layout = None if ctx.membership is None else ctx.membership.layout
+    if ctx.captured.inside_backward:
+        return dict.fromkeys(column_reader.COLUMNS, NOT_READ.format(INSIDE_BACKWARD))
+    if ctx.captured.without_optimizer:
+        return dict.fromkeys(column_reader.COLUMNS, NOT_READ.format(NO_OPTIMIZER))
+    if layout is not None and layout.pooled:
+        return {name: SHARDED.format(name) for name in column_reader.COLUMNS.difference(REDUCED_COLUMNS)}
+    return {}
 
 
-def reads_of(bound: BoundEngine, unread: str = "") -> dict[str, Reads]:
+def reads_of(bound: BoundEngine, unread: Mapping[str, str] = NOTHING_UNREAD) -> dict[str, Reads]:
     """Columns that each rule bound to a capture reads, and at which steps, by rule.
 
-    `unread` says why no whole tensors are read; "" = they are.
+    `unread` are reasons by column why it is not read here.
     """
     return {
         one.rule.id: Reads(
@@ -350,7 +365,7 @@ def reads_of(bound: BoundEngine, unread: str = "") -> dict[str, Reads]:
             one.rule.every,
             one.series.column in ALWAYS,
             one.detector.finiteness,
-            unread if one.series.column in column_reader.COLUMNS else "",
+            unread.get(one.series.column, ""),
             due=functools.partial(_due, one, bound.turns),
             has_value=functools.partial(_has_value, one),
             valueless=NEVER_POSITIVE.format(one.series.column, one.rule.kind) if _positive_only(one) else "",
