@@ -26,7 +26,7 @@ def from_here() -> Iterator[None]:
 
 
 def call(option: str, reference: str) -> Any:
-    """What the named function returns. An error of its own is a GradwatchError with its place in the user's code."""
+    """Call the named function. An error of its own is a GradwatchError with its place in the user's code."""
     with from_here():
         function = load(option, reference)
         try:
