@@ -227,7 +227,8 @@ class Slots:
             # Those on the meta device, which have no values, lower the coverage.
             if not param.requires_grad or parameter_names.valueless(param):
                 continue
-            if type(param) is not nn.Parameter and is_lazy(param):
+            # Of a differentiable optimizer some may be results of operations, whose `.grad` no backward fills.
+            if type(param) is not nn.Parameter and (is_lazy(param) or not param.is_leaf):
                 continue
             # A shard may be empty here and hold something on other ranks, which must see the same parameters.
             if param.numel() or is_shard(param):

@@ -24,7 +24,7 @@ from gradwatch.account import Account, Taken
 from gradwatch.errors import GradwatchError, UnfitRulesError
 from gradwatch.launch import exit_summary, os_exit, strict_rules
 from gradwatch.launch.first_forwards import FirstForwards
-from gradwatch.launch.model_discovery import Found, discover, trains
+from gradwatch.launch.model_discovery import Found, discover, steps_through, trains
 from gradwatch.launch.without_optimizer import WithoutOptimizer
 from gradwatch.runtime import guard, stderr
 from gradwatch.runtime.imports import filters_kept
@@ -43,6 +43,9 @@ if TYPE_CHECKING:
     from gradwatch.taps.backward_entry import BackwardCall
 
 NOTHING = Found([], [])
+NO_LEAVES = (
+    "the parameters of a differentiable optimizer are results of operations: no backward fills their .grad"
+)
 _MANY = 64  # known optimizers before those that are gone are looked for
 
 _watches: list[Session] = []
@@ -222,8 +225,11 @@ class Agent:
             elif trains(optimizer):
                 del self._waiting[key]
                 ready.append((optimizer, made))
-        if stepping is not None and not any(one is stepping for one, _ in ready) and trains(stepping):
-            ready.append((stepping, self.registered.clock))
+        if stepping is not None and not any(one is stepping for one, _ in ready):
+            if trains(stepping):
+                ready.append((stepping, self.registered.clock))
+            elif steps_through(stepping):
+                exit_summary.not_watched(NO_LEAVES)
         for optimizer, _ in ready:
             self._seen[id(optimizer)] = weakref.ref(optimizer)
         if len(self._seen) > self._prune_at:

@@ -54,18 +54,28 @@ def discover(
         if None in owners:
             named = {id(tensor): name for name, tensor in made_up_names(optimizer, number)}
             pairs = zip(params.items(), owners, strict=True)
-            loose += [(named[identity], tensor) for (identity, tensor), owner in pairs if owner is None]
+            loose += [
+                (named[identity], tensor)
+                for (identity, tensor), owner in pairs
+                if owner is None and tensor.is_leaf
+            ]
     found = list(roots.values())
     return Found(found if len(found) < 2 else sorted(found, key=lambda root: -owned[id(root)]), loose)
 
 
 def trains(optimizer: Optimizer) -> bool:
-    """True if an optimizer that is fully made has a parameter that wants a gradient."""
+    """True if an optimizer that is fully made has a parameter that wants a gradient, and is filled one."""
     for group in vars(optimizer).get("param_groups", ()):
         for tensor in group["params"]:
-            if tensor.requires_grad:
+            if tensor.requires_grad and tensor.is_leaf:
                 return True
     return False
+
+
+def steps_through(optimizer: Optimizer) -> bool:
+    """True if a fully made optimizer has nothing but results of operations: its steps are part of a graph."""
+    tensors = [tensor for group in vars(optimizer).get("param_groups", ()) for tensor in group["params"]]
+    return bool(tensors) and not any(tensor.is_leaf for tensor in tensors)
 
 
 def made_up_names(optimizer: Optimizer, number: int) -> Iterator[tuple[str, nn.Parameter]]:

@@ -31,7 +31,7 @@ def test_tensors_that_the_script_updates_are_observed(tmp_path: Path) -> None:
     """From the second backward on, under names that say their shape, with their norms."""
     _, watched = bare_and_watched(PERCEPTRON, tmp_path)
     assert "0 of 0 steps watched, 19 windows without an optimizer · 4 parameters" in watched.stderr
-    (journal,) = read_journal(next(tmp_path.glob("gradwatch-runs/*")))
+    (journal,) = read_journal(next(tmp_path.glob("gradwatch-runs/*/*.gwj")).parent)
     entries = list(journal.entries())
     names = {each.sites.names for each in entries if isinstance(each, SitesEntry)}
     assert names == {("tensor0[8x16]", "tensor1[16]", "tensor2[16x1]", "tensor3[1]")}
@@ -106,3 +106,55 @@ def test_a_tensor_that_the_script_lets_go_is_freed(tmp_path: Path) -> None:
     _, watched = bare_and_watched(LET_GO, tmp_path)
     windows = int(watched.stderr.split("steps watched, ")[1].split()[0])
     assert windows > 9
+
+
+BESIDE_A_MODULE = """
+import torch
+torch.manual_seed(0)
+table, head = torch.randn(20, 4, requires_grad=True), torch.nn.Linear(4, 1)
+weights = [table, *head.parameters()]
+for _ in range(20):
+    at = torch.randint(20, (6,))
+    (head(table[at]).squeeze() - at / 20).square().mean().backward()
+    with torch.no_grad():
+        torch._foreach_sub_(weights, [each.grad for each in weights], alpha=0.02)
+    for each in weights:
+        each.grad = None
+print(table.sum().item(), head.weight.tolist())
+"""
+
+
+def test_a_tensor_trained_with_a_module_joins_its_loop(tmp_path: Path) -> None:
+    """One window for each step, from the first on, and the tensor is among what is measured."""
+    _, watched = bare_and_watched(BESIDE_A_MODULE, tmp_path)
+    assert "20 windows without an optimizer · 3 parameters" in watched.stderr
+
+
+STEPS_THROUGH = """
+import torch
+torch.manual_seed(0)
+lr = torch.tensor(0.05, requires_grad=True)
+meta = torch.optim.Adam([lr], 1e-2)
+for _ in range(5):
+    fast = torch.zeros(4, requires_grad=True) * 1
+    inner = torch.optim.SGD([fast], lr=lr, differentiable=True)
+    for _ in range(3):
+        x = torch.randn(8, 4)
+        loss = (x @ fast - x.sum(1)).square().mean()
+        (fast.grad,) = torch.autograd.grad(loss, fast, create_graph=True)
+        inner.step()
+    meta.zero_grad()
+    (fast - 1).square().sum().backward()
+    meta.step()
+print(lr.item())
+"""
+
+
+def test_a_differentiable_optimizer_does_not_keep_the_others_from_being_watched(tmp_path: Path) -> None:
+    """It steps through results of operations, which no hook of torch's can watch: the account says so."""
+    _, watched = bare_and_watched(STEPS_THROUGH, tmp_path)
+    assert "5 of 20 steps watched" in watched.stderr
+    assert (
+        "15 of 20 optimizer steps not watched: the parameters of a differentiable optimizer are"
+        in watched.stderr
+    )

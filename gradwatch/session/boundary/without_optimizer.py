@@ -104,7 +104,7 @@ class LoopsWithoutOptimizer:
         """A backward has ended that reached parameters of no optimizer."""
         new = set(touched).difference(*(loop.captured.position for loop in self._loops))
         if new:
-            self._make_room(new)
+            self._make_room(new, touched)
         for loop in self._loops:
             mine = [slot for slot in touched if slot in loop.captured.position]
             if not mine:
@@ -125,11 +125,15 @@ class LoopsWithoutOptimizer:
             self._failed(error)
             return False
 
-    def _make_room(self, new: set[int]) -> None:
-        """Parameters that are in no capture yet: those of a loop's model join it, others are a loop of their own."""
+    def _make_room(self, new: set[int], touched: list[int]) -> None:
+        """Parameters that are in no capture yet: those of a loop's model join it, others are a loop of their own.
+
+        Tensors that no module holds join a loop that the same backward has `touched`.
+        """
         captured = self._capture.adopt_unowned(None, [*new])
+        joins = touched if new <= self._capture.slots.by_hand else captured.position.keys()
         for loop in self._loops:
-            if not captured.position.keys().isdisjoint(loop.captured.position):
+            if not loop.captured.position.keys().isdisjoint(joins):
                 known = loop.captured if loop.claimed else None
                 loop.take(self._capture.adopt_unowned(known, [*new, *loop.captured.position]))
                 if known is not None:
