@@ -32,7 +32,7 @@ TRIALS = int(os.environ.get("TRIALS", FEW))
 def launch(module: str, chosen: str = "", world: int = WORLD, trials: int = FEW) -> dict[str, list[Any]]:
     """Run every situation of a module on `world` ranks: its results by name, one per rank.
 
-    Fails with the ranks' output when one of them did not come home.
+    Fails with the ranks' output when one of them did not come home, or a situation raised.
     """
     with tempfile.TemporaryDirectory(prefix="gradwatch-ranks-") as folder:
         command = [sys.executable, "-m", "tests.ranks.launch", module, folder, chosen, str(world)]
@@ -47,6 +47,13 @@ def launch(module: str, chosen: str = "", world: int = WORLD, trials: int = FEW)
         said = "\n".join(out + err for _, out, err in ended)
         assert codes == [0] * world, f"exit codes {codes}\n{said}"
         homes = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(world)]
+    raised = [
+        f"{name}, rank {rank}\n{found['raised']}"
+        for rank, home in enumerate(homes)
+        for name, found in home.items()
+        if "raised" in found
+    ]
+    assert not raised, "\n".join(raised)
     return {name: [home[name] for home in homes] for name in homes[0]}
 
 

@@ -7,19 +7,13 @@ from typing import Any
 
 import pytest
 
-from tests.ranks.actions import SITUATIONS
 from tests.ranks.launch import ALL, FEW, launch
 
 
 @cache
 def homes(trials: int) -> dict[str, list[Any]]:
     """Every situation, from both ranks, out of one launch."""
-    found = launch("tests.ranks.actions", trials=trials)
-    assert set(found) == set(SITUATIONS)
-    for name, ranks in found.items():
-        for rank, home in enumerate(ranks):
-            assert "raised" not in home, f"{name}, rank {rank}\n{home['raised']}"
-    return found
+    return launch("tests.ranks.actions", trials=trials)
 
 
 @pytest.mark.parametrize("trials", [FEW, pytest.param(ALL, marks=pytest.mark.soak)])

@@ -7,18 +7,8 @@ from typing import Any
 import pytest
 
 from tests.ranks.bundles import SITUATIONS
-from tests.ranks.launch import launch
 
-
-@pytest.fixture(scope="module")
-def homes() -> dict[str, list[Any]]:
-    """Every situation, from both ranks, out of one launch."""
-    found = launch("tests.ranks.bundles")
-    assert set(found) == set(SITUATIONS)
-    for name, ranks in found.items():
-        for rank, home in enumerate(ranks):
-            assert "raised" not in home, f"{name}, rank {rank}\n{home['raised']}"
-    return found
+JOB = "tests.ranks.bundles"
 
 
 @pytest.mark.parametrize("name", SITUATIONS)

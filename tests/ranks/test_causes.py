@@ -9,8 +9,8 @@ import pytest
 from gradwatch.localise.replay.cause_among_ranks import chosen
 from gradwatch.records.finding import Finding
 from tests.ranks import causes
-from tests.ranks.launch import launch
 
+JOB = "tests.ranks.causes"
 REPLAYED = ("ddp", "fsdp2", "fsdp2 block and root", "fsdp2 mixed", "fsdp2 hybrid")
 UNKNOWN = {
     "ddp with a replay that fails": "MemoryError",
@@ -18,17 +18,6 @@ UNKNOWN = {
     "fsdp2 without room": "no replay: on rank 1: its parameters, gathered, take",
     "fsdp1": "the forward of FullyShardedDataParallel communicates with other ranks",
 }
-
-
-@pytest.fixture(scope="module")
-def homes() -> dict[str, list[Any]]:
-    """Every situation, from both ranks, out of one launch."""
-    found = launch("tests.ranks.causes")
-    assert set(found) == set(causes.SITUATIONS)
-    for name, ranks in found.items():
-        for rank, home in enumerate(ranks):
-            assert "raised" not in home, f"{name}, rank {rank}\n{home['raised']}"
-    return found
 
 
 @pytest.mark.parametrize("name", REPLAYED)

@@ -6,20 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.ranks.launch import launch
 from tests.ranks.policies import AFTER_THE_EXCHANGE, INJURED, SITUATIONS, WRAPS
 
-
-@pytest.fixture(scope="module")
-def homes() -> dict[str, list[Any]]:
-    """Every situation, from both ranks, out of one launch."""
-    return launch("tests.ranks.policies")
-
-
-def came_home(homes: dict[str, list[Any]], name: str) -> list[Any]:
-    for rank, home in enumerate(homes[name]):
-        assert "raised" not in home, f"rank {rank}\n{home['raised']}"
-    return homes[name]
+JOB = "tests.ranks.policies"
 
 
 BLIND = [name for name in SITUATIONS if name.startswith("blind")]
@@ -30,7 +19,7 @@ TRAINED = [name for name in SITUATIONS if name not in (*REFUSED, *BLIND)]
 @pytest.mark.parametrize("name", TRAINED)
 def test_ranks_multiply_alike(homes: dict[str, list[Any]], name: str) -> None:
     """The same weights, the same factors, the same states on both ranks at every step, whatever fails on one."""
-    first, second = came_home(homes, name)
+    first, second = homes[name]
     assert first["hashes"] == second["hashes"]
     assert first["states"] == second["states"]
     assert first["skipped"] == list(INJURED)
@@ -50,7 +39,7 @@ def test_a_rank_that_fails_after_the_exchange_decides_and_learns_as_the_other(
 ) -> None:
     """A rule with a memory acts too: its baseline of the total norm is the same on both ranks."""
     for how in WRAPS:
-        first, second = came_home(homes, f"fault {where} {how}")
+        first, second = homes[f"fault {where} {how}"]
         assert first["acted"] == second["acted"]
         assert 8 in first["acted"]  # where rank 1 failed
         assert first["baselines"] == second["baselines"] != {}
@@ -61,7 +50,7 @@ def test_a_rank_that_fails_after_the_exchange_decides_and_learns_as_the_other(
 @pytest.mark.parametrize("name", BLIND)
 def test_of_a_step_that_one_rank_cannot_tell_of_nobody_learns(homes: dict[str, list[Any]], name: str) -> None:
     """Nobody acts on it either: the same weights, policies and baselines on both ranks, then and later."""
-    first, second = came_home(homes, name)
+    first, second = homes[name]
     assert first["hashes"] == second["hashes"]
     assert first["states"] == second["states"]
     assert first["baselines"] == second["baselines"] != {}
@@ -73,7 +62,7 @@ def test_of_a_step_that_one_rank_cannot_tell_of_nobody_learns(homes: dict[str, l
 @pytest.mark.parametrize("sharded", ["fsdp2", "fsdp1"])
 def test_sharded_factors_are_those_of_whole_gradients(homes: dict[str, list[Any]], sharded: str) -> None:
     """Made of reduced norms: as under DDP, where every rank holds every gradient."""
-    whole, part = came_home(homes, "ddp")[0]["coefs"], came_home(homes, sharded)[0]["coefs"]
+    whole, part = homes["ddp"][0]["coefs"], homes[sharded][0]["coefs"]
     for step, coefs in whole.items():
         assert part[step] == pytest.approx(coefs, rel=2e-3), step
 
@@ -81,7 +70,7 @@ def test_sharded_factors_are_those_of_whole_gradients(homes: dict[str, list[Any]
 @pytest.mark.parametrize("name", ["rows fsdp2", "rows fsdp1"])
 def test_rows_of_a_shard_are_refused_at_attach(homes: dict[str, list[Any]], name: str) -> None:
     """On both ranks, with the parameter, the reason and what to use."""
-    for home in came_home(homes, name):
+    for home in homes[name]:
         assert (
             "clip method 'agc' looks at whole rows, and 'a.weight' is sharded over the ranks" in home["said"]
         )
@@ -90,6 +79,6 @@ def test_rows_of_a_shard_are_refused_at_attach(homes: dict[str, list[Any]], name
 
 def test_rows_sharded_after_the_attach_are_left_alone(homes: dict[str, list[Any]]) -> None:
     """Said as a failed action; training goes on, the same on both ranks."""
-    first, second = came_home(homes, "sharded later")
+    first, second = homes["sharded later"]
     assert first["hashes"] == second["hashes"]
     assert first["errors"].keys() == second["errors"].keys() == {"action"}

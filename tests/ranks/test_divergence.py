@@ -6,14 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.ranks.launch import launch
 from tests.ranks.parting import AT, STEPS
 
-
-@pytest.fixture(scope="module")
-def homes() -> dict[str, list[Any]]:
-    """Every situation, from both ranks, out of one launch."""
-    return launch("tests.ranks.parting")
+JOB = "tests.ranks.parting"
 
 
 def test_a_passing_fault_parts_nobody(homes: dict[str, list[Any]]) -> None:

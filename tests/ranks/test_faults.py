@@ -9,30 +9,11 @@ import pytest
 from tests.ranks.faults import SITES, SITUATIONS, TRIALS_PER_WATCH
 from tests.ranks.launch import ALL, FEW, launch
 
-PATIENCE = (
-    25.0  # seconds; a rank left waiting for another would need WAIT_SECONDS, which is more than twice that
-)
+JOB = "tests.ranks.faults"
+PATIENCE = 25.0  # seconds; a rank left waiting for another would need WAIT_SECONDS, more than twice that
 FAULTS = [f"fault in {site}" for site in SITES]
 AFTER_THE_EXCHANGE = {"hear", "assemble", "evaluate", "decide", "clipped"}
 HARMLESS = {"read", "sample"}  # read again at the step; nothing samples in these rules
-
-
-@pytest.fixture(scope="module")
-def homes() -> dict[str, list[Any]]:
-    """Every situation, from both ranks, out of one launch."""
-    return launch("tests.ranks.faults")
-
-
-def came_home(homes: dict[str, list[Any]], name: str) -> list[Any]:
-    """What a situation returned on each rank; its traceback where it raised."""
-    for rank, home in enumerate(homes[name]):
-        assert "raised" not in home, f"rank {rank}\n{home['raised']}"
-    return homes[name]
-
-
-def test_every_situation_came_home(homes: dict[str, list[Any]]) -> None:
-    """No rank hung or died on the way."""
-    assert set(homes) == set(SITUATIONS)
 
 
 @pytest.mark.parametrize("trials", [FEW, pytest.param(ALL, marks=pytest.mark.soak)])
@@ -41,7 +22,7 @@ def test_both_ranks_name_the_poisoned_rank_its_parameter_and_the_step(
 ) -> None:
     """NaN or Inf on rank 1 alone: named alike on both ranks, skipped on both, the weights bit-identical."""
     name = "nan on one rank"
-    ranks = came_home(homes if trials == FEW else launch("tests.ranks.faults", name, trials=trials), name)
+    ranks = (homes if trials == FEW else launch(JOB, name, trials=trials))[name]
     seen = 0
     for home in ranks:
         for watch in home:
@@ -66,7 +47,7 @@ def test_both_ranks_name_the_poisoned_rank_its_parameter_and_the_step(
 @pytest.mark.parametrize("name", ["acting under ddp", "acting under fsdp2", "default pack under fsdp2"])
 def test_ranks_act_alike(homes: dict[str, list[Any]], name: str) -> None:
     """Skip and clip armed, NaN on one rank: both skip those steps and clip the others, weights bit-identical."""
-    first, second = came_home(homes, name)
+    first, second = homes[name]
     assert first["hashes"] == second["hashes"]
     for home in (first, second):
         assert home["errors"] == {}
@@ -88,7 +69,7 @@ def test_sharded_and_replicated_training_come_to_the_same_weights(homes: dict[st
 @pytest.mark.parametrize("name", [name for name in SITUATIONS if "fault in" in name])
 def test_a_fault_of_ours_on_one_rank_parts_nobody(homes: dict[str, list[Any]], name: str) -> None:
     """Whatever fails inside gradwatch on rank 1, at a NaN or a healthy step: no wait, and equal weights."""
-    first, second = came_home(homes, name)
+    first, second = homes[name]
     assert first["hash"] == second["hash"]
     assert max(first["seconds"], second["seconds"]) < PATIENCE
     assert not first["alone"]
@@ -107,7 +88,7 @@ def test_a_fault_of_ours_on_one_rank_parts_nobody(homes: dict[str, list[Any]], n
 @pytest.mark.parametrize("how", ["missing", "other rules", "observing", "leaves", "late"])
 def test_nobody_acts_alone(homes: dict[str, list[Any]], how: str) -> None:
     """Without the other rank a NaN is reported, and not acted on: the weights stay equal. Nobody hangs."""
-    first, second = came_home(homes, f"rank 1: {how}")
+    first, second = homes[f"rank 1: {how}"]
     assert first["hash"] == second["hash"]
     assert max(first["seconds"], second["seconds"]) < PATIENCE
     assert first["skipped"] == second["skipped"] == []
@@ -118,7 +99,7 @@ def test_nobody_acts_alone(homes: dict[str, list[Any]], how: str) -> None:
 
 def test_a_rank_that_pauses_comes_back(homes: dict[str, list[Any]]) -> None:
     """It takes part blind while it pauses; afterwards it counts steps as the others and acts with them."""
-    first, second = came_home(homes, "paused")
+    first, second = homes["paused"]
     assert first["hash"] == second["hash"]
     assert first["skipped"] == second["skipped"] == [27]
     assert first["last"] == second["last"] == 29
@@ -126,7 +107,7 @@ def test_a_rank_that_pauses_comes_back(homes: dict[str, list[Any]]) -> None:
 
 def test_one_different_bit_is_a_mismatch(homes: dict[str, list[Any]]) -> None:
     """A reduction that gives one rank another bit is seen at that very step, on both ranks."""
-    for home in came_home(homes, "corrupted"):
+    for home in homes["corrupted"]:
         assert home["errors"] == {}
         assert [(step, sorted(sites)) for step, sites, _, _ in home["mismatch"]] == [
             (5, ["rank 0", "rank 1"])
@@ -136,26 +117,26 @@ def test_one_different_bit_is_a_mismatch(homes: dict[str, list[Any]]) -> None:
 
 def test_a_flipped_bit_is_an_outlier(homes: dict[str, list[Any]]) -> None:
     """A finite local gradient that is far too large names its rank and parameter, and nothing else fires."""
-    for home in came_home(homes, "flipped"):
+    for home in homes["flipped"]:
         assert home["errors"] == {}
         assert [entry[:3] for entry in home["outlier"]] == [[33, ["rank 1"], "b.weight"]]
 
 
 def test_replicas_without_a_rule_on_ranks_do_not_talk(homes: dict[str, list[Any]]) -> None:
     """Plain DDP needs no collective: none is made, neither to observe nor to skip."""
-    for home in came_home(homes, "silent"):
+    for home in homes["silent"]:
         assert home == {"observing": {}, "skipping": {}, "alone": False}
 
 
 def test_one_collective_a_step(homes: dict[str, list[Any]]) -> None:
     """Whatever the rules read of the ranks travels in one vector."""
-    for home in came_home(homes, "one collective"):
+    for home in homes["one collective"]:
         assert home == {"calls": 6, "records": 6}
 
 
 def test_an_action_on_the_loss_is_decided_on_its_mean(homes: dict[str, list[Any]]) -> None:
     """One rank observes NaN: both skip. The loss of a step is the mean over ranks."""
-    first, second = came_home(homes, "on the loss")
+    first, second = homes["on the loss"]
     assert first == second
     assert first["skipped"] == [3]
     assert first["losses"] == [1.5] * 5
@@ -164,7 +145,7 @@ def test_an_action_on_the_loss_is_decided_on_its_mean(homes: dict[str, list[Any]
 
 def test_an_action_on_an_observed_value_is_decided_on_its_mean(homes: dict[str, list[Any]]) -> None:
     """The mean is over the ranks that observed one: both judge the same number, also where one rank has none."""
-    first, second = came_home(homes, "on an observed value")
+    first, second = homes["on an observed value"]
     assert first == second
     assert first["skipped"] == [1, 3]
     assert first["values"] == [0.8, 0.4, 0.8, 0.1, None, 0.8]
@@ -173,7 +154,7 @@ def test_an_action_on_an_observed_value_is_decided_on_its_mean(homes: dict[str, 
 
 def test_moments_of_shards_are_those_of_the_whole(homes: dict[str, list[Any]]) -> None:
     """Norm, root mean square and share of an optimizer's sharded state, alike on both ranks and equal to float64."""
-    first, second = came_home(homes, "moments")
+    first, second = homes["moments"]
     assert first["found"] == second["found"]
     assert first["errors"] == {}
     assert not any(first["found"][0].values())
@@ -184,14 +165,14 @@ def test_moments_of_shards_are_those_of_the_whole(homes: dict[str, list[Any]]) -
 
 def test_an_action_on_a_local_column_is_refused(homes: dict[str, list[Any]]) -> None:
     """Before training starts, with the rule, the column and what to do instead."""
-    for home in came_home(homes, "on the local norm"):
+    for home in homes["on the local norm"]:
         for word in ("'far'", "norm_local", "mode: shadow"):
             assert word in home["refused"]
 
 
 def test_a_launcher_goes_on_without_an_action_on_a_local_column(homes: dict[str, list[Any]]) -> None:
     """The rule observes, its action is off on both ranks, and both skip the NaN of one by the other rule."""
-    first, second = came_home(homes, "on the local norm")
+    first, second = homes["on the local norm"]
     assert first["hash"] == second["hash"]
     assert first["skipped"] == second["skipped"] == [3]
     assert first["off"] == second["off"]
@@ -202,7 +183,7 @@ def test_a_launcher_goes_on_without_an_action_on_a_local_column(homes: dict[str,
 
 def test_every_optimizer_has_its_own_place_among_the_ranks(homes: dict[str, list[Any]]) -> None:
     """Of two optimizers only the one with the NaN skips, on both ranks."""
-    first, second = came_home(homes, "two optimizers")
+    first, second = homes["two optimizers"]
     assert first == second
     assert first["skipped"] == [[1, 4]]
     assert first["errors"] == {}
@@ -211,5 +192,5 @@ def test_every_optimizer_has_its_own_place_among_the_ranks(homes: dict[str, list
 @pytest.mark.parametrize("name", ["unchanged ddp", "unchanged fsdp2"])
 def test_watching_changes_no_bit(homes: dict[str, list[Any]], name: str) -> None:
     """The default pack, local norms and the collective included, leaves the weights as they would be."""
-    for home in came_home(homes, name):
+    for home in homes[name]:
         assert home["hashes"][0] == home["hashes"][1]

@@ -6,12 +6,7 @@ from typing import Any
 
 import pytest
 
-from tests.ranks.launch import launch
-
-
-@pytest.fixture(scope="module")
-def homes() -> dict[str, list[Any]]:
-    return launch("tests.ranks.by_hand")
+JOB = "tests.ranks.by_hand"
 
 
 @pytest.mark.parametrize("way", ["data", "grad"])

@@ -20,13 +20,6 @@ def homes() -> dict[str, list[Any]]:
     return {**launch("tests.ranks.meshes"), **launch("tests.ranks.meshes", world=4)}
 
 
-def came_home(homes: dict[str, list[Any]], name: str) -> list[Any]:
-    """What a situation returned on each rank; its traceback where it raised."""
-    for rank, home in enumerate(homes[name]):
-        assert "raised" not in home, f"rank {rank}\n{home['raised']}"
-    return homes[name]
-
-
 def total(norms: dict[str, float]) -> float:
     return float(sum(norm * norm for norm in norms.values()) ** 0.5)
 
@@ -34,7 +27,7 @@ def total(norms: dict[str, float]) -> float:
 @pytest.mark.parametrize("name", NAMES)
 def test_every_norm_is_that_of_the_whole_gradient(homes: dict[str, list[Any]], name: str) -> None:
     """On every rank, at every step, before clipping and after, whatever part of it this rank holds."""
-    ranks = came_home(homes, name)
+    ranks = homes[name]
     assert len(ranks) == (4 if name in FOUR else 2)
     for home in ranks:
         assert home["errors"] == {}
@@ -53,20 +46,20 @@ def test_every_norm_is_that_of_the_whole_gradient(homes: dict[str, list[Any]], n
 @pytest.mark.parametrize("name", NAMES)
 def test_all_ranks_report_the_same_bits(homes: dict[str, list[Any]], name: str) -> None:
     """Every rank judges the same numbers, so every rank reaches the same verdict."""
-    first, *others = (home["found"] for home in came_home(homes, name))
+    first, *others = (home["found"] for home in homes[name])
     assert all(other == first for other in others)
 
 
 @pytest.mark.parametrize("name", [name for name in TWO if "offloaded" in name])
 def test_no_hook_stands_on_an_offloaded_parameter(homes: dict[str, list[Any]], name: str) -> None:
     """FSDP2 would copy its gradient to the host without overlap; the norms before clipping are right without."""
-    for home in came_home(homes, name):
+    for home in homes[name]:
         assert home["hooks"] == 0
 
 
 def test_gradients_that_nobody_has_summed_up_are_provisional(homes: dict[str, list[Any]]) -> None:
     """SequenceParallel leaves the norm's gradients as partial sums: said once, never learned; the others are right."""
-    for home in came_home(homes, "sequence parallel"):
+    for home in homes["sequence parallel"]:
         assert home["errors"] == {"ranks": 1}
         assert home["provisional"] == [True] * STEPS
         for found, told in zip(home["found"], home["told"], strict=True):
@@ -77,6 +70,6 @@ def test_gradients_that_nobody_has_summed_up_are_provisional(homes: dict[str, li
 @pytest.mark.parametrize("name", ["local original", "local flat"])
 def test_a_slice_of_a_flat_parameter_has_no_local_norm(homes: dict[str, list[Any]], name: str) -> None:
     """FSDP1 shows nobody its local gradients by parameter: `norm_local` is absent, not wrong."""
-    for home in came_home(homes, name):
+    for home in homes[name]:
         assert home["present"] == [False] * 4
         assert home["errors"] == {}

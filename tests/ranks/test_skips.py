@@ -6,14 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.ranks.launch import launch
-
+JOB = "tests.ranks.skips"
 SKIPS = ["skip fsdp2", "skip fsdp2 foreach", "skip fsdp2 fused", "skip fsdp2 sgd", "skip ddp fused"]
-
-
-@pytest.fixture(scope="module")
-def homes() -> dict[str, list[Any]]:
-    return launch("tests.ranks.skips")
 
 
 @pytest.mark.parametrize("name", SKIPS)

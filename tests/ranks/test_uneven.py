@@ -6,13 +6,9 @@ from typing import Any
 
 import pytest
 
-from tests.ranks.launch import launch
 from tests.ranks.uneven import STEPS
 
-
-@pytest.fixture(scope="module")
-def homes() -> dict[str, list[Any]]:
-    return launch("tests.ranks.uneven")
+JOB = "tests.ranks.uneven"
 
 
 def test_nobody_waits_for_a_rank_that_has_joined(homes: dict[str, list[Any]]) -> None:
