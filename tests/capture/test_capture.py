@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -37,22 +37,28 @@ def loss_of(model: nn.Module, x: torch.Tensor = X) -> torch.Tensor:
     return model(x).pow(2).sum()
 
 
+def rounds(
+    recorder: Recorder, model: nn.Module, optimizer: torch.optim.Optimizer, count: int
+) -> Iterator[int]:
+    """Steps: gradients are gone before the body of the loop, and what is seen of them after it is right."""
+    for step in range(count):
+        optimizer.zero_grad()
+        yield step
+        want = norms_of(model.named_parameters())
+        optimizer.step()
+        close(seen(recorder.snapshots[-1]), want)
+
+
 def test_plain_loop_reports_raw_norms() -> None:
     """One backward per step: every norm is right and none is provisional."""
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     with Recorder(model) as recorder:
-        for step in range(8):
-            optimizer.zero_grad()
+        for _ in rounds(recorder, model, optimizer, 8):
             loss_of(model).backward()
-            want = norms_of(model.named_parameters())
-            optimizer.step()
-            snapshot = recorder.snapshots[-1]
-            assert snapshot.step == step
-            close(seen(snapshot), want)
-            assert snapshot.provisional == (
-                step == 0
-            )  # no capture before the first step: nothing was read early
+        assert [snapshot.step for snapshot in recorder.snapshots] == list(range(8))
+        # No capture before the first step: nothing was read early.
+        assert [snapshot.provisional for snapshot in recorder.snapshots] == [True] + [False] * 7
 
 
 def test_user_clipping_is_seen_after_not_instead() -> None:
@@ -191,12 +197,8 @@ def test_tied_parameters_count_once() -> None:
     model = Tied()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     with Recorder(model) as recorder:
-        for _ in range(3):
-            optimizer.zero_grad()
+        for _ in rounds(recorder, model, optimizer, 3):
             model(torch.tensor([1, 2, 2])).pow(2).sum().backward()
-            want = norms_of(model.named_parameters())
-            optimizer.step()
-            close(seen(recorder.snapshots[-1]), want)
     assert recorder.snapshots[0].sites.names == ("embed.weight",)
 
 
@@ -206,14 +208,10 @@ def test_frozen_then_unfrozen_parameter_joins() -> None:
     model[0].requires_grad_(False)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     with Recorder(model) as recorder:
-        for step in range(6):
+        for step in rounds(recorder, model, optimizer, 6):
             if step == 3:
                 model[0].requires_grad_(True)
-            optimizer.zero_grad()
             loss_of(model).backward()
-            want = norms_of(model.named_parameters())
-            optimizer.step()
-            close(seen(recorder.snapshots[-1]), want)
         assert [snapshot.step for snapshot in recorder.snapshots] == list(range(6))
         assert len(recorder.snapshots[-1].sites) == 4
 
@@ -264,12 +262,8 @@ def test_checkpointing(reentrant: bool) -> None:
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     x = X.clone().requires_grad_()
     with Recorder(model) as recorder:
-        for _ in range(4):
-            optimizer.zero_grad()
+        for _ in rounds(recorder, model, optimizer, 4):
             checkpoint(model, x, use_reentrant=reentrant).pow(2).sum().backward()
-            want = norms_of(model.named_parameters())
-            optimizer.step()
-            close(seen(recorder.snapshots[-1]), want)
 
 
 @pytest.mark.parametrize("make", [torch.optim.SGD, torch.optim.AdamW, torch.optim.LBFGS])
@@ -300,8 +294,7 @@ def test_backward_that_raises_is_followed_by_a_right_one() -> None:
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     with Recorder(model) as recorder:
-        for step in range(5):
-            optimizer.zero_grad()
+        for step in rounds(recorder, model, optimizer, 5):
             if step == 2:
                 handle = model[0].bias.register_hook(lambda grad: 1 / 0)
                 with pytest.raises(ZeroDivisionError):
@@ -309,9 +302,6 @@ def test_backward_that_raises_is_followed_by_a_right_one() -> None:
                 handle.remove()
                 optimizer.zero_grad()
             loss_of(model).backward()
-            want = norms_of(model.named_parameters())
-            optimizer.step()
-            close(seen(recorder.snapshots[-1]), want)
 
 
 @pytest.mark.parametrize("cleared", [True, False])
@@ -373,12 +363,8 @@ def test_marks_are_thinned_and_the_numbers_stay_right() -> None:
     x = torch.randn(4, 8)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     with Recorder(model) as recorder:
-        for _ in range(12):
-            optimizer.zero_grad()
+        for _ in rounds(recorder, model, optimizer, 12):
             loss_of(model, x).backward()
-            want = norms_of(model.named_parameters())
-            optimizer.step()
-            close(seen(recorder.snapshots[-1]), want)
         assert recorder.capture.slots.hooked <= 6
         assert set(recorder.snapshots[-1].calls.tolist()) == {1}
 

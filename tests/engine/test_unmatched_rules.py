@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,9 +15,8 @@ from gradwatch.rules.files import parse_rules
 from gradwatch.sinks.log import LogSink
 from gradwatch.sinks.prometheus.sink import PrometheusSink
 from gradwatch.taps import step_hooks
-from tests.launch.test_training import execute_warm
+from tests.engine.test_unsupported_rules import under_run
 from tests.support.kept import Kept
-from tests.support.launch_cases import GRADWATCH
 
 RULES = """version: 1
 extends: [default]
@@ -106,26 +104,7 @@ def test_strict_rules_refuse_before_training(monkeypatch: pytest.MonkeyPatch) ->
         gradwatch.watch(model, optimizer, rules=rules, sinks=[Kept()])
 
 
-SCRIPT = """import torch
-m = torch.nn.Linear(4, 1); o = torch.optim.SGD(m.parameters(), 0.1)
-for t in range(8):
-    o.zero_grad()
-    (m(torch.ones(8, 4)).pow(2).mean() * (float("nan") if t == 5 else 1)).backward()
-    o.step()
-    print("step", t, bool(m.weight.isfinite().all()), flush=True)
-"""
-
-
 def test_under_run_too(tmp_path: Path) -> None:
     """NaN is skipped and stderr names the rule; with --strict-rules exit 2, no step taken."""
-    (tmp_path / "mine.gradwatch.yaml").write_text(RULES)
-    (tmp_path / "train.py").write_text(SCRIPT)
-    command = [*GRADWATCH, "run", "--rules", "mine.gradwatch.yaml", "--listen", "127.0.0.1:0"]
-    script = ["--", sys.executable, "train.py"]
-    done = execute_warm([*command, *script], tmp_path)
-    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "step 7 True"), done.stderr
-    assert "rule 'mine' matches no parameter of groups: layer4" in done.stderr
-    refused = execute_warm([*command, "--strict-rules", *script], tmp_path)
-    assert (refused.returncode, refused.stdout) == (2, ""), refused.stderr
-    assert "rule 'mine' matches no parameter of groups: layer4" in refused.stderr
-    assert "Traceback" not in refused.stderr
+    for said in under_run(RULES, tmp_path):
+        assert "rule 'mine' matches no parameter of groups: layer4" in said

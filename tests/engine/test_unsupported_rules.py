@@ -117,19 +117,25 @@ for t in range(8):
 """
 
 
+def under_run(rules: str, folder: Path) -> tuple[str, str]:
+    """What stderr says where a NaN is skipped under these rules, and where `--strict-rules` refuses them."""
+    (folder / "mine.gradwatch.yaml").write_text(rules)
+    (folder / "train.py").write_text(SCRIPT)
+    command = [*GRADWATCH, "run", "--rules", "mine.gradwatch.yaml", "--listen", "127.0.0.1:0"]
+    script = ["--", sys.executable, "train.py"]
+    done = execute_warm([*command, *script], folder)
+    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "step 7 True"), done.stderr
+    refused = execute_warm([*command, "--strict-rules", *script], folder)
+    assert (refused.returncode, refused.stdout) == (2, ""), refused.stderr
+    assert "Traceback" not in refused.stderr
+    return done.stderr, refused.stderr
+
+
 def test_under_run_the_rest_protects(tmp_path: Path) -> None:
     """NaN is skipped, stderr names what is off at the start and in the account; --strict-rules exits 2."""
     text = RULES.replace("2.*", "*").replace("modules: {tap: full_backward}\n", "").split("  passed-on")[0]
-    (tmp_path / "mine.gradwatch.yaml").write_text(text)
-    (tmp_path / "train.py").write_text(SCRIPT)
-    command = [*GRADWATCH, "run", "--rules", "mine.gradwatch.yaml", "--listen", "127.0.0.1:0"]
-    script = ["--", sys.executable, "train.py"]
-    done = execute_warm([*command, *script], tmp_path)
-    assert (done.returncode, done.stdout.splitlines()[-1]) == (0, "step 7 True"), done.stderr
-    assert f"clip.groups.head: {AGC}" in done.stderr
-    assert "8 of 8 steps watched" in done.stderr
-    assert f"not armed: clip:groups.head ({AGC})" in done.stderr
-    refused = execute_warm([*command, "--strict-rules", *script], tmp_path)
-    assert (refused.returncode, refused.stdout) == (2, ""), refused.stderr
-    assert f"clip.groups.head: {AGC}" in refused.stderr
-    assert "Traceback" not in refused.stderr
+    done, refused = under_run(text, tmp_path)
+    assert f"clip.groups.head: {AGC}" in done
+    assert "8 of 8 steps watched" in done
+    assert f"not armed: clip:groups.head ({AGC})" in done
+    assert f"clip.groups.head: {AGC}" in refused

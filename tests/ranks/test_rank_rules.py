@@ -73,8 +73,8 @@ def test_a_glance_sees_what_judging_sees(seed: int) -> None:
 def test_healthy_ranks_are_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
     """Ranks that talk at every step do not send every step through the judgement of single rules."""
     engine, rng = bound(), np.random.default_rng(0)
-    state, judged, whole = engine.init(), [], engine._judge
-    monkeypatch.setattr(engine, "_judge", lambda *args: judged.append(args[1].step) or whole(*args))
+    state, judged, whole = engine.init(), [], engine._rule_by_rule
+    monkeypatch.setattr(engine, "_rule_by_rule", lambda *args: judged.append(args[1].step) or whole(*args))
     for step in range(50):
         norms = 2 + rng.uniform(-0.01, 0.01, SIZE)
         snapshot = step_of(engine, step, norms, 1 + rng.uniform(0, 0.01, WORLD), np.zeros(WORLD))
