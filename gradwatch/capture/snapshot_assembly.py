@@ -11,6 +11,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from gradwatch.capture.columns.gradient_histogram import PendingHistograms
 from gradwatch.capture.window_norms import WindowNorms
 from gradwatch.reading.batched import FLOAT32_MAX, Detail
 from gradwatch.reading.device import host_value
@@ -50,15 +51,20 @@ class Measured(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Extras:
-    """Columns read beside the norms: of the K parameters, of the M modules, and of the ranks."""
+    """Columns read beside the norms: of the K parameters, of the M modules, and of the ranks.
+
+    Histograms are of whole gradients that this rank holds.
+    """
 
     params: tuple[Measured, ...] = ()
     modules: tuple[Measured, ...] = ()
     ranks: tuple[Measured, ...] = ()
+    histograms: PendingHistograms | None = None
 
     def ready(self) -> bool:
-        """True if all columns are on the host."""
-        return all(pending.ready() for pending in (*self.params, *self.modules))
+        """True if all of it is on the host."""
+        arrived = self.histograms is None or self.histograms.ready()
+        return arrived and all(pending.ready() for pending in (*self.params, *self.modules))
 
 
 def assemble(
@@ -110,6 +116,7 @@ def assemble(
         micro=window.micro,
         provisional=window.provisional,
         coverage=coverage,
+        histograms={} if extras.histograms is None else extras.histograms.histograms(),
     )
 
 

@@ -293,7 +293,8 @@ def _seen_by_all(
         (Known(replica_divergence.rank_columns(reduced, membership.replicas)),) if membership.ranked else ()
     )
     if reduced.layout.pooled:
-        extras = replace(extras, params=(Known(sharded_norms.pooled_columns(reduced)),))
+        # Positions are among all ranks' parameters there, and parts of a gradient have no histogram of the whole.
+        extras = replace(extras, params=(Known(sharded_norms.pooled_columns(reduced)),), histograms=None)
     return replace(_norms_seen_by_all(reduced, window, values), extras=replace(extras, ranks=ranked))
 
 

@@ -91,6 +91,22 @@ def count_below(tensor: Tensor, bound: float) -> int:
     )
 
 
+def exponents(tensor: Tensor) -> tuple[NDArray[np.int64], int]:
+    """(elements by the exponent field of their bits, exact zeros, which are among those of field 0), in one pass.
+
+    There are 256 fields of float32, and 2,048 of float64.
+    """
+    counts, exact_zeros = np.zeros(0, np.int64), 0
+    for values in _chunks(tensor):
+        bits, mantissa, fields = (np.uint32, 23, 256) if values.itemsize == 4 else (np.uint64, 52, 2048)
+        signed = _SCRATCH.change[np.dtype("float64")].reshape(-1)[: values.size].view(np.int64)
+        np.right_shift(values.view(bits), bits(mantissa), out=signed, casting="same_kind")
+        found = np.bincount(signed, minlength=2 * fields).reshape(2, fields).sum(axis=0)
+        counts = counts + found if len(counts) else found
+        exact_zeros += _zeros(values) if found[0] else 0
+    return counts, exact_zeros
+
+
 def zeros_and_extremes(tensor: Tensor) -> tuple[int, float, float]:
     """(number of elements that are exactly zero, smallest, largest: NaN if any element is), in one pass.
 

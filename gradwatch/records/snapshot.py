@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.records.columns import scalar_name
+from gradwatch.records.histogram import Histogram
 
 FloatArray = NDArray[np.floating[Any]]
 BoolArray = NDArray[np.bool_]
@@ -86,7 +87,7 @@ class Snapshot:
     weights, and under a GradScaler `scaler_skip`, 1 where it rejected the step (gradients overflowed, the optimizer
     did not move) and 0 where not. `provisional`: the numbers may be
     post-clip because the loop was not learned yet; exported, never learned. `coverage` is parameters
-    measurable / expected, 0..1.
+    measurable / expected, 0..1. `histograms` are of the gradients of some sites, by their index.
     """
 
     optimizer: int
@@ -103,6 +104,7 @@ class Snapshot:
     micro: int = 1
     provisional: bool = False
     coverage: float = 1.0
+    histograms: Mapping[int, Histogram] = field(default_factory=dict)
 
     def column(self, name: str) -> Column | None:
         """The named per-site column, derived where it can be; None when it was not measured this step."""

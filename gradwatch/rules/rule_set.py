@@ -90,6 +90,14 @@ class Modules:
 
 
 @dataclass(frozen=True, slots=True)
+class Histograms:
+    """Histograms of the gradients of parameters whose name matches one of `params`, each every `every` steps."""
+
+    every: int = 100
+    params: tuple[str, ...] = ("*",)
+
+
+@dataclass(frozen=True, slots=True)
 class SinkSpec:
     """One item of `sinks:`; `options` holds only what was written, so a sink's own defaults apply."""
 
@@ -166,6 +174,7 @@ class RuleSet:
     rules: tuple[Rule, ...] = ()
     clip: Clip | None = None
     modules: Modules | None = None
+    histograms: Histograms | None = None
     sinks: tuple[SinkSpec, ...] | None = None
     digest: str = ""
     origins: Mapping[str, str] = field(default_factory=dict)

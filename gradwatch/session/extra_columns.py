@@ -99,6 +99,9 @@ class ExtraColumns:
         modules = []
         if self._taps is not None and not captured.index:
             modules.append(self._taps.collect(window.step, scale, _of_modules(overdue, bound_rules.sites)))
+        histograms = None
+        if bound_rules.histograms is not None:
+            histograms = bound_rules.histograms.collect(window.step, captured.grads, window.left)
         scalars = self._unseen(bound_rules) if self._count > bound_rules.observed else {}
         if window.loss is not None and "loss" not in scalars:
             scalars["loss"] = without_scale(window.loss, window.loss_scale)
@@ -111,10 +114,11 @@ class ExtraColumns:
         if window.skipped is not None:
             scalars["scaler_skip"] = window.skipped
         if window.deferrable:
-            window.deferrable = not (params or modules) and self._deferrable(
+            window.deferrable = not (params or modules or histograms) and self._deferrable(
                 ctx, bound_rules, window, scalars
             )
-        extras = Extras(tuple(params), tuple(modules)) if params or modules else NOTHING
+        any_extras = params or modules or histograms is not None
+        extras = Extras(tuple(params), tuple(modules), histograms=histograms) if any_extras else NOTHING
         now = time.perf_counter()
         before, bound_rules.last_step = bound_rules.last_step, now
         clock = Clock(self._spent(), None if before is None else now - before, time.time())

@@ -1,7 +1,7 @@
 """Ways of reading one large gradient once, with one thread: `python -m tests.benchmarks.reading`.
 
 Every gradient is out of the caches when its turn comes, as after a backward. What is measured here decided how
-`gradwatch.reading.row_sums` reads.
+`gradwatch.reading.row_sums` reads; beside it what columns of whole tensors cost.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from gradwatch.reading import chunks
 from gradwatch.reading.row_sums import RowBuffer, divided
 from gradwatch.reading.row_sums_by_blas import SquareRows
 from gradwatch.reading.row_sums_by_torch import NormRows
@@ -36,6 +37,10 @@ def ways(grad: Tensor) -> dict[str, Callable[[], object]]:
         "rows.NormRows (several threads')": _sheet(NormRows, grad),
         "one torch.dot": lambda: torch.dot(grad, grad),
         "torch._foreach_norm": lambda: torch._foreach_norm([grad]),
+        "columns: zeros and extremes": lambda: chunks.zeros_and_extremes(grad),
+        "columns: mean and std": lambda: chunks.mean_and_std(grad),
+        "columns: count below a bound": lambda: chunks.count_below(grad, 0.0),
+        "columns: histogram": lambda: chunks.exponents(grad),
     }
 
 

@@ -21,6 +21,7 @@ from gradwatch.rules.files.pydantic_models import (
     Defaults,
     Document,
     GroupEntry,
+    HistogramsEntry,
     Match,
     ModulesEntry,
     Override,
@@ -42,6 +43,7 @@ def json_schema() -> Schema:
         "Rule": RuleEntry,
         "Clip": ClipEntry,
         "Modules": ModulesEntry,
+        "Histograms": HistogramsEntry,
         "Match": Match,
         "Override": Override,
     }
@@ -86,8 +88,8 @@ def _fill(definitions: dict[str, Schema]) -> None:
 
 def _sections(schema: Schema) -> None:
     properties = schema["properties"]
-    for key, name in (("defaults", "Defaults"), ("clip", "Clip"), ("modules", "Modules")):
-        properties[key] = {**_ref(name)}
+    for key in ("defaults", "clip", "modules", "histograms"):
+        properties[key] = {**_ref(key.capitalize())}
     for key, name in (("groups", "Group"), ("rules", "Rule")):
         properties[key].update(propertyNames={"pattern": NAME}, additionalProperties=_ref(name))
     properties["sinks"]["items"] = _ref("Sink")

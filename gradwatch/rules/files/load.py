@@ -21,7 +21,7 @@ from gradwatch.rules.files.rule_building import Resolver, groups
 from gradwatch.rules.files.rules_digest import digest
 from gradwatch.rules.files.section_validation import check_sections_of_file
 from gradwatch.rules.impossible_actions import ImpossibleAction, impossible_actions
-from gradwatch.rules.rule_set import Modules, RuleSet
+from gradwatch.rules.rule_set import Histograms, Modules, RuleSet
 from gradwatch.rules.yaml.nodes import Map, Mark, Node, Problems, Scalar, Seq, data
 
 Refuse = Callable[[RuleSet], Iterable[tuple[str, str]]]
@@ -120,6 +120,7 @@ def _resolve(document: Map, problems: Problems) -> RuleSet:
         rules=rules,
         clip=clips,
         modules=_modules(document.get("modules")),
+        histograms=_histograms(document.get("histograms")),
         sinks=None if listed is None else sinks(listed, problems),
         origins=resolver.origins | _origins_of_groups(section),
         inactive=resolver.inactive,
@@ -157,3 +158,14 @@ def _modules(node: Node | None) -> Modules | None:
     written = data(node)
     names = written.get("names", ["*"])
     return Modules(written.get("tap", "output"), tuple(names) if isinstance(names, list) else ())
+
+
+def _histograms(node: Node | None) -> Histograms | None:
+    """As far as it is right; what is wrong was reported by `check_sections_of_file`."""
+    if not isinstance(node, Map):
+        return None
+    written = data(node)
+    usual = Histograms()
+    every, params = written.get("every", usual.every), written.get("params", list(usual.params))
+    right = isinstance(every, int) and isinstance(params, list)
+    return Histograms(every, tuple(params)) if right else None

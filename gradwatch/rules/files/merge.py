@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from gradwatch.rules.yaml.nodes import Entry, Map, Node, Scalar
 
 Merge = Callable[[Map, Map], Map]
-SECTIONS = ("defaults", "groups", "rules", "clip", "modules", "sinks")
+SECTIONS = ("defaults", "groups", "rules", "clip", "modules", "histograms", "sinks")
 
 
 def overlay(base: Map, top: Map, deeper: Mapping[str, Merge] | None = None) -> Map:
@@ -60,5 +60,6 @@ def merge_documents(base: Map, top: Map) -> Map:
             "rules": lambda below, above: overlay(below, above, {"*": merge_rule}),
             "clip": lambda below, above: overlay(below, above, {"groups": overlay}),
             "modules": overlay,
+            "histograms": overlay,
         },
     )

@@ -38,6 +38,7 @@ class Document(Model):
     rules: dict[str, Any] = unset("Rules by id.")
     clip: dict[str, Any] = unset("Clipping policies applied at every step; the strictest wins, applied once.")
     modules: dict[str, Any] = unset("Opt-in taps on modules.")
+    histograms: dict[str, Any] = unset("Opt-in histograms of gradients, for experiment trackers.")
     sinks: list[Any] = unset("Where results go.")
     overrides: list[dict[str, Any]] = unset(
         "Changes for some runs, in order, on top of everything else.", max_length=MOST_OVERRIDES
@@ -53,6 +54,7 @@ class Override(Model):
     rules: dict[str, Any] = unset("Changed or further rules.")
     clip: dict[str, Any] = unset("Changed clipping policies.")
     modules: dict[str, Any] = unset("Changed module taps.")
+    histograms: dict[str, Any] = unset("Changed histograms.")
     sinks: list[Any] = unset("Replaces the sinks.")
 
 
@@ -116,6 +118,13 @@ class ModulesEntry(Model):
         "output (safe), or full_backward (real backward hooks; refused where they break a model)."
     )
     names: Globs = unset("Case-sensitive shell globs on module names.")
+
+
+class HistogramsEntry(Model):
+    """Opt-in histograms of gradients over octaves of magnitude, for experiment trackers."""
+
+    every: Count = unset("Each parameter every N steps (100), in turns.")
+    params: Globs = unset("Case-sensitive shell globs on parameter names.")
 
 
 class ClipEntry(Model):

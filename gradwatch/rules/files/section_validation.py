@@ -14,6 +14,7 @@ from gradwatch.rules.files.pydantic_models import (
     Defaults,
     Document,
     GroupEntry,
+    HistogramsEntry,
     Match,
     ModulesEntry,
     Override,
@@ -45,7 +46,13 @@ def _override(item: Map, problems: Problems) -> None:
 
 def sections(document: Map, problems: Problems) -> None:
     """The sections that a document and an override share."""
-    for key, model in (("defaults", Defaults), ("clip", ClipEntry), ("modules", ModulesEntry)):
+    models: tuple[tuple[str, type[Model]], ...] = (
+        ("defaults", Defaults),
+        ("clip", ClipEntry),
+        ("modules", ModulesEntry),
+        ("histograms", HistogramsEntry),
+    )
+    for key, model in models:
         node = document.get(key)
         if isinstance(node, Map):
             check(node, model, problems, document.key_mark(key), f"`{key}`")

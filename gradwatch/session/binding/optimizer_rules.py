@@ -14,6 +14,7 @@ from gradwatch.actions.clip_section import ClipSection, NormBound
 from gradwatch.actions.drop_micro import MicroDrop
 from gradwatch.actions.elementwise_clip import Elementwise
 from gradwatch.capture.columns.column_reader import ColumnReader
+from gradwatch.capture.columns.gradient_histogram import HistogramReader
 from gradwatch.capture.columns.norm_local import LocalNorms
 from gradwatch.capture.columns.pending_columns import NOTHING_OVERDUE, Overdue
 from gradwatch.capture.optimizer_capture import OptimizerCapture
@@ -53,6 +54,7 @@ class OptimizerRules:
     clip_section: ClipSection | None = None  # what `clip:` asks of it beside the total
     clipper: BackwardClipper | None = None
     micro: MicroDrop | None = None
+    histograms: HistogramReader | None = None
     own: NDArray[np.intp] | None = None  # the sites of the capture's own parameters
 
     @property

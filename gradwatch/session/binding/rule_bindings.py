@@ -8,6 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwatch.account.rules_without_data import (
@@ -24,6 +26,7 @@ from gradwatch.actions.clip_section import ClipSection
 from gradwatch.actions.drop_micro import MicroDrop
 from gradwatch.capture.columns import column_reader
 from gradwatch.capture.columns.column_reader import ColumnReader
+from gradwatch.capture.columns.gradient_histogram import HistogramReader
 from gradwatch.capture.columns.norm_local import LocalNorms
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.shards import is_shard
@@ -35,6 +38,7 @@ from gradwatch.engine import BoundEngine, Engine
 from gradwatch.engine.actions.backward_clips import asks_backward, at_step, drops_micro
 from gradwatch.engine.columns_needed import first_step
 from gradwatch.engine.rule_plan import RulePlan
+from gradwatch.engine.series import matching
 from gradwatch.engine.snapshot_reader import Reader
 from gradwatch.engine.turns import InTurn, Turns
 from gradwatch.errors import AttachError
@@ -52,6 +56,8 @@ NEVER_POSITIVE = (
     "{} was not positive at any step of the rule, and `{}` takes logarithms; `loss_spike` does not"
 )
 NOTHING_UNREAD: Mapping[str, str] = MappingProxyType({})
+OF_PARTS = "a histogram is of a whole gradient, and ranks hold parts of these, or different ones"
+NOTHING_CHOSEN = "`histograms: params:` matches no parameter"
 LOCAL = frozenset({"norm_local", "rank_norm"})  # columns measured by tensor hooks
 
 
@@ -165,6 +171,7 @@ class RuleBindings:
         unread = _unread(ctx)
         needs = bound.needs.only(column_reader.COLUMNS - unread.keys())
         reader = ColumnReader(needs, bound.plan.staggering, own)
+        histograms, no_histograms = self._histograms(ctx, bound, own)
         critical = frozenset(one.rule.id for one in bound.plan.rules if one.rule.severity == "critical")
         health_tracker = CheckpointHealthTracker(critical)
         if before is not None:
@@ -172,6 +179,7 @@ class RuleBindings:
         bound_rules = ctx.bound_rules = OptimizerRules(
             bound, state, bound.sites, reader, local, health_tracker, captured
         )
+        bound_rules.histograms = histograms
         if not alike:
             self._count_parameters()
         if self.in_backward and not captured.without_optimizer:
@@ -182,6 +190,8 @@ class RuleBindings:
         if before is None or bound is not before.bound or unread:
             of_ranks = self._of_ranks() if captured.without_optimizer and self._ranks.several else {}
             reads = reads_of(bound, unread)
+            if no_histograms:
+                reads["histograms"] = Reads("histograms", why=no_histograms)
             self._totals.without_data.bind(captured.index, {**of_ranks, **reads})
         self.saved_states.take_up(captured, bound_rules)
         self.publish_bounds(bound_rules)
@@ -194,6 +204,23 @@ class RuleBindings:
             return False
         bound_rules.begin_anew(ctx.captured)
         return True
+
+    def _histograms(
+        self, ctx: OptimizerContext, bound: BoundEngine, own: NDArray[np.intp]
+    ) -> tuple[HistogramReader | None, str]:
+        """What reads histograms where they are asked for, or the reason why nothing does."""
+        asked, captured = self._engine.ruleset.histograms, ctx.captured
+        if asked is None:
+            return None, ""
+        unread = _unread(ctx).get("max_abs", "")  # which needs whole gradients too
+        if captured.inside_backward or captured.without_optimizer:
+            return None, unread
+        if unread or any(map(is_shard, captured.params)):
+            return None, OF_PARTS
+        chosen = matching(captured.sites, asked.params)
+        if not chosen.any():
+            return None, NOTHING_CHOSEN
+        return HistogramReader(asked.every, bound.plan.staggering.phases(asked.every)[own], chosen), ""
 
     def _of_ranks(self) -> dict[str, Reads]:
         """The rules that compare ranks, which have nothing to read in a loop without an optimizer."""

@@ -36,6 +36,8 @@ class MLflowSink(Tracker):
     charts leave NaN out. So every value is logged as it is, and beside one that was ever not finite stands the
     metric `gradwatch/nonfinite/KEY`: 1 on steps where it is NaN or Inf, 0 on the others from then on.
 
+    MLflow keeps no histograms.
+
     Closing waits at most 10 s. MLflow's HTTP client draws a jitter from Python's generator when it repeats a failed
     request, and so does its telemetry, which is switched off where the script has not imported MLflow before the watch
     begins (MLFLOW_DISABLE_TELEMETRY decides where it is set). Needs the extra `mlflow`.
@@ -46,6 +48,7 @@ class MLflowSink(Tracker):
 
     name = "mlflow"
     close_seconds = 10.0
+    takes_histograms = False
 
     def __init__(
         self,

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from gradwatch.incidents import explanation
 from gradwatch.records.columns import OBSERVED_ONLY, SCALAR_COLUMNS
 from gradwatch.records.event import Event, Severity
+from gradwatch.records.histogram import Histogram
 from gradwatch.records.record import Record
 from gradwatch.records.run_info import RuleInfo
 from gradwatch.records.snapshot import Sites, Snapshot
@@ -33,6 +34,7 @@ PREFIX = "gradwatch/"
 MOST_OPTIMIZERS = 16
 MOST_GROUPS = 64
 MOST_OBSERVED = 50
+MOST_HISTOGRAMS = 200
 OWN = frozenset(SCALAR_COLUMNS)
 SHOWN = {"loss": "loss", "lr": "learning_rate"}
 _LONGEST_TEXT = 1000
@@ -59,7 +61,7 @@ class Note:
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One step: `values` by name, non-finite ones as they are; `time` is Unix seconds.
+    """One step: `values` by name, non-finite ones as they are; `time` is Unix seconds; `histograms` by name.
 
     `prefix` begins the name of each of the values and of `f"{prefix}step"`: "gradwatch/", and
     "gradwatch/optimizer_1/" for a second optimizer, whose steps are counted apart.
@@ -70,6 +72,7 @@ class Point:
     prefix: str
     values: Mapping[str, float]
     notes: tuple[Note, ...] = ()
+    histograms: Mapping[str, Histogram] = field(default_factory=dict)
 
 
 class Points:
@@ -91,6 +94,15 @@ class Points:
         self._labelled: dict[int, _Groups] = {}
         self._parameters = None if choice.params == "off" else ParameterSeries(choice, every)
         self._observed_at: dict[tuple[int, str], int] = {}
+        self._pictured: set[tuple[int, str]] = (
+            set()
+        )  # parameters with a histogram, and those for which there is no room
+        self._unpictured: set[tuple[int, str]] = set()
+
+    @property
+    def without_histogram(self) -> int:
+        """Number of parameters whose histograms are not sent, because there are too many."""
+        return len(self._unpictured)
 
     @property
     def left_out(self) -> int:
@@ -116,12 +128,24 @@ class Points:
             found.update(self._parameters.values(record, due))
             if due:
                 found[LEFT_OUT] = self.left_out
-        if not found:
+        histograms = dict(self._histograms(snapshot)) if snapshot.histograms else {}
+        if not (found or histograms):
             return None
         several = f"optimizer_{snapshot.optimizer}/" if snapshot.optimizer else ""
         prefix = PREFIX + several
         values = {prefix + name: value for name, value in found.items()}
-        return Point(snapshot.step, record.wall_time, prefix, values, notes)
+        histograms = {prefix + name: one for name, one in histograms.items()}
+        return Point(snapshot.step, record.wall_time, prefix, values, notes, histograms)
+
+    def _histograms(self, snapshot: Snapshot) -> Iterator[tuple[str, Histogram]]:
+        """The histograms of a step, by name; they come at a cadence of their own."""
+        for site, found in snapshot.histograms.items():
+            key = snapshot.optimizer, snapshot.sites.names[site]
+            if key in self._pictured or len(self._pictured) < MOST_HISTOGRAMS:
+                self._pictured.add(key)
+                yield f"grad_log2/{printable(key[1])}", found
+            else:
+                self._unpictured.add(key)
 
     def _observed(self, snapshot: Snapshot) -> Iterator[tuple[str, float]]:
         """Values that the script gave, each at most every so many steps."""

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from gradwatch.records.histogram import with_zeros
 from gradwatch.records.run_info import RunInfo
 from gradwatch.runtime.background_worker import background_worker
 from gradwatch.runtime.dependencies import require
@@ -111,8 +112,29 @@ def _event(point: Point) -> Any:
     return Event(
         step=point.step,
         wall_time=point.time,
-        summary=Summary(value=[*scalars, *_texts(point.notes)]),
+        summary=Summary(value=[*scalars, *_histograms(point), *_texts(point.notes)]),
     )
+
+
+def _histograms(point: Point) -> Iterator[Any]:
+    """Over log2 of the magnitude, from -48 to 16; exact zeros stand in one more bucket below all others."""
+    from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
+
+    for name, found in point.histograms.items():
+        counts, edges = with_zeros(found)
+        there, middles = np.flatnonzero(counts), (edges[:-1] + edges[1:]) / 2
+        if not len(there):
+            continue  # all elements are NaN or Inf
+        proto = HistogramProto(
+            min=float(edges[there[0]]),
+            max=float(edges[there[-1] + 1]),
+            num=float(counts.sum()),
+            sum=float(counts @ middles),
+            sum_squares=float(counts @ np.square(middles)),
+            bucket_limit=edges[1:].astype(float).tolist(),
+            bucket=counts.astype(float).tolist(),
+        )
+        yield Summary.Value(tag=name, histo=proto)
 
 
 def _single(value: float) -> float:

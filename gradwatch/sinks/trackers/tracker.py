@@ -16,12 +16,16 @@ from gradwatch.runtime.internal_errors import Health
 from gradwatch.sinks.prometheus.parameter_selection import ParameterChoice
 from gradwatch.sinks.registry import state_restored
 from gradwatch.sinks.trackers.parameter_series import LEFT_OUT_NOTICE
-from gradwatch.sinks.trackers.points import NO_PARAMETERS, Point, Points
+from gradwatch.sinks.trackers.points import MOST_HISTOGRAMS, NO_PARAMETERS, Point, Points
 
 MAX_QUEUE = 1024
 DEFAULT_EVERY = 10
 _BATCH = 64
 _PERIOD_SECONDS = 1.0
+NO_HISTOGRAMS = "{} keeps no histograms: those that `histograms:` asks for are not sent there"
+TOO_MANY_HISTOGRAMS = (
+    f"histograms of {MOST_HISTOGRAMS} parameters are sent, not of all: see `histograms: params:`"
+)
 _FULL = BufferError("the tracker does not keep up: points are being dropped")
 
 
@@ -37,6 +41,7 @@ class Tracker(ABC):
 
     name: str
     close_seconds = 2.0
+    takes_histograms = True
 
     def __init__(
         self, every: int, background_worker: BackgroundWorker, choice: ParameterChoice = NO_PARAMETERS
@@ -86,6 +91,10 @@ class Tracker(ABC):
         point = self._points.observe(record)
         if point is None:
             return
+        if point.histograms and not self.takes_histograms:
+            self._health.notice(self.name, NO_HISTOGRAMS.format(self.name))
+        elif self._points.without_histogram:
+            self._health.notice(self.name, TOO_MANY_HISTOGRAMS)
         if self._points.left_out:
             self._health.notice(self.name, LEFT_OUT_NOTICE.format(self._choice.max_series))
         with self._lock:

@@ -10,6 +10,7 @@ import os
 from collections.abc import Sequence
 from typing import Any
 
+from gradwatch.records.histogram import Histogram, with_zeros
 from gradwatch.records.run_info import RunInfo
 from gradwatch.runtime.background_worker import BackgroundWorker
 from gradwatch.runtime.dependencies import require
@@ -96,6 +97,7 @@ class WandbSink(Tracker):
         for point in points:
             self._declare(point.prefix)
             row: dict[str, Any] = {f"{point.prefix}step": point.step, **point.values}
+            row |= {name: _histogram(found) for name, found in point.histograms.items()}
             if point.notes:
                 row[f"{PREFIX}event"] = "\n".join(note.text for note in point.notes)
             self._logged.log(row)
@@ -128,3 +130,11 @@ class WandbSink(Tracker):
                     level=_LEVELS[note.severity],
                     wait_duration=ALERT_SECONDS,
                 )
+
+
+def _histogram(found: Histogram) -> Any:
+    """Bins over log2 of the magnitude; exact zeros stand in one more below all others."""
+    import wandb
+
+    counts, edges = with_zeros(found)
+    return wandb.Histogram(np_histogram=(counts, edges))

@@ -177,6 +177,23 @@ def test_schema_is_a_schema() -> None:
 
 
 @pytest.mark.parametrize(
+    ("section", "valid"),
+    [
+        ({}, True),
+        ({"every": 10, "params": ["*.weight"]}, True),
+        ({"every": 0}, False),
+        ({"params": []}, False),
+        ({"bins": 3}, False),
+        ([], False),
+    ],
+)
+def test_histograms_in_the_schema(section: Any, valid: bool) -> None:
+    """The section `histograms:` is judged alike by an editor and by the loader."""
+    document = {"version": 1, "rules": {}, "histograms": section}
+    assert VALIDATOR.is_valid(document) == (not refused_codes(document)) == valid
+
+
+@pytest.mark.parametrize(
     ("of", "valid"),
     [("observed.val/acc", True), ("observed.", False), ("observed.a b", False), ("acc", False)],
 )

@@ -30,6 +30,7 @@ from gradwatch.rules.rule_set import (
     Clip,
     ClipPolicy,
     Group,
+    Histograms,
     Modules,
     RuleSet,
     SinkSpec,
@@ -253,6 +254,16 @@ def test_errors_in_overrides_do_not_wait_for_their_run() -> None:
     """An override for another run is judged now."""
     text = SPIKE + "overrides:\n  - match: {run: later}\n    rules: {r: {detect: {above: -1}}}\n"
     assert refusals(text) == [("GW105", 7)]
+
+
+def test_histograms_are_merged_key_by_key(tmp_path: Path) -> None:
+    """A file keeps what it does not say of the section of the file it extends; left out, there are none."""
+    assert parse_rules(SPIKE).histograms is None
+    assert parse_rules(f"{SPIKE}histograms: {{}}\n").histograms == Histograms(100, ("*",))
+    write(tmp_path, "base.yaml", f"{SPIKE}histograms: {{every: 7, params: ['a.*']}}\n")
+    top = write(tmp_path, "top.yaml", "version: 1\nextends: [./base.yaml]\nhistograms: {every: 9}\n")
+    assert load_rules(top).histograms == Histograms(9, ("a.*",))
+    assert refusals(f"{SPIKE}histograms: {{evry: 9}}\n") == [("GW101", 5)]
 
 
 def test_origins(tmp_path: Path) -> None:

@@ -14,13 +14,15 @@ from torch import nn
 import gradwatch
 from gradwatch.engine import staggering
 from gradwatch.errors import AttachError
+from gradwatch.records.histogram import BINS, LOWEST, Histogram
 from gradwatch.records.record import Record
 from gradwatch.rules.files import parse_rules
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.sinks import make_sink
 from gradwatch.sinks.prometheus.parameter_selection import ParameterChoice
 from gradwatch.sinks.trackers.parameter_series import LEFT_OUT
-from gradwatch.sinks.trackers.points import MOST_OBSERVED, Point, Points
+from gradwatch.sinks.trackers.points import MOST_HISTOGRAMS, MOST_OBSERVED, Point, Points
+from gradwatch.sinks.trackers.wandb import _histogram
 from tests.sinks.trackers.test_tensorboard import read, scalars
 from tests.support.kept import Kept
 from tests.support.sink_records import RULES, make_record, make_run, make_sites
@@ -160,6 +162,60 @@ def test_observed_values_loss_and_learning_rate_stand_beside() -> None:
     for step in range(500):
         many.observe(make_record(sites, step=step, scalars={f"v{step}": 1.0}))
     assert len(many._observed_at) == MOST_OBSERVED
+
+
+def histogram(zeros: int, **counts: int) -> Histogram:
+    """A histogram with some counts by octave, such as `_3=7` for 7 elements from 2^-3 to 2^-2."""
+    bins = np.zeros(BINS, np.int64)
+    for octave, count in counts.items():
+        bins[-int(octave.removeprefix("_")) - LOWEST] = count
+    return Histogram(zeros, bins, 1)
+
+
+def test_tensorboard_and_wandb_have_the_histograms(tmp_path: Path) -> None:
+    """Over log2 of the magnitude, exact zeros in a bucket of their own, at the step of the gradient."""
+    import wandb
+
+    found = histogram(4, _3=7, _10=2)
+    sink = make_sink("tensorboard", {"dir": str(tmp_path / "tb")})
+    sink.open(make_run(tmp_path), Health())
+    for step in (0, 13):
+        sink.write(make_record(make_sites(2), step=step, histograms={1: found} if step == 13 else {}))
+    sink.close()
+    (event,) = read(tmp_path / "tb").Histograms("gradwatch/grad_log2/layers.1.weight")
+    value = event.histogram_value
+    counts = {limit: count for limit, count in zip(value.bucket_limit, value.bucket, strict=True) if count}
+    assert event.step == 13
+    assert counts == {-48.0: 4.0, -9.0: 2.0, -2.0: 7.0}
+    assert (value.min, value.max, value.num) == (-49.0, -2.0, 13.0)
+    shown = _histogram(found)
+    assert isinstance(shown, wandb.Histogram)
+    assert dict(zip(shown.bins[:-1], shown.histogram, strict=True)) == {
+        edge: {-49: 4, -10: 2, -3: 7}.get(edge, 0) for edge in range(-49, 16)
+    }
+
+
+def test_histograms_are_bounded_and_mlflow_says_that_it_has_none(tmp_path: Path) -> None:
+    """More parameters than there is room for, and a tracker without histograms: each is said once."""
+    sites, found = make_sites(MOST_HISTOGRAMS + 5), histogram(1, _3=7)
+    points = Points(RULES, 1)
+    for step in range(2):
+        point = points.observe(
+            make_record(sites, step=step, histograms=dict.fromkeys(range(len(sites)), found))
+        )
+        assert point is not None
+        assert len(point.histograms) == MOST_HISTOGRAMS
+    assert points.without_histogram == 5
+    said: list[str] = []
+    health = Health(on_first=lambda component, error: said.append(str(error)))
+    sink = make_sink("mlflow", {"tracking_uri": f"sqlite:///{tmp_path}/mlflow.db"})
+    sink.open(make_run(tmp_path), health)
+    for step in range(3):
+        sink.write(make_record(make_sites(2), step=step, histograms={0: found}))
+    assert [text for text in said if "histograms" in text] == [
+        "mlflow keeps no histograms: those that `histograms:` asks for are not sent there"
+    ]
+    sink.close()
 
 
 @pytest.mark.parametrize("kind", ["wandb", "tensorboard", "mlflow"])

@@ -1,0 +1,99 @@
+"""Histograms of gradients over 64 octaves of their magnitude, of parameters that take turns.
+
+An element's octave is the exponent in its bits, so that nothing is rounded: exponents are counted, on the CPU by
+numpy, on a device by torch without waiting, and the octaves made of them on the host.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gradwatch.reading import chunks
+from gradwatch.reading.device import Number, host_value, is_ready, on_host
+from gradwatch.reading.layouts import dense, flat
+from gradwatch.reading.pinned_buffers import POOL, Sending
+from gradwatch.records.histogram import Histogram, by_exponent
+from gradwatch.records.snapshot import BoolArray
+
+Counts = tuple[NDArray[np.int64], int]
+"""Elements by the field of their exponent, and how many of the first are exact zeros."""
+
+
+class PendingHistograms:
+    """Histograms of one step by the position of the parameter, possibly on their way from a device."""
+
+    def __init__(self, scale: Number) -> None:
+        self._scale = scale
+        self._here: dict[int, Counts] = {}
+        self._sent: dict[int, Sending] = {}
+
+    def put(self, position: int, grad: Tensor) -> None:
+        """Count the elements of one gradient."""
+        if on_host(grad):
+            self._here[position] = chunks.exponents(grad)
+        else:
+            self._sent[position] = POOL.send(_exponents(flat(grad)))
+
+    def ready(self) -> bool:
+        """True if `histograms()` would return at once."""
+        return is_ready(self._scale) and all(sent.ready() for sent in self._sent.values())
+
+    def histograms(self) -> dict[int, Histogram]:
+        """The histograms, the loss scale divided out; none where it is no power of two."""
+        # Elements are known by their octave, which only a power of two moves as a whole.
+        mantissa, exponent = math.frexp(host_value(self._scale))
+        if mantissa != 0.5:
+            return {}
+        counted = dict(self._here)
+        for k, sent in self._sent.items():
+            numbers = sent.numbers()
+            counted[k] = numbers[:-1], int(numbers[-1])
+        return {k: by_exponent(fields, zeros, exponent - 1) for k, (fields, zeros) in counted.items()}
+
+
+class HistogramReader:
+    """Reads histograms of the gradients of K parameters, each every `every` steps at its own of `phases[K]`.
+
+    `chosen` are those of which they are read at all.
+    """
+
+    def __init__(self, every: int, phases: NDArray[np.intp], chosen: BoolArray) -> None:
+        self._every = every
+        self._at: dict[int, list[int]] = {}  # positions by residue
+        for k in np.flatnonzero(chosen).tolist():
+            self._at.setdefault(int(phases[k]), []).append(k)
+
+    def collect(
+        self, step: int, grads: Callable[[], Sequence[Tensor | None]], scale: Number
+    ) -> PendingHistograms | None:
+        """The histograms due at this step; None where none is. `scale` is the loss scale still in `grads()`."""
+        due = self._at.get(step % self._every)
+        if not due:
+            return None
+        pending, gradients = PendingHistograms(scale), grads()
+        for k in due:
+            grad = gradients[k]
+            tensor = None if grad is None else dense(grad)
+            if tensor is not None and tensor.numel():
+                pending.put(k, tensor)
+        return pending
+
+
+def _exponents(vector: Tensor) -> Tensor:
+    """int64[257 or 2049]: elements by the field of their exponent, then the number of exact zeros."""
+    if vector.dtype is torch.float64:
+        bits, mantissa, fields = vector.view(torch.int64), 52, 2048
+    else:
+        bits, mantissa, fields = vector.float().view(torch.int32), 23, 256
+    field = (bits >> mantissa).bitwise_and(fields - 1).long()
+    # Not bincount, which waits for the largest.
+    counts = torch.zeros(fields + 1, dtype=torch.int64, device=vector.device)
+    counts.scatter_add_(0, field, torch.ones_like(field))
+    counts[fields] = vector.numel() - torch.count_nonzero(vector)
+    return counts

@@ -1,0 +1,160 @@
+"""Histograms of gradients: every element in its octave, of each parameter in turn, and no part of what is trained."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradwatch
+from gradwatch.capture.columns import gradient_histogram
+from gradwatch.capture.columns.gradient_histogram import HistogramReader
+from gradwatch.engine import staggering
+from gradwatch.reading.device import start_copy
+from gradwatch.records.histogram import BINS, LOWEST, Histogram
+from gradwatch.records.record import Record
+from gradwatch.rules.files import parse_rules
+from gradwatch.session.watch import session_of
+from tests.reading.test_device import WAITING, Operations
+from tests.support.kept import Kept
+
+pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own
+
+
+def by_hand(grad: Tensor, scale: float = 1.0) -> Histogram:
+    """All real numbers of a gradient in float64, by log2 of their magnitude."""
+    dense = grad.coalesce().values() if grad.is_sparse else grad
+    real = torch.view_as_real(dense.resolve_conj()) if dense.is_complex() else dense
+    values = np.abs(real.detach().double().numpy().ravel())
+    finite = values[np.isfinite(values) & (values > 0)]
+    bins = np.clip(np.floor(np.log2(finite) - np.log2(scale)) - LOWEST, 0, BINS - 1).astype(int)
+    zeros = int((values == 0).sum())
+    return Histogram(zeros, np.bincount(bins, minlength=BINS), int((~np.isfinite(values)).sum()))
+
+
+def equal(found: Histogram, expected: Histogram) -> bool:
+    """True if all counts are alike."""
+    return (found.zeros, found.nonfinite) == (expected.zeros, expected.nonfinite) and np.array_equal(
+        found.counts, expected.counts
+    )
+
+
+def odd() -> dict[str, Tensor]:
+    """Gradients of every type, layout and magnitude."""
+    torch.manual_seed(0)
+    spread = torch.randn(400, 500) * torch.logspace(-20, 10, 500)
+    sparse = torch.sparse_coo_tensor([[1, 3, 3]], torch.tensor([2.0, -1.0, 5.0]), (9,))
+    exact = torch.tensor([0.0, -0.0, 1.0, 2.0, 0.5, math.nextafter(1.0, 0.0), -4.0])
+    return {
+        "float32": spread,
+        "in columns": spread.t(),
+        "strided": spread[::3, 1::2],
+        "float64": spread.double() * 1e-40,
+        "bfloat16": spread.bfloat16(),
+        "float16": spread.half(),
+        "complex": torch.randn(30, 30, dtype=torch.complex64),
+        "conjugate": torch.randn(30, 30, dtype=torch.complex64).conj(),
+        "sparse": sparse,
+        "powers of two and zeros": exact,
+        "subnormal": torch.tensor([1e-45, -1e-40, 0.0, 1e-38]),
+        "subnormal float64": torch.tensor([5e-324, 1e-310, 0.0, 1.0], dtype=torch.float64),
+        "beyond the bins": torch.tensor([1e-20, 1e20, -1e30]),
+        "not finite": torch.tensor([math.nan, math.inf, -math.inf, 0.0, 1.0]),
+        "one number": torch.tensor(3.0),
+        "empty": torch.zeros(0, 4),
+    }
+
+
+@pytest.mark.parametrize("scale", [1.0, 2.0**16, 2.0**-5])
+@pytest.mark.parametrize("device", [False, True])
+def test_each_element_is_in_its_octave(device: bool, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 16 odd gradients, with a loss scale still in them, on the host and by the operations of a device."""
+    grads = odd()
+    reader = HistogramReader(1, np.zeros(len(grads), np.intp), np.ones(len(grads), np.bool_))
+    if device:
+        monkeypatch.setattr(gradient_histogram, "on_host", lambda tensor: False)
+    with Operations() as operations:
+        pending = reader.collect(0, lambda: list(grads.values()), scale)
+    assert not (device and [name for name in operations.names if name in WAITING and name != "equal"])
+    assert pending is not None
+    assert pending.ready()
+    found = pending.histograms()
+    assert len(found) == len(grads) - 1  # all but the empty one
+    for k, (name, grad) in enumerate(grads.items()):
+        if k in found:
+            assert equal(found[k], by_hand(grad, scale)), (name, found[k], by_hand(grad, scale))
+            stored = grad.coalesce().values() if grad.is_sparse else grad
+            size = stored.numel() * (2 if grad.is_complex() else 1)
+            assert found[k].zeros + found[k].counts.sum() + found[k].nonfinite == size
+
+
+def test_a_scale_that_moves_no_octave_gives_none() -> None:
+    """A loss scale that is no power of two cannot be divided out of octaves: no histogram, rather than a wrong one."""
+    reader = HistogramReader(1, np.zeros(1, np.intp), np.ones(1, np.bool_))
+    pending = reader.collect(0, lambda: [torch.ones(3)], start_copy(3.0))
+    assert pending is not None
+    assert pending.histograms() == {}
+
+
+def trained(
+    rules: str | None, tmp_path: Path, steps: int = 22
+) -> tuple[list[Record], list[dict[str, Tensor]], list[Tensor], dict[str, str]]:
+    """Records, the gradients of each step, the weights at the end, and the rules without data."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(30, 40), nn.ReLU(), nn.Linear(40, 5), nn.Linear(5, 2))
+    optimizer, kept, grads = torch.optim.SGD(model.parameters(), 0.01), Kept(), []
+    reasons: dict[str, str] = {}
+
+    def train() -> None:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.randn(8, 30)).square().sum().backward()
+            grads.append({name: param.grad.clone() for name, param in model.named_parameters()})  # type: ignore[union-attr]
+            optimizer.step()
+
+    if rules is None:
+        train()
+    else:
+        with gradwatch.watch(
+            model, optimizer, rules=parse_rules(rules), run_dir=tmp_path, sinks=[kept]
+        ) as gw:
+            train()
+            reasons = dict(session_of(gw).account().no_data)
+    return kept.records, grads, [param.detach() for param in model.parameters()], reasons
+
+
+@pytest.mark.parametrize("every", [1, 3, 10])
+def test_parameters_take_turns(every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each chosen parameter every N steps, at its phase and at no other step, of the gradient of that step."""
+    monkeypatch.setattr(staggering, "SMALLEST_PART", 1)
+    rules = f"version: 1\nhistograms: {{every: {every}, params: ['*.weight']}}\nrules: {{}}\n"
+    records, grads, _, reasons = trained(rules, tmp_path)
+    assert reasons == {}
+    names = records[0].snapshot.sites.names
+    phases = staggering.Staggering(records[0].snapshot.sites.numels).phases(every)
+    assert len(set(phases.tolist())) > 1 or every == 1
+    for record, now in zip(records, grads, strict=True):
+        due = {
+            k
+            for k, name in enumerate(names)
+            if name.endswith("weight") and phases[k] == record.snapshot.step % every
+        }
+        assert record.snapshot.histograms.keys() == due
+        assert all(equal(found, by_hand(now[names[k]])) for k, found in record.snapshot.histograms.items())
+
+
+def test_training_is_bit_identical(tmp_path: Path) -> None:
+    """With histograms of everything at each step, weights end as without a watch."""
+    bare = trained(None, tmp_path)[2]
+    seen = trained("version: 1\nhistograms: {every: 1}\nrules: {}\n", tmp_path)[2]
+    assert all(map(torch.equal, bare, seen))
+
+
+def test_a_choice_that_matches_nothing_says_so(tmp_path: Path) -> None:
+    """It stands among what had no data, with the reason."""
+    rules = "version: 1\nhistograms: {params: ['encoder.*']}\nrules: {r: {detect: {kind: nonfinite}}}\n"
+    assert trained(rules, tmp_path, 3)[3] == {"histograms": "`histograms: params:` matches no parameter"}
