@@ -66,7 +66,7 @@ class HistogramReader:
     def __init__(self, every: int, phases: NDArray[np.intp], chosen: BoolArray) -> None:
         self._every = every
         self._at: dict[int, list[int]] = {}  # positions by residue
-        for k in np.flatnonzero(chosen).tolist():
+        for k in np.flatnonzero(chosen).tolist():  # sync: numpy
             self._at.setdefault(int(phases[k]), []).append(k)
 
     def collect(

@@ -208,7 +208,7 @@ class RuleBindings:
     def _histograms(
         self, ctx: OptimizerContext, bound: BoundEngine, own: NDArray[np.intp]
     ) -> tuple[HistogramReader | None, str]:
-        """What reads histograms where they are asked for, or the reason why nothing does."""
+        """The reader of histograms where they are asked for, or the reason why there is none."""
         asked, captured = self._engine.ruleset.histograms, ctx.captured
         if asked is None:
             return None, ""
