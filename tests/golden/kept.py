@@ -21,9 +21,9 @@ def kept() -> Iterator[list[str]]:
     lines: list[str] = []
     original = Publishing._publish
 
-    def publish(self: Any, record: Record) -> None:
+    def publish(self: Any, record: Record, *more: Any) -> None:
         lines.append(line(record))
-        original(self, record)
+        original(self, record, *more)
 
     Publishing._publish = publish  # type: ignore[method-assign]
     try:
