@@ -9,8 +9,8 @@ header and little-endian arrays), and each payload one entry:
     run      first in every file             RunInfo, rules, number of the file
     sites    before its first use in a file  names, kinds, numels, ndims, depths, groups of the S sites
     steps    each step, many to a frame      totals, group norms, loss, lr, loss scale, decision, own cost
-    norms    first 1,000 steps, 200 either   norm[S], calls[S], coef[S], measured columns, firing masks,
-             side of an incident, while a    and why this step was written (`reason`, `every`)
+    norms    first 1,000 steps, 200 either   norm[S], calls[S], coef[S], measured columns, histograms, firing
+             side of an incident, while a    masks, and why this step was written (`reason`, `every`)
              rule fires, else 1 step in k
     events   each step with a transition     the rule events of the step
     lost     after a gap                     how many records were not written, and why

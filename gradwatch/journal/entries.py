@@ -18,11 +18,13 @@ from gradwatch.journal.columnar_steps import StepsEntry, decode_steps
 from gradwatch.journal.payload import Array, Payload, decode_payload, encode_payload
 from gradwatch.records.event import Event
 from gradwatch.records.finding import Finding
+from gradwatch.records.histogram import BINS, Histogram
 from gradwatch.records.run_info import RunInfo
 from gradwatch.records.snapshot import Column, Sites
 from gradwatch.runtime.json_numbers import json_number
 
 FORMAT = 1
+HISTOGRAM_SITES, HISTOGRAM_COUNTS = "histogram:sites", "histogram:counts"
 Reason = Literal["first", "incident", "sample", "full", "firing"]
 
 
@@ -120,7 +122,7 @@ def _of_length(array: Array, length: int) -> Array:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class NormsEntry:
-    """The per-site arrays of one step: `norm[S]`, `calls[S]`, `coef[S]` and the measured `columns`.
+    """The per-site arrays of one step: `norm[S]`, `calls[S]`, `coef[S]`, the measured `columns` and `histograms`.
 
     `reason` says why this step was written: "first" (of the run), "incident" (around one), "sample" (one step
     in `every`), "full" (every step was asked for) or "firing" (a rule is firing). `every` is the cadence of
@@ -137,6 +139,7 @@ class NormsEntry:
     coef: NDArray[np.float32]
     columns: Mapping[str, Column] = field(default_factory=dict)
     firing: Mapping[str, NDArray[np.bool_]] = field(default_factory=dict)
+    histograms: Mapping[int, Histogram] = field(default_factory=dict)
 
     def encode(self) -> bytes:
         """The payload of this entry; `calls` and `coef` shrink to one element where all are bit-equal."""
@@ -157,9 +160,33 @@ class NormsEntry:
         for name, (values, present) in self.columns.items():
             exact = values if values.dtype in (np.float32, np.float64) else values.astype(np.float64)
             arrays |= {f"values:{name}": exact, f"present:{name}": present}
+        if self.histograms:
+            arrays |= _of_histograms(self.histograms)
         return encode_payload(
             "norms", head, arrays | {f"firing:{rule}": at for rule, at in self.firing.items()}
         )
+
+
+def _of_histograms(histograms: Mapping[int, Histogram]) -> dict[str, Array]:
+    """The sites that have one, and of each the zeros, the octaves and the number of NaN and Inf."""
+    counts = [np.concatenate([[one.zeros], one.counts, [one.nonfinite]]) for one in histograms.values()]
+    return {
+        HISTOGRAM_SITES: np.fromiter(histograms, np.int32, len(histograms)),
+        HISTOGRAM_COUNTS: np.concatenate(counts).astype(np.int64),
+    }
+
+
+def _decode_histograms(arrays: Mapping[str, Array], size: int) -> dict[int, Histogram]:
+    sites = arrays.get(HISTOGRAM_SITES)
+    if sites is None:
+        return {}
+    if len(sites) and not 0 <= sites.min() <= sites.max() < size:
+        raise ValueError("a histogram of a site that is not there")
+    rows = _of_length(arrays[HISTOGRAM_COUNTS], len(sites) * (BINS + 2)).reshape(-1, BINS + 2)
+    return {
+        int(site): Histogram(int(row[0]), row[1:-1], int(row[-1]))
+        for site, row in zip(sites, rows, strict=True)
+    }
 
 
 def _shrunk(array: Array) -> Array:
@@ -192,6 +219,7 @@ def _decode_norms(payload: Payload) -> NormsEntry:
         coef=coef,
         columns=columns,
         firing=firing,
+        histograms=_decode_histograms(arrays, size),
     )
 
 

@@ -108,6 +108,7 @@ def _recorded(
         micro=row.micro,
         provisional=row.provisional,
         coverage=row.coverage,
+        histograms=norms.histograms if norms else {},
     )
     verdict = Verdict(firing=norms.firing if norms else {}, events=reported.events if reported else ())
     spent = row.overhead_seconds, row.step_seconds, row.wall_time

@@ -256,10 +256,11 @@ class Recorder:
 
     def _norms(self, track: _Track, chosen: Chosen) -> bytes:
         snapshot, firing = chosen.record.snapshot, chosen.record.verdict.firing
-        columns = snapshot.columns
+        columns, histograms = snapshot.columns, snapshot.histograms
         wanted = {self._columns.get(rule, "") for rule, mask in firing.items() if mask.any()}
         if chosen.reason == "firing" and "" not in wanted:
             columns = {name: column for name, column in columns.items() if name.partition(":")[0] in wanted}
+            histograms = {}
         return NormsEntry(
             optimizer=snapshot.optimizer,
             step=snapshot.step,
@@ -271,6 +272,7 @@ class Recorder:
             coef=snapshot.coef,
             columns=columns,
             firing=firing,
+            histograms=histograms,
         ).encode()
 
     def _write(self, payloads: list[bytes], track: _Track | None = None, sampled: bool = False) -> bool:

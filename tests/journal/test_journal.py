@@ -36,6 +36,7 @@ from gradwatch.journal.payload import decode_payload, encode_payload
 from gradwatch.journal.reader import JournalName, opened
 from gradwatch.journal.writer import Recorder
 from gradwatch.records.decision import Decision
+from gradwatch.records.histogram import BINS, Histogram
 from gradwatch.records.record import Record
 from gradwatch.records.run_info import RuleInfo
 from gradwatch.records.snapshot import Column, Sites
@@ -136,6 +137,32 @@ def test_everything_comes_back(tmp_path: Path) -> None:
     assert {rule: mask.tolist() for rule, mask in read.verdict.firing.items()} == {"non-finite": [False] * 3}
     assert read.decision == written.decision
     assert (read.step_seconds, read.wall_time) == (written.step_seconds, written.wall_time)
+
+
+def test_histograms_come_back(tmp_path: Path) -> None:
+    """Those of some sites, counts beyond float32 included, with the norms of their step; a step without has none."""
+    counts = np.zeros(BINS, np.int64)
+    counts[[0, 5, BINS - 1]] = 1, 2**40 + 1, 7
+    histograms = {2: Histogram(4, counts, 1), 0: Histogram(0, counts[::-1].copy(), 0)}
+    sites = make_sites(3)
+    written = [make_record(sites, step=0, histograms=histograms), make_record(sites, step=1)]
+    first, second = (found.record.snapshot.histograms for found in journal(tmp_path, written).records())
+    assert list(first) == [2, 0]
+    assert all(
+        (first[k].zeros, first[k].nonfinite) == (one.zeros, one.nonfinite) for k, one in histograms.items()
+    )
+    assert all(np.array_equal(first[k].counts, one.counts) for k, one in histograms.items())
+    assert second == {}
+
+
+def test_a_histogram_of_no_site_is_refused() -> None:
+    """Bits that say so are damage, and never an index out of range somewhere else."""
+    one, none = np.ones(3, np.float32), np.zeros(3, np.int32)
+    entry = NormsEntry(
+        0, 0, 0, "first", 1, one, none, one, histograms={7: Histogram(0, np.zeros(BINS, np.int64), 0)}
+    )
+    with pytest.raises(ValueError, match="a site that is not there"):
+        decode_entry(entry.encode())
 
 
 @pytest.mark.parametrize("value", AWKWARD)
