@@ -22,7 +22,7 @@ from tests.benchmarks.rescue.trainings import TRAININGS, loss_of
 ACTING = [name for name, guard in GUARDS.items() if guard.package == "gradwatch" and not guard.missing()]
 ran = cache(run)
 """Several tests look at the same training, whose numbers are the same every time."""
-HERE = {"none": 300, "nan": 300, "bit-flip": 300, "loss-x50-every-25": 600, "rate-x20-for-20": 600}
+HERE = {"none": 200, "nan": 200, "bit-flip": 200, "loss-x50-every-25": 600, "rate-x20-for-20": 600}
 """Faults, and the steps of a run: what is skipped leaves no trace after so few, what has a baseline needs more."""
 
 

@@ -80,8 +80,8 @@ os.fdatasync = slow
 with gradwatch.watch(model, optimizer, run_dir=sys.argv[1], listen="127.0.0.1:0", strict=True) as gw:
     for step in range(steps):
         optimizer.zero_grad()
-        # Healthy but for one step in fifty: both ways through a step are taken often.
-        (model(x).square().mean() * (float("nan") if step % 50 == 49 else 1.0)).backward()
+        # Healthy but for one step in a hundred: both ways through a step are taken often.
+        (model(x).square().mean() * (float("nan") if step % 100 == 99 else 1.0)).backward()
         optimizer.step()
         # What waits for a slow disk is bounded, and no growth: the queue is full once before anything is measured.
         if step == steps // 4:
