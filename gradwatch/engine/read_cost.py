@@ -15,14 +15,17 @@ from numpy.typing import NDArray
 
 from gradwatch.engine.columns_needed import OF_UPDATES, Needs
 from gradwatch.engine.rule_plan import Plan
+from gradwatch.engine.series import matching
 from gradwatch.records.columns import CATALOGUE, COSTLY_COLUMNS, MODULE_COLUMNS
 from gradwatch.records.snapshot import BoolArray
-from gradwatch.rules.rule_set import Rule
+from gradwatch.rules.rule_set import Histograms, Rule
 
 MOMENTS, WEIGHT_MOMENTS = frozenset({"mean", "std"}), frozenset({"weight_mean", "weight_std"})
 """Columns of gradients and of weights that take a pass of their own, which moves each chunk to its mean."""
 OF_STATE = frozenset(one.name for one in CATALOGUE if one.reads == "optimizer state")
 """Columns that each take a pass over a moment, which is as large as its parameter."""
+HISTOGRAM = "histogram"
+"""Stands for the histograms of gradients, which are no column."""
 COMPARED = 2
 """Passes over a weight whose update is read: of the weight, and of its copy."""
 MOST_STEPS = 5_000
@@ -65,15 +68,21 @@ def cadence(rule: Rule) -> str:
     return f"each every {rule.every} steps" if rule.staggered else f"all every {rule.every} steps"
 
 
-def step_cost(plan: Plan, element_bytes: NDArray[np.int64]) -> StepCost:
-    """The bytes that the rules read of a model with `element_bytes[S]` per element of its sites.
+def histogram_cost(histograms: Histograms) -> ColumnCost:
+    """Histograms, as if they were a column that a rule asks for."""
+    cadences = "all at each step" if histograms.every == 1 else f"each every {histograms.every} steps"
+    return ColumnCost(HISTOGRAM, "gradient", (cadences,), ("histograms:",))
+
+
+def step_cost(plan: Plan, element_bytes: NDArray[np.int64], histograms: Histograms | None = None) -> StepCost:
+    """The bytes that the rules and histograms read of a model with `element_bytes[S]` per element of its sites.
 
     Where the cadences have no common period of at most 5,000 steps the mean is that of each cadence alone, added up:
     too much where two of them read a tensor at the same step.
     """
     nbytes = plan.sites.numels * element_bytes
     params = np.array([kind == "param" for kind in plan.sites.kinds])
-    needs = plan.needs.only(COSTLY_COLUMNS - MODULE_COLUMNS)
+    needs = _with_histograms(plan.needs.only(COSTLY_COLUMNS - MODULE_COLUMNS), plan, histograms)
     norms, period = int(nbytes[params].sum()), math.lcm(*needs.cadences)
     if period <= MOST_STEPS:
         reads = [_bytes(plan, needs, step, nbytes) for step in range(period, 2 * period)]
@@ -82,6 +91,14 @@ def step_cost(plan: Plan, element_bytes: NDArray[np.int64]) -> StepCost:
     # All that is read at once is read where all cadences meet; the copies for it one step before.
     together = (_bytes(plan, needs, step, nbytes) for step in (period - 1, period, period + 1))
     return StepCost(norms, math.fsum(means), max(together))
+
+
+def _with_histograms(needs: Needs, plan: Plan, histograms: Histograms | None) -> Needs:
+    if histograms is None:
+        return needs
+    chosen = matching(plan.sites, histograms.params)
+    staggered = {**needs.staggered, HISTOGRAM: frozenset({histograms.every})}
+    return Needs(needs.whole, staggered, {**needs.about, HISTOGRAM: chosen})
 
 
 def _mean(plan: Plan, needs: Needs, every: int, nbytes: NDArray[np.int64]) -> float:
@@ -102,7 +119,7 @@ def _bytes(plan: Plan, needs: Needs, step: int, nbytes: NDArray[np.int64]) -> in
 
     values = frozenset(one.name for one in CATALOGUE if one.reads == "gradient") & COSTLY_COLUMNS
     passes = due(values - MOMENTS, step).astype(np.int64) + due(MOMENTS, step)
-    for name in OF_STATE:
+    for name in (*OF_STATE, HISTOGRAM):
         passes += due({name}, step)
     updates = due(OF_UPDATES, step)
     passes += due(OF_UPDATES, step + 1)  # the copy

@@ -158,6 +158,11 @@ def test_check_says_what_columns_cost(
         "weight_norm",
         "update_ratio",
     ]
+    (tmp_path / "h.yaml").write_text("version: 1\nextends: [default]\nhistograms: {every: 50}\n")
+    assert main(["rules", "check", "h.yaml", "--cost", "--model", "made:build"]) == 0
+    said = capsys.readouterr().out
+    assert "histogram      gradient           each every 50 steps  histograms:" in said
+    assert "for these columns 0.84 MB on average" in said
     for words in (
         ["--cost", "--model", "made:size"],
         ["--cost", "--model", "made:none"],

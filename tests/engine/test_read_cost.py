@@ -10,8 +10,10 @@ import torch
 from torch import Tensor
 
 from gradwatch.capture.columns.column_reader import COLUMNS, ColumnReader
+from gradwatch.capture.columns.gradient_histogram import HistogramReader
 from gradwatch.engine import Engine
 from gradwatch.engine.read_cost import column_costs, step_cost
+from gradwatch.engine.series import matching
 from gradwatch.reading import chunks
 from gradwatch.records.snapshot import Sites
 from gradwatch.rules.files import load_rules, parse_rules
@@ -27,6 +29,7 @@ rules:
   g: {detect: {kind: above, of: moment_norm, threshold: 9}, every: 5}
   h: {detect: {kind: above, of: second_moment_near_zero, threshold: 0.9}, every: 2}
 groups: {some: {params: ["p1", "p3"]}}
+histograms: {every: 6, params: ["p2", "p3", "p4"]}
 """
 
 
@@ -43,7 +46,8 @@ def test_what_is_announced_is_read(rules: str, monkeypatch: pytest.MonkeyPatch) 
     sites = Sites(
         names, ("param",) * len(params), numels, np.array([p.ndim for p in params]), np.arange(len(params))
     )
-    plan = Engine(load_rules(rules) if rules == "default" else parse_rules(rules)).bind(sites).plan
+    ruleset = load_rules(rules) if rules == "default" else parse_rules(rules)
+    plan = Engine(ruleset).bind(sites).plan
     read, blocks, copy = [0], chunks.blocks, chunks.copy
 
     def counted(tensor: Tensor) -> Any:
@@ -62,9 +66,14 @@ def test_what_is_announced_is_read(rules: str, monkeypatch: pytest.MonkeyPatch) 
     for step in range(180):
         read[0] = 0
         reader.collect(step, params, lambda: params, optimizer=optimizer)
+        if ruleset.histograms is not None:
+            of = ruleset.histograms
+            HistogramReader(of.every, plan.staggering.phases(of.every), matching(sites, of.params)).collect(
+                step, lambda: params, 1.0
+            )
         reader.moved(np.ones(len(params), np.bool_), np.zeros(len(params), np.bool_), step)
         found.append(read[0])
-    cost = step_cost(plan, np.full(len(params), 4))
+    cost = step_cost(plan, np.full(len(params), 4), ruleset.histograms)
     assert cost.norms == 4 * numels.sum()
     assert cost.mean == pytest.approx(np.mean(found[60:]))
     assert cost.most == max(found[60:])

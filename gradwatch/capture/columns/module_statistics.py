@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from gradwatch.capture.columns.activation_values import STATISTICS
 from gradwatch.capture.columns.pending_columns import NOTHING_OVERDUE, Overdue, PendingColumns
-from gradwatch.capture.columns.running_statistics import RUNNING_COLUMNS, RunningStatistics
+from gradwatch.capture.columns.running_statistics import RUNNING_COLUMNS, RunningStatisticsReader
 from gradwatch.capture.parameter_names import named_modules
 from gradwatch.engine.columns_needed import Needs
 from gradwatch.engine.staggering import Staggering
@@ -85,7 +85,7 @@ class ModuleTaps:
         self._needs = needs
         self._staggering = Staggering(np.zeros(len(modules), np.int64))
         wanted = self._wanted = needs.columns
-        self._running = RunningStatistics([module for _, module in modules], needs, self._staggering)
+        self._running = RunningStatisticsReader([module for _, module in modules], needs, self._staggering)
         self._failed = failed
         self._collected: dict[str, dict[int, Tensor]] = {column: {} for column in TAPPED}
         self._ignore: list[Callable[[], None]] = []

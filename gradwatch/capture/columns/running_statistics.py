@@ -30,7 +30,7 @@ BUFFER = {
 RUNNING_COLUMNS = frozenset(BUFFER)
 
 
-class RunningStatistics:
+class RunningStatisticsReader:
     """Reads what `needs` says of the running statistics of M modules, which take turns by `staggering`."""
 
     def __init__(self, modules: Sequence[nn.Module], needs: Needs, staggering: Staggering) -> None:

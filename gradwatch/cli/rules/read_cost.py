@@ -15,9 +15,12 @@ if TYPE_CHECKING:
 
 def cost_of(ruleset: RuleSet, model: nn.Module | None) -> dict[str, Any]:
     """`columns`: those that rules read of whole tensors; with a model also `model`: the bytes of its steps."""
-    from gradwatch.engine.read_cost import column_costs
+    from gradwatch.engine.read_cost import column_costs, histogram_cost
 
-    found: dict[str, Any] = {"columns": [one._asdict() for one in column_costs(ruleset.rules)]}
+    columns = column_costs(ruleset.rules)
+    if ruleset.histograms is not None:
+        columns.append(histogram_cost(ruleset.histograms))
+    found: dict[str, Any] = {"columns": [one._asdict() for one in columns]}
     return found if model is None else {**found, "model": _bytes_of(ruleset, model)}
 
 
@@ -45,7 +48,7 @@ def _bytes_of(ruleset: RuleSet, model: nn.Module) -> dict[str, Any]:
         np.arange(len(trained)),
     )
     sizes = np.array([param.element_size() for _, param in trained], np.int64)
-    cost = step_cost(Engine(ruleset).bind(sites).plan, sizes)
+    cost = step_cost(Engine(ruleset).bind(sites).plan, sizes, ruleset.histograms)
     return {"parameters": len(trained), **cost._asdict()}
 
 
@@ -79,6 +82,6 @@ def lines_of(cost: dict[str, Any]) -> list[str]:
             f"      {of['parameters']} parameters: {norms} of gradients a step for their norms, and for these columns "
             f"{mean} on average, {most} at most"
         )
-        if any(one["reads"] == "output" for one in cost["columns"]):
-            lines.append("      without the outputs of modules, whose size depends on the batch")
+        if any(one["reads"] in ("output", "running statistics") for one in cost["columns"]):
+            lines.append("      without what is read of modules, whose outputs depend on the batch")
     return lines

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import gradwatch
 from gradwatch.capture.columns import running_statistics
 from gradwatch.capture.columns.pending_columns import PendingColumns
-from gradwatch.capture.columns.running_statistics import RUNNING_COLUMNS, RunningStatistics
+from gradwatch.capture.columns.running_statistics import RUNNING_COLUMNS, RunningStatisticsReader
 from gradwatch.engine.columns_needed import EVERY_STEP, Needs
 from gradwatch.engine.staggering import Staggering
 from gradwatch.records.record import Record
@@ -162,7 +162,7 @@ def test_on_a_device_nothing_waits(dtype: torch.dtype, monkeypatch: pytest.Monke
         layer.running_mean.normal_()  # type: ignore[union-attr]
         layer.running_var.uniform_(0.1, 9.0)  # type: ignore[union-attr]
     needs = Needs(dict.fromkeys(RUNNING_COLUMNS, EVERY_STEP), {})
-    reader = RunningStatistics([nn.Linear(2, 2), layer], needs, Staggering(np.zeros(2, np.int64)))
+    reader = RunningStatisticsReader([nn.Linear(2, 2), layer], needs, Staggering(np.zeros(2, np.int64)))
     host, device = PendingColumns(2), PendingColumns(2)
     reader.read(host, 0)
     monkeypatch.setattr(running_statistics, "on_host", lambda tensor: False)
