@@ -29,7 +29,7 @@ from gradwatch.session import pause_after_errors, session
 from gradwatch.session import step_pipeline as judging
 from gradwatch.session.watch import session_of
 from tests.ranks.launch import TRIALS, fingerprint
-from tests.ranks.situations import Net, batch, fsdp2, loss_of
+from tests.ranks.situations import Net, batch, fsdp1, fsdp2, loss_of
 from tests.ranks.trials import BROKEN, Poison, made, take_step, told, watched, weights
 
 TRIALS_PER_WATCH = 10
@@ -344,9 +344,9 @@ def on_an_observed_value(rank: int) -> dict[str, Any]:
         }
 
 
-def moments(rank: int) -> dict[str, Any]:
+def moments(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
     """Moments of Adam whose state each rank holds a part of: the columns, and those of the whole by hand."""
-    _, model, _ = made(fsdp2)
+    _, model, _ = made(wrap)
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     columns = ("moment_norm", "second_moment_rms", "second_moment_near_zero")
     rules = "version: 1\nrules:\n" + "".join(
@@ -359,12 +359,24 @@ def moments(rank: int) -> dict[str, Any]:
             loss_of(model, batch(step, 0, rank)).backward()
             now: dict[str, dict[str, float]] = {name: {} for name in columns}
             for name, param in model.named_parameters():
-                state = optimizer.state.get(param)
-                if state:
-                    first, second = (state[key].full_tensor().double() for key in ("exp_avg", "exp_avg_sq"))
-                    now["moment_norm"][name] = float(first.norm())
-                    now["second_moment_rms"][name] = float(second.square().mean().sqrt())
-                    now["second_moment_near_zero"][name] = float((second < 2.0**-53).double().mean())
+                parts = [
+                    getattr(kept, "to_local", lambda kept=kept: kept)().double()
+                    for key, kept in optimizer.state.get(param, {}).items()
+                    if key.startswith("exp_avg")
+                ]
+                if step == 0:
+                    continue
+                first, second = parts or (torch.zeros(0), torch.zeros(0))  # a rank may hold nothing of it
+                sums = torch.tensor(
+                    [first.square().sum(), second.square().sum(), (second < 2.0**-53).sum(), second.numel()],
+                    dtype=torch.float64,
+                )
+                dist.all_reduce(sums)
+                squares, second_squares, near_zero, size = sums.tolist()
+                site = name.replace("_fsdp_wrapped_module.", "")
+                now["moment_norm"][site] = squares**0.5
+                now["second_moment_rms"][site] = (second_squares / size) ** 0.5
+                now["second_moment_near_zero"][site] = near_zero / size
             by_hand.append(now)
             optimizer.step()
         found = [
@@ -459,7 +471,8 @@ SITUATIONS: dict[str, Callable[[int], Any]] = {
     "one collective": one_collective,
     "on the loss": on_the_loss,
     "on an observed value": on_an_observed_value,
-    "moments": moments,
+    "moments under fsdp2": lambda rank: moments(rank, fsdp2),
+    "moments under fsdp1": lambda rank: moments(rank, fsdp1(True)),
     "on the local norm": on_the_local_norm,
     "two optimizers": two_optimizers,
     "unchanged ddp": lambda rank: unchanged(rank, DistributedDataParallel),

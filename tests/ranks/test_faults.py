@@ -152,9 +152,10 @@ def test_an_action_on_an_observed_value_is_decided_on_its_mean(homes: dict[str, 
     assert first["errors"] == {}
 
 
-def test_moments_of_shards_are_those_of_the_whole(homes: dict[str, list[Any]]) -> None:
+@pytest.mark.parametrize("how", ["fsdp2", "fsdp1"])
+def test_moments_of_shards_are_those_of_the_whole(homes: dict[str, list[Any]], how: str) -> None:
     """Norm, root mean square and share of an optimizer's sharded state, alike on both ranks and equal to float64."""
-    first, second = homes["moments"]
+    first, second = homes[f"moments under {how}"]
     assert first["found"] == second["found"]
     assert first["errors"] == {}
     assert not any(first["found"][0].values())
