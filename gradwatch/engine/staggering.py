@@ -19,6 +19,9 @@ Phases = NDArray[np.intp]
 SMALLEST_PART = 1 << 16
 """Elements read at a step, at least, while there are so many: below, what costs is the call and not the element."""
 
+LAID_OUT = 128
+"""Steps whose sites are laid out once; where they repeat more rarely, they are made at each step."""
+
 
 class Staggering:
     """The phases of S sites, by cadence. A site of phase p is read at the steps s with s % every == p.

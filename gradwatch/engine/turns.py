@@ -9,6 +9,7 @@ Axes: K series of one rule.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
@@ -17,6 +18,7 @@ import numpy as np
 
 from gradwatch.engine.columns_needed import first_step
 from gradwatch.engine.series import Index, Series
+from gradwatch.engine.staggering import LAID_OUT
 from gradwatch.records.snapshot import BoolArray, Snapshot
 
 Columns = tuple[str, ...]
@@ -41,7 +43,7 @@ NONE_IN_TURN: InTurn = MappingProxyType({})
 class Turns:
     """The turns of the staggered among these series: of each, and the columns that a rule reads of it."""
 
-    __slots__ = ("_columns", "_series", "_usual")
+    __slots__ = ("_columns", "_period", "_series", "_usual")
 
     def __init__(self, rules: Iterable[tuple[Series, Columns]]) -> None:
         staggered = [(series, columns) for series, columns in rules if series.phases is not None]
@@ -49,19 +51,30 @@ class Turns:
         self._columns: dict[str, set[Columns]] = {}
         for series, columns in staggered:
             self._columns.setdefault(series.key, set()).add(columns)
-        self._usual: dict[tuple[str, int], Turn | None] = {}
+        period = math.lcm(*(series.every for series in self._series.values()))
+        self._period = period if period <= LAID_OUT else None
+        self._usual: dict[int, InTurn] = {}
 
     def in_turn(self, step: int, overdue: Overdue = NONE_OVERDUE) -> InTurn:
         """The series to be judged at a step: those whose turn it is, and those that are overdue."""
-        if not self._series:
-            return NONE_IN_TURN
+        if self._period is None or step < 1:  # the first step has no update
+            found = self._at_their_turn(step)
+        else:
+            residue = step % self._period
+            if residue not in self._usual:
+                self._usual[residue] = self._at_their_turn(self._period + residue)
+            found = self._usual[residue]
+        if not overdue:
+            return found
+        late = {key: mask | found[key].mask if key in found else mask for key, mask in overdue.items()}
+        return {**found, **{key: _turn(self._series[key], mask) for key, mask in late.items()}}
+
+    def _at_their_turn(self, step: int) -> InTurn:
         found = {}
         for key, series in self._series.items():
-            turn = self._turn(series, step) if step >= first_step(series.column) else None
-            if key in overdue:
-                turn = _turn(series, overdue[key] if turn is None else overdue[key] | turn.mask)
-            if turn is not None:
-                found[key] = turn
+            mask: BoolArray = np.asarray(series.phases) == step % series.every
+            if step >= first_step(series.column) and mask.any():
+                found[key] = _turn(series, mask)
         return found
 
     def missed(self, in_turn: InTurn, snapshot: Snapshot, judged: bool = True) -> Overdue:
@@ -87,14 +100,6 @@ class Turns:
                 known = found.setdefault(columns, np.zeros(size, np.bool_))
                 known |= self._series[key].spread(mask, size)
         return found
-
-    def _turn(self, series: Series, step: int) -> Turn | None:
-        """Those whose phase it is; laid out once."""
-        key = series.key, step % series.every
-        if key not in self._usual:
-            mask: BoolArray = np.asarray(series.phases) == key[1]
-            self._usual[key] = _turn(series, mask) if mask.any() else None
-        return self._usual[key]
 
 
 def _turn(series: Series, mask: BoolArray) -> Turn:

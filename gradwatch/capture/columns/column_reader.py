@@ -26,15 +26,13 @@ from gradwatch.capture.columns.pending_columns import (
 )
 from gradwatch.capture.columns.update_ratio import WEIGHT_COLUMNS, WeightReader
 from gradwatch.engine.columns_needed import OF_UPDATES, Needs
-from gradwatch.engine.staggering import Staggering
+from gradwatch.engine.staggering import LAID_OUT, Staggering
 from gradwatch.reading.device import Number
 from gradwatch.records.snapshot import BoolArray
 
 AWAITING = 8  # steps whose verdict may be due; more than a device's queue of windows
 COLUMNS = GRADIENT_COLUMNS | WEIGHT_COLUMNS | STATE_COLUMNS
 NEVER = 1 << 62
-LAID_OUT = 128
-"""Steps whose positions are laid out once; where they repeat more rarely, they are made at each step."""
 
 
 def unknown() -> None:
