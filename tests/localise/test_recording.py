@@ -324,7 +324,8 @@ def changed_in_place(x: Tensor) -> Tensor:
 def elsewhere(call: Callable[[], Any]) -> None:
     """Run it in another thread."""
     with ThreadPoolExecutor(1) as pool:
-        pool.submit(call).result()
+        called = pool.submit(call)
+    called.result()  # once it has ended: it raises in the same line whichever thread was faster
 
 
 @torch.library.custom_op("gradwatch_tests::raises", mutates_args=())
