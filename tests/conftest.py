@@ -26,7 +26,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Time decides no test: neither how long one example takes nor how long it takes to think of one.
-settings.register_profile("gradwatch", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "gradwatch", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("gradwatch")
 
 # What is imported and collected stays to the end: looked at by no collection of garbage, not now and not in a test.

@@ -152,7 +152,7 @@ def bind(rules: tuple[Rule, ...]) -> BoundEngine:
 
 
 @pytest.mark.parametrize("pack", packs())
-@settings(max_examples=5)
+@settings(max_examples=3)
 @given(st.integers(0, 10**6))
 def test_a_glance_sees_what_judging_sees(pack: str, seed: int) -> None:
     """Same verdict, same decision, bit-equal state, at every step."""
