@@ -214,7 +214,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "gradwatch_observed_value",
         "gauge",
-        "Value given to observe() under a name of the script's own; the first 50 names of a step.",
+        "Last value given to observe() under a name of the script's own; of the first 50 names.",
         "Snapshot.scalars",
         ("name",),
     ),

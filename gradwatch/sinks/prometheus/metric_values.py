@@ -13,7 +13,6 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.records.columns import SCALAR_COLUMNS
 from gradwatch.records.record import Record
 from gradwatch.records.run_info import RunInfo
 from gradwatch.runtime.printable import distinct, printable
@@ -22,7 +21,6 @@ from gradwatch.sinks.prometheus.metric_catalogue import METRICS, Metric
 from gradwatch.sinks.prometheus.parameter_selection import Chosen
 from gradwatch.sinks.prometheus.run_totals import Histogram, RunTotals
 
-OBSERVED = 50
 """Values of one step that the script has named and that are exported, at most: names may be made up without end."""
 
 Value = tuple[tuple[str, ...], float]
@@ -201,11 +199,10 @@ def _latest(read: Callable[[Record], float | None]) -> Callable[[OptimizerView],
 
 
 def _observed(view: OptimizerView) -> Iterable[Value]:
-    """The values of the last step that the script has named, in the order of their names."""
-    record = view.run_totals.record
-    scalars = {} if record is None else record.snapshot.scalars
-    names = sorted(scalars.keys() - set(SCALAR_COLUMNS))[:OBSERVED]
-    return [((shown,), scalars[name]) for shown, name in zip(distinct(names), names, strict=True)]
+    """The last values that the script has given, in the order of their names."""
+    observed = view.run_totals.observed
+    names = sorted(observed)
+    return [((shown,), observed[name]) for shown, name in zip(distinct(names), names, strict=True)]
 
 
 def _recent_max(view: OptimizerView) -> Iterable[Value]:

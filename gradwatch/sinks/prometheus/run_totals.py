@@ -15,12 +15,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from gradwatch.records.columns import OBSERVED_ONLY
+from gradwatch.records.columns import OBSERVED_ONLY, SCALAR_COLUMNS
 from gradwatch.records.record import Record
 from gradwatch.records.run_info import RuleInfo
 from gradwatch.records.snapshot import Snapshot
 from gradwatch.sinks.prometheus.metric_catalogue import NORM_BUCKETS, OBSERVE_BUCKETS, STEP_BUCKETS
 
+MOST_OBSERVED = 50
+OWN_SCALARS = frozenset(SCALAR_COLUMNS)
+"""Names of scalars that gradwatch gives itself."""
 STALL_FLOOR_SECONDS = 300.0
 STALL_STEPS = 20.0
 RECENT_SECONDS = 60
@@ -86,11 +89,13 @@ class RecentMax:
 class RunTotals:
     """Running totals of one optimizer. Written by the training thread; others read a `copy`.
 
-    `observed_only`: the last step was that of a loop without an optimizer, on which nothing acts.
+    `observed_only`: the last step was that of a loop without an optimizer, on which nothing acts. `observed`: the last
+    value of each of the first names that the script has given one, which need not be of the last step.
     """
 
     record: Record | None = None
     observed_only: bool = False
+    observed: dict[str, float] = field(default_factory=dict)
     steps: int = 0
     provisional_steps: int = 0
     nonfinite_steps: int = 0
@@ -130,6 +135,10 @@ class RunTotals:
         snapshot, norm = record.snapshot, record.snapshot.total_norm
         self.record = record
         self.observed_only = OBSERVED_ONLY in snapshot.scalars
+        if not OWN_SCALARS.issuperset(snapshot.scalars):
+            for name in sorted(snapshot.scalars.keys() - OWN_SCALARS):
+                if name in self.observed or len(self.observed) < MOST_OBSERVED:
+                    self.observed[name] = snapshot.scalars[name]
         self.steps += 1
         self.provisional_steps += snapshot.provisional
         self.skipped_steps += record.decision.skip
@@ -148,6 +157,7 @@ class RunTotals:
     def copy(self) -> RunTotals:
         """An independent copy for a reader; the Record, being immutable, is shared."""
         frozen = copy.copy(self)
+        frozen.observed = dict(self.observed)
         frozen.firings, frozen.actions = dict(self.firings), dict(self.actions)
         frozen.shadow_actions = dict(self.shadow_actions)
         frozen.action_failures, frozen.escalations = dict(self.action_failures), dict(self.escalations)

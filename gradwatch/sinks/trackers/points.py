@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.incidents import explanation
-from gradwatch.records.columns import OBSERVED_ONLY, SCALAR_COLUMNS
+from gradwatch.records.columns import OBSERVED_ONLY
 from gradwatch.records.event import Event, Severity
 from gradwatch.records.histogram import Histogram
 from gradwatch.records.record import Record
@@ -27,15 +27,13 @@ from gradwatch.records.run_info import RuleInfo
 from gradwatch.records.snapshot import Sites, Snapshot
 from gradwatch.runtime.printable import distinct, one_line, printable
 from gradwatch.sinks.prometheus.parameter_selection import ParameterChoice
-from gradwatch.sinks.prometheus.run_totals import RunTotals
+from gradwatch.sinks.prometheus.run_totals import MOST_OBSERVED, OWN_SCALARS, RunTotals
 from gradwatch.sinks.trackers.parameter_series import LEFT_OUT, ParameterSeries
 
 PREFIX = "gradwatch/"
 MOST_OPTIMIZERS = 16
 MOST_GROUPS = 64
-MOST_OBSERVED = 50
 MOST_HISTOGRAMS = 200
-OWN = frozenset(SCALAR_COLUMNS)
 SHOWN = {"loss": "loss", "lr": "learning_rate"}
 _LONGEST_TEXT = 1000
 _REPORTED = ("firing", "resolved", "escalated", "failed")
@@ -149,9 +147,9 @@ class Points:
 
     def _observed(self, snapshot: Snapshot) -> Iterator[tuple[str, float]]:
         """Values that the script gave, each at most every so many steps."""
-        if OWN.issuperset(snapshot.scalars):
+        if OWN_SCALARS.issuperset(snapshot.scalars):
             return
-        for name in sorted(snapshot.scalars.keys() - OWN):
+        for name in sorted(snapshot.scalars.keys() - OWN_SCALARS):
             key = snapshot.optimizer, name
             before = self._observed_at.get(key)
             if before is None and len(self._observed_at) >= MOST_OBSERVED:

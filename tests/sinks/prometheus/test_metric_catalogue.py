@@ -122,6 +122,17 @@ def test_values_of_the_script_s_own_are_bounded(tmp_path: Path) -> None:
     assert len(found) == 50
 
 
+def test_the_last_value_is_shown_until_there_is_another(tmp_path: Path) -> None:
+    """A validation accuracy that comes now and then is there at every scrape, and is the newest."""
+    sink = PrometheusSink(None)
+    sink.open(make_run(tmp_path), sink._health)
+    shown = []
+    for step, scalars in enumerate([{}, {"accuracy": 0.5}, {"loss": 1.0}, {"accuracy": 0.75}, {}]):
+        sink.write(make_record(SITES, step=step, scalars=scalars))
+        shown.append(scrape(sink).get("observed_value{name=accuracy}"))
+    assert shown == [None, 0.5, 0.5, 0.75, 0.75]
+
+
 # -- from the start --------------------------------------------------------------------------------------
 
 

@@ -20,8 +20,9 @@ from gradwatch.rules.files import parse_rules
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.sinks import make_sink
 from gradwatch.sinks.prometheus.parameter_selection import ParameterChoice
+from gradwatch.sinks.prometheus.run_totals import MOST_OBSERVED
 from gradwatch.sinks.trackers.parameter_series import LEFT_OUT
-from gradwatch.sinks.trackers.points import MOST_HISTOGRAMS, MOST_OBSERVED, Point, Points
+from gradwatch.sinks.trackers.points import MOST_HISTOGRAMS, Point, Points
 from gradwatch.sinks.trackers.wandb import _histogram
 from tests.sinks.trackers.test_tensorboard import read, scalars
 from tests.support.kept import Kept
