@@ -57,6 +57,7 @@ NEVER_POSITIVE = (
 )
 NOTHING_UNREAD: Mapping[str, str] = MappingProxyType({})
 OF_PARTS = "a histogram is of a whole gradient, and ranks hold parts of these, or different ones"
+NONE_CAME = "no parameter's turn has come, or the loss scale in the gradients is no power of two"
 NOTHING_CHOSEN = "`histograms: params:` matches no parameter"
 LOCAL = frozenset({"norm_local", "rank_norm"})  # columns measured by tensor hooks
 
@@ -190,8 +191,8 @@ class RuleBindings:
         if before is None or bound is not before.bound or unread:
             of_ranks = self._of_ranks() if captured.without_optimizer and self._ranks.several else {}
             reads = reads_of(bound, unread)
-            if no_histograms:
-                reads["histograms"] = Reads("histograms", why=no_histograms)
+            if histograms is not None or no_histograms:
+                reads["histograms"] = _of_histograms(no_histograms)
             self._totals.without_data.bind(captured.index, {**of_ranks, **reads})
         self.saved_states.take_up(captured, bound_rules)
         self.publish_bounds(bound_rules)
@@ -379,6 +380,17 @@ def _unread(ctx: OptimizerContext) -> dict[str, str]:
     if layout is not None and layout.pooled:
         return {name: SHARDED.format(name) for name in column_reader.COLUMNS.difference(REDUCED_COLUMNS)}
     return {}
+
+
+def _of_histograms(why: str) -> Reads:
+    """`histograms:` as an entry among the rules: without data until one came, or for this reason."""
+    return Reads(
+        "histograms",
+        always=True,
+        why=why,
+        has_value=lambda snapshot, in_turn: bool(snapshot.histograms),
+        valueless=NONE_CAME,
+    )
 
 
 def reads_of(bound: BoundEngine, unread: Mapping[str, str] = NOTHING_UNREAD) -> dict[str, Reads]:

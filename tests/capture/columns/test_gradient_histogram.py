@@ -147,6 +147,34 @@ def test_parameters_take_turns(every: int, tmp_path: Path, monkeypatch: pytest.M
         assert all(equal(found, by_hand(now[names[k]])) for k, found in record.snapshot.histograms.items())
 
 
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("scale", [1024.0, 1000.0])
+def test_under_a_scaler_they_are_of_unscaled_gradients(scale: float, fused: bool, tmp_path: Path) -> None:
+    """A fused optimizer gets them scaled: divided out, and none where that is a scale that moves no octave."""
+    torch.manual_seed(0)
+    model, x, kept = nn.Linear(30, 4), torch.randn(8, 30), Kept()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+    rules = parse_rules("version: 1\nhistograms: {every: 1}\nrules: {}\n")
+    with gradwatch.watch(model, optimizer, rules=rules, run_dir=tmp_path, sinks=[kept]) as gw:
+        for _ in range(3):
+            optimizer.zero_grad()
+            loss = model(x).square().sum()
+            plain = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        reasons = dict(session_of(gw).account().no_data)
+    found = kept.records[-1].snapshot.histograms
+    if fused and scale == 1000.0:
+        assert found == {}
+        assert "no power of two" in reasons["histograms"]
+    else:
+        assert reasons == {}
+        assert set(found) == {0, 1}
+        assert all(equal(one, by_hand(plain[k])) for k, one in found.items())
+
+
 def test_training_is_bit_identical(tmp_path: Path) -> None:
     """With histograms of everything at each step, weights end as without a watch."""
     bare = trained(None, tmp_path)[2]
