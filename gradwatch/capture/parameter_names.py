@@ -35,7 +35,15 @@ def named_parameters(
     for prefix, model in _prefixes(list(models)):
         if chosen is not None and id(model) not in chosen:
             continue
-        for fqn, parameter in module_tree.named_parameters(model):
+        named = module_tree.named_parameters(model)
+        if not (found or prefix) and WRAPPERS.isdisjoint(".".join(fqn for fqn, _ in named).split(".")):
+            found = (
+                named  # of one model without a wrapper nearly all: no name is changed, none is there twice
+            )
+            seen.update(id(parameter) for _, parameter in named)
+            used.update(fqn for fqn, _ in named)
+            continue
+        for fqn, parameter in named:
             if id(parameter) in seen:
                 continue
             seen.add(id(parameter))

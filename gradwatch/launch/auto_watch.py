@@ -259,7 +259,9 @@ class Agent:
             ready = [pair for pair in ready if not any(other.owns(pair[0]) for other in others)]
         if not (ready or any(by_hand)):
             return None
-        roots, loose = discover(self.registered, ready, self._numbered) if ready else by_hand
+        roots, loose = by_hand
+        if ready:
+            roots, loose = discover(self.registered, ready, self._numbered, self._forwards.root_of)
         self._numbered += len(ready)
         optimizers = [optimizer for optimizer, _ in ready]
         if own is not None:  # one run, one port and one journal per process, however many models it trains

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import operator
 import sys
+import weakref
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Set as AbstractSet
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -31,6 +33,15 @@ _requires_grad: Callable[[nn.Parameter], bool] = operator.attrgetter("requires_g
 MOST_FAULTS = 8  # kept, to be counted by the session
 
 
+class _Held(NamedTuple):
+    """A model as it was when its calls began to be held."""
+
+    root: weakref.ref[nn.Module]
+    identities: frozenset[int]
+    """Ids of its parameters."""
+    registrations: int
+
+
 class FirstForwards:
     """Holds what models do from the making of an optimizer until it is `handed_over`; again for later optimizers.
 
@@ -42,6 +53,7 @@ class FirstForwards:
         self._registered = registered
         self._lock = lock
         self._pre_attach: PreAttachRecorder | None = None
+        self._held: list[_Held] = []
         self._faults: list[tuple[str, BaseException]] = []
 
     def hold_new(self) -> None:
@@ -50,8 +62,14 @@ class FirstForwards:
             self._guarded(self._hold_new)
 
     def _hold_new(self) -> None:
-        walked = [(root, module_tree.modules(root)) for root in self._registered.fresh_roots()]
-        fresh = [(root, modules) for root, modules in walked if _may_train(modules)]
+        fresh = []
+        for root in self._registered.fresh_roots():
+            modules = module_tree.modules(root)
+            params = module_tree.parameters_in(modules)
+            if _may_train(params):
+                fresh.append((root, modules))
+                identities = frozenset(map(id, params))
+                self._held.append(_Held(weakref.ref(root), identities, self._registered.registrations))
         if not fresh:
             return
         # Here, not at the top: most processes that import torch make no optimizer.
@@ -64,9 +82,17 @@ class FirstForwards:
             if self._pre_attach.empty or not self._pre_attach.holds(model):
                 self._pre_attach.add(model, modules)
 
+    def root_of(self, identities: AbstractSet[int]) -> nn.Module | None:
+        """The model held that has all parameters with these ids, as long as no module was given anything since."""
+        for held in self._held:
+            if identities <= held.identities and held.registrations == self._registered.registrations:
+                return held.root()
+        return None
+
     def handed_over(self, watch: Session, joining: Iterable[nn.Module] = ()) -> None:
         """Give a session what was held of its models and of those `joining` it next; release the rest."""
         faults, self._faults = self._faults, []
+        self._held.clear()
         pre_attach = self._pre_attach
         if pre_attach is not None and not pre_attach.empty:
             try:
@@ -85,6 +111,7 @@ class FirstForwards:
 
     def close(self, optimizer: Optimizer | None = None) -> None:
         """Let go of the models that this optimizer trains, which are watched or never will be; of all without one."""
+        self._held.clear()
         if self._pre_attach is None:
             return
         if optimizer is not None:
@@ -113,9 +140,8 @@ class FirstForwards:
             self._faults.append((component, error))
 
 
-def _may_train(modules: Sequence[nn.Module]) -> bool:
-    """True if a parameter of theirs wants a gradient and no live Session has any; nothing is imported to find out."""
-    params = module_tree.parameters_in(modules)
+def _may_train(params: Sequence[nn.Parameter]) -> bool:
+    """True if one of these wants a gradient and no live Session has any; nothing is imported to find out."""
     if not any(map(_requires_grad, params)):
         return False
     watching = sys.modules.get("gradwatch.session.live_sessions")

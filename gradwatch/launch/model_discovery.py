@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Set as AbstractSet
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -24,12 +25,16 @@ class Found(NamedTuple):
 
 
 def discover(
-    registered: ModuleRegistry, optimizers: Iterable[tuple[Optimizer, int]], first: int = 0
+    registered: ModuleRegistry,
+    optimizers: Iterable[tuple[Optimizer, int]],
+    first: int = 0,
+    held: Callable[[AbstractSet[int]], nn.Module | None] = lambda _: None,
 ) -> Found:
     """Find models and names for the parameters of `optimizers`, each with the registrations counted when it was made.
 
     A root is the outermost module around an owner as it stood when the optimizer was made, the one that owns most
     first; a module that came later and contains it changes nothing. `first` numbers the first optimizer in loose names.
+    `held` gives an outermost module known to have all parameters with these ids: most that are copied for an optimizer.
     """
     roots: dict[int, nn.Module] = {}
     owned: dict[int, int] = {}
@@ -41,6 +46,12 @@ def discover(
         if seen:
             params = {identity: tensor for identity, tensor in params.items() if identity not in seen}
         seen.update(params)
+        whole = held(params.keys())
+        if whole is not None:
+            outermost = registered.root(whole, made)
+            roots[id(outermost)] = outermost
+            owned[id(outermost)] = owned.get(id(outermost), 0) + len(params)
+            continue
         owners = registered.owners(params.values())
         around: dict[int, nn.Module] = {}  # by id of the owner
         for owner in owners:

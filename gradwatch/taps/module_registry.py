@@ -45,10 +45,12 @@ class ModuleRegistry:
 
     def __init__(self, building: Callable[[], None] | None = None) -> None:
         self.clock = self.made = 0
+        self.registrations = 0  # of `clock`, without copies
         self._building = building or _nothing
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._fresh: list[weakref.ref[nn.Module]] = []  # since they were last asked for
         self._unread: list[tuple[weakref.ref[nn.Module], int]] = []  # copied, their contents not looked at
+        self._offered = 0  # of these, by `fresh_roots`
         self._owners: dict[int, Place] = {}  # by id of the parameter
         self._parents: dict[int, tuple[Place, ...]] = {}  # by id of the module
         self._prune_at = _SMALL
@@ -103,10 +105,12 @@ class ModuleRegistry:
     @property
     def news(self) -> bool:
         """True if any module was registered, copied or unpickled since `fresh_roots` was last asked."""
-        return bool(self._fresh or self._unread)
+        return bool(self._fresh) or len(self._unread) > self._offered
 
     def fresh_roots(self) -> list[nn.Module]:
         """The outermost modules that were registered, copied or unpickled since this was last asked."""
+        if not self._fresh:
+            return self._copied_roots()
         self._read()
         fresh, self._fresh = self._fresh, []
         modules = {id(module): module for ref in fresh if (module := ref()) is not None}
@@ -134,6 +138,24 @@ class ModuleRegistry:
 
     # -- inside ------------------------------------------------------------------------------------------
 
+    def _copied_roots(self) -> list[nn.Module]:
+        """`fresh_roots` where nothing but copies came: what they hold need not be written down for it."""
+        refs, self._offered = self._unread[self._offered :], len(self._unread)
+        copied: list[nn.Module] = []
+        inside: set[int] = set()
+        for ref, _ in refs:
+            module = ref()
+            held = None if module is None else module.__dict__.get("_modules")
+            if module is not None and held is not None:
+                copied.append(module)
+                inside.update(map(id, held.values()))
+        roots = {}
+        for module in copied:
+            if id(module) not in inside:
+                root = self.root(module, self.clock) if id(module) in self._parents else module
+                roots[id(root)] = root
+        return list(roots.values())
+
     def _known_owners(self, params: list[Tensor]) -> list[tuple[nn.Module, str] | None]:
         found: list[tuple[nn.Module, str] | None] = []
         for param in params:
@@ -159,11 +181,16 @@ class ModuleRegistry:
 
     def _read(self) -> None:
         """Look into the modules that were copied or unpickled."""
-        unread, self._unread = self._unread, []
-        for ref, since in unread:
+        (unread, self._unread), (offered, self._offered) = (self._unread, []), (self._offered, 0)
+        fresh, self._fresh = self._fresh, []
+        for k, (ref, since) in enumerate(unread):
+            if k == offered:
+                self._fresh = fresh  # those before it are none any more
             module = ref()
-            if module is not None and "_parameters" in vars(module) and "_modules" in vars(module):
+            if module is not None and _is_made(module):
                 self._look_into(module, since)
+        if offered >= len(unread):
+            self._fresh = fresh
 
     def _walk(self) -> None:
         for module in self:
@@ -221,6 +248,7 @@ class ModuleRegistry:
     def _parameter(self, module: nn.Module, name: str, param: Tensor | None) -> None:
         try:
             self.clock += 1
+            self.registrations += 1
             ref = self._know(module)
             if param is not None and self._known_owners([param]) == [None]:
                 self._owners[id(param)] = Place(ref, name, self.clock)
@@ -232,6 +260,7 @@ class ModuleRegistry:
     def _module(self, module: nn.Module, name: str, child: nn.Module | None) -> None:
         try:
             self.clock += 1
+            self.registrations += 1
             ref = self._know(module)
             if isinstance(child, nn.Module):
                 self._add_parent(child, Place(ref, name, self.clock))
@@ -247,10 +276,17 @@ class ModuleRegistry:
         self.made += 1
         self._unread.append((weakref.ref(module), self.clock))
         if len(self._unread) > self._prune_at:
-            self._unread = [each for each in self._unread if each[0]() is not None]
+            alive = [each[0]() is not None for each in self._unread]
+            self._offered = sum(alive[: self._offered])
+            self._unread = [each for each, lives in zip(self._unread, alive, strict=True) if lives]
             self._prune_at = max(self._prune_at, 2 * len(self._unread))
         if len(self._unread) % _COPIED == 1:  # the first of a model, and now and then in a large one
             self._building()
+
+
+def _is_made(module: nn.Module) -> bool:
+    """True if a module has what `nn.Module.__init__`, or `__setstate__`, gives it."""
+    return "_parameters" in vars(module) and "_modules" in vars(module)
 
 
 def _nothing() -> None:

@@ -14,8 +14,8 @@ from gradwatch.journal import EndEntry, read_journal
 from tests.launch.test_auto_watch import NET, ended
 from tests.launch.test_training import run
 
-EACH = 575  # Python calls inside gradwatch: a model of four parameters, its optimizer, one step; 553 when written
-SAME = 405  # the same where only the optimizer is new, 390 when written; times: `python -m tests.benchmarks.adoption`
+EACH = 565  # Python calls inside gradwatch: a model of four parameters, its optimizer, one step; 544 when written
+SAME = 405  # the same where only the optimizer is new, 397 when written; times: `python -m tests.benchmarks.adoption`
 
 SCRIPT = (
     NET
@@ -77,6 +77,7 @@ for k in AGAIN:  # the model that the last one trained
     step(copied, inner)
     sys.setprofile(None)
     calls[k] = counted[0]
+    step(copied, inner)  # else every first step makes up for columns that had no value at the one before
 fewest = [min(calls[k] for k in some) for some in (EARLY, LATE, AGAIN)]
 print(json.dumps({"calls": fewest[:2], "again": fewest[2], "sizes": [sizes[10], sizes[59]]}))
 """
@@ -121,7 +122,7 @@ def test_a_slot_taken_again_is_of_its_new_parameter(told: tuple[dict[str, Any], 
     """Names, sizes and norms in the journal are the model's that was trained, whatever had its slot before."""
     (journal,) = read_journal(told[1] / "runs" / "r")
     records = [one.record.snapshot for one in journal.records()]
-    assert len(records) == 60 * 4 + 4
+    assert len(records) == 60 * 4 + 2 * 4
     found = {}
     for one in records:
         sizes = dict(zip([name[-8:] for name in one.sites.names], one.sites.numels.tolist(), strict=True))
