@@ -182,12 +182,37 @@ def adapters(break_at: int | None = None) -> Job:
     return Job([model], [optimizer], step)
 
 
+def images(break_at: int | None = None, fault: str = "NaN") -> Job:
+    """A small convolutional net with batch norm and dropout; broken: one image is NaN, or a bias falls to -100."""
+    torch.manual_seed(0)
+    model = nn.Sequential(
+        *(nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
+        *(nn.Linear(8 * 36, 32), nn.ReLU(), nn.Dropout(0.5), nn.Linear(32, 5)),
+    )
+    optimizer, centres = torch.optim.Adam(model.parameters(), 1e-3), torch.randn(5, 1, 12, 12)
+
+    def step(k: int) -> None:
+        classes = torch.randint(0, 5, (32,))
+        batch = centres[classes] + torch.randn(32, 1, 12, 12)
+        if k == break_at and fault == "NaN":
+            batch[0] = math.nan
+        if k == break_at and fault == "bias":
+            nn.init.constant_(model[5].bias, -100.0)
+        optimizer.zero_grad()
+        functional.cross_entropy(model(batch), classes).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+
+    return Job([model], [optimizer], step)
+
+
 JOBS: dict[str, tuple[str, Callable[[int | None], Job], str]] = {
     "gpt": ("llm-pretrain", gpt, "total-norm-spike-severe"),
     "mixture": ("moe", mixture, "expert-starved"),
     "gan": ("rl-gan", gan, "non-finite"),
     "policy gradient": ("rl-gan", policy_gradient, "non-finite"),
     "adapters": ("finetune", adapters, "update-too-big"),
+    "images": ("activations", images, "running-statistics-broken"),
+    "dead images": ("activations", lambda at: images(at, "bias"), "dead-activations"),
 }
 
 
@@ -218,7 +243,7 @@ def records_of(pack: str, job: Job, steps: int, path: Path) -> list[Record]:
 
 def test_every_profile_is_shipped() -> None:
     """The packs of the design are there by name, and each is a default pack with changes."""
-    assert set(pack_names()) >= PROFILES | {"default", "observe-only", "clip-policies"}
+    assert set(pack_names()) >= PROFILES | {"default", "observe-only", "clip-policies", "activations"}
     for name in PROFILES:
         rules = {rule.id for rule in load_rules(name).rules}
         assert rules >= {rule.id for rule in load_rules("default").rules}
@@ -245,7 +270,12 @@ def job(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
     """A run of each kind, healthy for so long; where it goes wrong from the start on, another one that does."""
     pack, build, expected = JOBS[request.param]
     # A rate that is too high at step 50 is told within 20 steps.
-    early = {"expert-starved": (20, 228), "update-too-big": (50, 70)}.get(expected)
+    early = {
+        "expert-starved": (20, 228),
+        "update-too-big": (50, 70),
+        "running-statistics-broken": (20, 32),
+        "dead-activations": (20, 52),
+    }.get(expected)
     path = tmp_path_factory.mktemp("runs")
     healthy = records_of(pack, build(None if early else HEALTHY), HEALTHY + (0 if early else 8), path)
     return Ran(
