@@ -116,5 +116,7 @@ def _evidence(finding: Finding) -> Iterator[str]:
             yield f"- module `{finding.module}` ({finding.module_type})"
         if finding.node:
             yield f"- autograd node `{finding.node}`"
-        yield from (f"- {operand}" for operand in shown)
+        yield from dict.fromkeys(
+            f"- {operand}" for operand in shown
+        )  # one that was read may be what was found
         yield ""

@@ -85,3 +85,10 @@ def test_an_operand_says_what_it_holds() -> None:
     told = str(Operand("input 0", "float32", (16, 1), 16, nan=1, inf=2, zeros=3, smallest=-1.25, largest=3.0))
     assert told == "input 0: float32[16, 1], 1 NaN, 2 Inf, 3 zero of 16, -1.25 … 3"
     assert str(Operand("x", "int64", (), 1, smallest=math.nan)) == "x: int64[]"
+
+
+def test_what_was_read_and_found_is_shown_once() -> None:
+    """Of a batch that was not finite, the tensor that was read is the one that was found."""
+    batch = Operand("input", "float32", (4, 3), 12, nan=1)
+    lines = list(page(Finding("input", "replay", step=3, op="conv", operands=(batch,), result=batch)))
+    assert [line for line in lines if line.startswith("- input")] == [f"- {batch}"]
