@@ -1,9 +1,9 @@
 """The engine: bind rules to sites, judge each step, decide what to do, remember what was seen.
 
 `series` which series a rule is about, `rule_plan` a rule file bound to sites; `staggering` at which steps a series is
-judged that is not judged at each, `turns` which of them are at this step; `judge` one step, `firing` what is pending and
-firing, `events` what is said of it; `actions` what is ordered; `engine_state` what is remembered; `bound_engine` the
-two classes below.
+judged that is not judged at each, `turns` which of them are at this step; `judge` one step, `firing` what is pending
+and firing, `events` what is said of it; `actions` what is ordered; `engine_state` what is remembered; `bound_engine`
+the two classes below.
 """
 
 from __future__ import annotations
