@@ -11,6 +11,7 @@ import torch.distributed as dist
 
 from gradwatch.distributed.process_group import default_store
 from gradwatch.records.run_info import RunInfo
+from gradwatch.runtime.interruption import not_ours
 
 WAIT_SECONDS = 10.0
 """How long a rank waits, once, for rank 0 to name the run; ranks of one training attach together."""
@@ -47,5 +48,7 @@ def _agreed(rank: int, made_up: str) -> str:
             return made_up
         store.wait([key], timedelta(seconds=WAIT_SECONDS))
         return str(store.get(key).decode()) or made_up
-    except Exception:
+    except Exception as error:
+        if not_ours(error):
+            raise
         return made_up

@@ -6,6 +6,7 @@ import ast
 import ctypes
 import linecache
 import os
+import subprocess
 import sys
 import threading
 import warnings
@@ -22,6 +23,7 @@ from gradwatch.rules.files import parse_rules
 from gradwatch.taps.graph import anomaly
 from tests.support.kept import Kept
 
+ROOT = Path(__file__).parents[2]
 PACKAGE = os.path.dirname(gradwatch.__file__)
 SKIP = "version: 1\nrules: {n: {detect: {kind: nonfinite}, do: [skip_step]}}\n"
 TAPS = """version: 1
@@ -205,6 +207,36 @@ def test_every_line_that_begins_or_ends_a_recording(kind: type[BaseException], t
 def test_every_line(rules: str, kind: type[BaseException], tmp_path: Path) -> None:
     """All of them."""
     assert escaped(rules, kind, 1, tmp_path / "run") == []
+
+
+def escaped_at_attach(kinds: list[type[BaseException]], every: int, folder: Path) -> list[str]:
+    """The lines of an attach under `gradwatch run` at which it went wrong, of every so-many-th, for each kind."""
+    run = [sys.executable, "-m", "tests.promises.injection_at_attach", str(every)]
+    own = {"GRADWATCH_DIR": str(folder), "GRADWATCH_RULES": "observe-only", "GRADWATCH_LISTEN": "127.0.0.1:0"}
+    done = subprocess.run(
+        [*run, *(kind.__name__ for kind in kinds)],
+        env={**os.environ, **own},
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        text=True,
+        check=True,
+    )
+    found = done.stdout.splitlines()
+    assert [int(line) > 2000 for line in found if line.isdigit()] == [True] * len(kinds)
+    return [line for line in found if not line.isdigit()]
+
+
+def test_a_sample_of_the_lines_of_an_attach(tmp_path: Path) -> None:
+    """A dozen of each kind."""
+    assert escaped_at_attach(KINDS, 400, tmp_path) == []
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(7200)  # thousands of sessions
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_line_of_an_attach(kind: type[BaseException], tmp_path: Path) -> None:
+    """All of them: the optimizer is made, the rules are read, the journal and the endpoint are opened, two steps."""
+    assert escaped_at_attach([kind], 1, tmp_path) == []
 
 
 # (file, function) of everything that torch calls for its own ends; the rest is called by these.

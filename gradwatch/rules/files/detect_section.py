@@ -12,6 +12,7 @@ from gradwatch.detectors.detector import DETECTORS, KNOWN_NOT_BUILT, Detector, f
 from gradwatch.rules.files.pydantic_models import RuleEntry, detector_model
 from gradwatch.rules.files.validation import check, keys_of
 from gradwatch.rules.yaml.nodes import Map, Mark, Problems, Scalar, quoted, shown, without
+from gradwatch.runtime.interruption import not_ours
 
 _IN_RULE = dict.fromkeys(keys_of(RuleEntry), "a key of the rule: write it beside `detect:`")
 
@@ -54,9 +55,10 @@ def _kind(kind: Scalar, problems: Problems) -> type[Detector] | None:
     hint = ""
     try:
         cls = find_detector(kind.text) if len(kind.text) <= 100 else None
-    except (
-        Exception
-    ) as error:  # a third-party package that does not import is the file's problem, not a crash
+    except Exception as error:
+        if not_ours(error):
+            raise
+        # A third-party package that does not import is the file's problem, not a crash.
         cls, hint = None, f"the package that provides it does not load: {type(error).__name__}"
     if cls is None:
         known = sorted({*DETECTORS, *KNOWN_NOT_BUILT})
@@ -76,6 +78,8 @@ def build_detector(
     try:
         return found.cls(**found.values, **own)
     except Exception as error:  # whatever __post_init__ of a third-party kind may raise
+        if not_ours(error):
+            raise
         message = str(error)[:200]
         named = next((word for word in re.findall(r"\w+", message) if word in node.entries), None)
         mark = node.key_mark(named) if named else at

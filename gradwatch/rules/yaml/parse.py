@@ -17,6 +17,7 @@ from gradwatch.rules.yaml.node_builder import NodeBuilder
 from gradwatch.rules.yaml.nodes import Map, Mark, Node, Problems, Scalar, Source, shown
 from gradwatch.rules.yaml.size_limits import MAX_BYTES, MAX_DEPTH, too_large, within_limits
 from gradwatch.runtime.imports import filters_kept
+from gradwatch.runtime.interruption import not_ours
 
 with filters_kept():  # ruamel adds warning filters of its own when it is imported
     from ruamel.yaml import YAML
@@ -119,6 +120,8 @@ def _parse(text: str, path: str, problems: Problems) -> Map | None:
         problems.add(mark_of_error(source, error), *_syntax(error))
         return None
     except Exception as error:  # ruamel's own faults on unforeseen input; the place is still known
+        if not_ours(error):
+            raise
         at = mark_of_reader(source, yaml.reader)
         problems.add(at, "GW005", f"not valid YAML ({type(error).__name__})")
         return None
