@@ -86,4 +86,4 @@ def _differ(now: Tensor, then: Tensor) -> bool:
 
 @untraced
 def _nothing(_: Tensor) -> None:
-    """No-op: the hook that before a tensor."""
+    """Do nothing: a hook whose place in the table marks the tensor."""
