@@ -63,12 +63,14 @@ def never_evaluated(account: Account) -> dict[str, str]:
 
 
 def _without_data(without_data: Mapping[str, str], rules: int) -> str:
-    """The number of rules and groups without data, and each reason once."""
-    groups = {name: why for name, why in without_data.items() if name.startswith("group:")}
-    off = {name: why for name, why in without_data.items() if name not in groups}
-    counts = [f"{len(off)} of {max(rules, len(off))} rules"] if off else []
+    """The number of rules and groups without data, sections of the rule file, and each reason once."""
+    groups = [name for name in without_data if name.startswith("group:")]
+    sections = [name for name in without_data if name.endswith(":")]
+    off = len(without_data) - len(groups) - len(sections)
+    counts = [f"{off} of {max(rules, off)} rules"] if off else []
     if groups:
         counts.append(f"{len(groups)} group{'s' * (len(groups) > 1)} of parameters")
+    counts += [f"`{name}`" for name in sections]
     return f"{' and '.join(counts)} ({_reasons(without_data)})"
 
 

@@ -37,9 +37,8 @@ def named_parameters(
             continue
         named = module_tree.named_parameters(model)
         if not (found or prefix) and WRAPPERS.isdisjoint(".".join(fqn for fqn, _ in named).split(".")):
-            found = (
-                named  # of one model without a wrapper nearly all: no name is changed, none is there twice
-            )
+            # One model without a wrapper, as nearly all are: no name changes, and none is there twice.
+            found = named
             seen.update(id(parameter) for _, parameter in named)
             used.update(fqn for fqn, _ in named)
             continue

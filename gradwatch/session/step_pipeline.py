@@ -25,6 +25,7 @@ from gradwatch.engine import Engine
 from gradwatch.engine.actions.norms_after_actions import factors_of, reshaped, unclipped, with_clip_order
 from gradwatch.engine.actions.permissions import permitted
 from gradwatch.engine.actions.rule_actions import without_overridden
+from gradwatch.engine.turns import NONE_IN_TURN
 from gradwatch.errors import GradwatchError, TrainingStopped
 from gradwatch.reading.device import host_value, start_copy
 from gradwatch.records.decision import Decision, Order
@@ -234,7 +235,7 @@ class StepPipeline:
             clock,
             findings,
             judged=verdict is not UNJUDGED,
-            in_turn=bound_rules.state.in_turn,
+            in_turn=NONE_IN_TURN if verdict is UNJUDGED else bound_rules.state.in_turn,
         )
         return Judged(decision.at(step.shared.own), facts)
 

@@ -17,7 +17,7 @@ from gradwatch.account.rules_without_data import RulesWithoutData
 from gradwatch.engine import Engine
 from gradwatch.engine.turns import NONE_IN_TURN
 from gradwatch.rules.files import parse_rules
-from gradwatch.session.binding.rule_bindings import reads_of
+from gradwatch.session.binding.rule_data import reads_of
 from gradwatch.session.watch import session_of
 from tests.engine.cases import everywhere, make_sites, make_snapshot
 from tests.support.kept import Kept

@@ -33,11 +33,7 @@ from gradwatch.records.snapshot import BoolArray
 AWAITING = 8  # steps whose verdict may be due; more than a device's queue of windows
 COLUMNS = GRADIENT_COLUMNS | WEIGHT_COLUMNS | STATE_COLUMNS
 NEVER = 1 << 62
-
-
-def unknown() -> None:
-    """Nothing is known of the gradients yet: they are on a device."""
-    return
+Zero = Callable[[], BoolArray | None]
 
 
 class ColumnReader:
@@ -90,7 +86,7 @@ class ColumnReader:
         scale: Number = 1.0,
         optimizer: Optimizer | None = None,
         overdue: Overdue = NOTHING_OVERDUE,
-        zero: Callable[[], BoolArray | None] = unknown,
+        zero: Zero = lambda: None,
     ) -> PendingColumns | None:
         """Everything due at this boundary, before the optimizer moves the weights; None if nothing is.
 
@@ -106,14 +102,15 @@ class ColumnReader:
         copied = self._copied_at(step)
         if not due and not copied:
             self.idle = range(step, self._next(step))
+        gradients = grads() if due or copied or overdue else ()
         if overdue:
-            late = self._overdue(overdue, step, params, grads(), optimizer)
+            late = self._overdue(overdue, step, params, gradients, optimizer)
             due = {name: at for name in self._names if (at := _joined(due.get(name, ()), late.get(name, ())))}
-            copied = _joined(copied, self._overdue_updates(overdue, grads(), zero))
+            copied = _joined(copied, self._overdue_updates(overdue, gradients, zero))
         if not due and not copied:
             self._weights.discard()
             return None
-        pending, gradients = PendingColumns(len(params)), grads()
+        pending = PendingColumns(len(params))
         of_gradients = {name: at for name, at in due.items() if name in GRADIENT_COLUMNS}
         if of_gradients:
             read_gradient_values(pending, of_gradients, gradients, scale)
@@ -157,7 +154,7 @@ class ColumnReader:
         self,
         overdue: Overdue,
         gradients: Sequence[Tensor | None],
-        zero: Callable[[], BoolArray | None],
+        zero: Zero,
     ) -> list[int]:
         """The positions of the weights to be copied for an overdue update.
 
@@ -177,9 +174,7 @@ class ColumnReader:
         if self._period is None or step < 1:
             return self._asked(name, step)
         key = name, step % self._period
-        if (
-            key not in self._positions
-        ):  # asked of a later step: step 0 has no update, all others of a residue are alike
+        if key not in self._positions:  # asked of a later step: step 0 has no update, the others are alike
             self._positions[key] = self._asked(name, self._period + step % self._period)
         return self._positions[key]
 

@@ -3,23 +3,13 @@
 from __future__ import annotations
 
 import functools
-import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradwatch.account.rules_without_data import (
-    INSIDE_BACKWARD,
-    NO_OPTIMIZER,
-    NOT_COMPARED,
-    NOT_READ,
-    SHARDED,
-    Reads,
-)
 from gradwatch.account.session_counts import SessionCounts
 from gradwatch.actions.backward.module_bounds import ModuleBounds
 from gradwatch.actions.clip_section import ClipSection
@@ -33,32 +23,29 @@ from gradwatch.capture.shards import is_shard
 from gradwatch.capture.snapshot_assembly import with_modules
 from gradwatch.checkpoint import CheckpointHealthTracker
 from gradwatch.distributed.ranks import Ranks
-from gradwatch.distributed.sharded_norms import REDUCED_COLUMNS
 from gradwatch.engine import BoundEngine, Engine
 from gradwatch.engine.actions.backward_clips import asks_backward, at_step, drops_micro
-from gradwatch.engine.columns_needed import first_step
-from gradwatch.engine.rule_plan import RulePlan
 from gradwatch.engine.series import matching
-from gradwatch.engine.snapshot_reader import Reader
-from gradwatch.engine.turns import InTurn, Turns
 from gradwatch.errors import AttachError
-from gradwatch.records.columns import ALWAYS, RANK_COLUMNS, is_observed
-from gradwatch.records.snapshot import Sites, Snapshot
+from gradwatch.records.columns import RANK_COLUMNS
+from gradwatch.records.snapshot import Sites
 from gradwatch.session.binding.backward_actions import clipper_of, micro_drop_of, own_sites
 from gradwatch.session.binding.optimizer_rules import OptimizerRules, clip_section_of
 from gradwatch.session.binding.rank_requirements import WHOLE_ROWS, sharded_rows
+from gradwatch.session.binding.rule_data import (
+    HISTOGRAMS,
+    NOTHING_CHOSEN,
+    OF_PARTS,
+    of_histograms,
+    of_ranks,
+    reads_of,
+    unread_columns,
+)
 from gradwatch.session.optimizer_context import Contexts, OptimizerContext
 from gradwatch.session.pause_after_errors import Activity
 from gradwatch.session.saved_state import OptimizerStates
 from gradwatch.taps import grad_scaler
 
-NEVER_POSITIVE = (
-    "{} was not positive at any step of the rule, and `{}` takes logarithms; `loss_spike` does not"
-)
-NOTHING_UNREAD: Mapping[str, str] = MappingProxyType({})
-OF_PARTS = "a histogram is of a whole gradient, and ranks hold parts of these, or different ones"
-NONE_CAME = "no parameter's turn has come, or the loss scale in the gradients is no power of two"
-NOTHING_CHOSEN = "`histograms: params:` matches no parameter"
 LOCAL = frozenset({"norm_local", "rank_norm"})  # columns measured by tensor hooks
 
 
@@ -169,10 +156,10 @@ class RuleBindings:
             state = bound.init() if before is None else bound.adopt(before.state, before.bound)
         local = self._local(bound, taps, before)
         own = own_sites(bound, captured)
-        unread = _unread(ctx)
+        unread = unread_columns(ctx)
         needs = bound.needs.only(column_reader.COLUMNS - unread.keys())
         reader = ColumnReader(needs, bound.plan.staggering, own)
-        histograms, no_histograms = self._histograms(ctx, bound, own)
+        histograms, no_histograms = self._histograms(captured, bound, own, unread)
         critical = frozenset(one.rule.id for one in bound.plan.rules if one.rule.severity == "critical")
         health_tracker = CheckpointHealthTracker(critical)
         if before is not None:
@@ -189,11 +176,12 @@ class RuleBindings:
             bound_rules.micro = self._micro(captured, before)
         bound_rules.clip_section = self._clip_section(captured, bound) if bound.clipping else None
         if before is None or bound is not before.bound or unread:
-            of_ranks = self._of_ranks() if captured.without_optimizer and self._ranks.several else {}
             reads = reads_of(bound, unread)
-            if histograms is not None or no_histograms:
-                reads["histograms"] = _of_histograms(no_histograms)
-            self._totals.without_data.bind(captured.index, {**of_ranks, **reads})
+            if captured.without_optimizer and self._ranks.several:
+                reads = {**of_ranks(self._engine), **reads}
+            if self._engine.ruleset.histograms is not None:
+                reads[HISTOGRAMS] = of_histograms(no_histograms)
+            self._totals.without_data.bind(captured.index, reads)
         self.saved_states.take_up(captured, bound_rules)
         self.publish_bounds(bound_rules)
         return ctx
@@ -207,30 +195,24 @@ class RuleBindings:
         return True
 
     def _histograms(
-        self, ctx: OptimizerContext, bound: BoundEngine, own: NDArray[np.intp]
+        self,
+        captured: OptimizerCapture,
+        bound: BoundEngine,
+        own: NDArray[np.intp],
+        unread: Mapping[str, str],
     ) -> tuple[HistogramReader | None, str]:
         """The reader of histograms where they are asked for, or the reason why there is none."""
-        asked, captured = self._engine.ruleset.histograms, ctx.captured
+        asked = self._engine.ruleset.histograms
         if asked is None:
             return None, ""
-        unread = _unread(ctx).get("max_abs", "")  # which needs whole gradients too
         if captured.inside_backward or captured.without_optimizer:
-            return None, unread
+            return None, next(iter(unread.values()))  # the same of all columns
         if unread or any(map(is_shard, captured.params)):
             return None, OF_PARTS
         chosen = matching(captured.sites, asked.params)
         if not chosen.any():
             return None, NOTHING_CHOSEN
         return HistogramReader(asked.every, bound.plan.staggering.phases(asked.every)[own], chosen), ""
-
-    def _of_ranks(self) -> dict[str, Reads]:
-        """The rules that compare ranks, which have nothing to read in a loop without an optimizer."""
-        rules = (rule for rule in self._engine.ruleset.rules if rule.enabled)
-        return {
-            rule.id: Reads(rule.detect.columns[0], why=NOT_COMPARED)
-            for rule in rules
-            if RANK_COLUMNS.intersection(rule.detect.columns)
-        }
 
     def _local(
         self, bound: BoundEngine, taps: Sequence[Tensor | None], before: OptimizerRules | None
@@ -368,68 +350,3 @@ class RuleBindings:
             if bound_rules is not None:
                 self.saved_states.take_up(captured, bound_rules)
                 self.publish_bounds(bound_rules)
-
-
-def _unread(ctx: OptimizerContext) -> dict[str, str]:
-    """The columns of whole tensors that are not read here, with the reason."""
-    layout = None if ctx.membership is None else ctx.membership.layout
-    if ctx.captured.inside_backward:
-        return dict.fromkeys(column_reader.COLUMNS, NOT_READ.format(INSIDE_BACKWARD))
-    if ctx.captured.without_optimizer:
-        return dict.fromkeys(column_reader.COLUMNS, NOT_READ.format(NO_OPTIMIZER))
-    if layout is not None and layout.pooled:
-        return {name: SHARDED.format(name) for name in column_reader.COLUMNS.difference(REDUCED_COLUMNS)}
-    return {}
-
-
-def _of_histograms(why: str) -> Reads:
-    """`histograms:` as an entry among the rules: without data until one came, or for this reason."""
-    return Reads(
-        "histograms",
-        always=True,
-        why=why,
-        has_value=lambda snapshot, in_turn: bool(snapshot.histograms),
-        valueless=NONE_CAME,
-    )
-
-
-def reads_of(bound: BoundEngine, unread: Mapping[str, str] = NOTHING_UNREAD) -> dict[str, Reads]:
-    """Columns that each rule bound to a capture reads, and at which steps, by rule.
-
-    `unread` are reasons by column why it is not read here.
-    """
-    return {
-        one.rule.id: Reads(
-            one.series.column,
-            one.rule.every,
-            one.series.column in ALWAYS,
-            one.detector.finiteness,
-            unread.get(one.series.column, ""),
-            due=functools.partial(_due, one, bound.turns),
-            has_value=functools.partial(_has_value, one),
-            valueless=NEVER_POSITIVE.format(one.series.column, one.rule.kind) if _positive_only(one) else "",
-        )
-        for one in bound.plan.rules
-    }
-
-
-def _due(one: RulePlan, turns: Turns, step: int) -> bool:
-    """True if a rule judges anything at a step, whatever was missed before."""
-    if one.rule.staggered:
-        return one.series.key in turns.in_turn(step)
-    return step % one.rule.every == 0 and step >= first_step(one.series.column)
-
-
-def _has_value(one: RulePlan, snapshot: Snapshot, in_turn: InTurn) -> bool | None:
-    """True if a rule judged a value on a Snapshot, False if what it judged had none, None if it judged nothing."""
-    if one.series.key not in in_turn if one.rule.staggered else snapshot.step % one.rule.every:
-        return None
-    sample = Reader(snapshot, in_turn).sample(one.series)
-    if sample is None or not sample.present.any():
-        return False
-    return not _positive_only(one) or bool(0 < sample.values[0] < math.inf)
-
-
-def _positive_only(one: RulePlan) -> bool:
-    """True if a rule on an observed value judges only what has a logarithm."""
-    return is_observed(one.series.column) and one.detector.takes_logs

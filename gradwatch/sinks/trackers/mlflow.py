@@ -43,7 +43,7 @@ class MLflowSink(Tracker):
     begins (MLFLOW_DISABLE_TELEMETRY decides where it is set). Needs the extra `mlflow`.
 
     `params` says which parameters get series of their own, `gradwatch/param_COLUMN/NAME`: off, worst (`top_k` seats,
-    sticky), match (globs of `match`) or all, at most `max_series` in total; what is left out is counted and told.
+    sticky), match (globs of `match`) or all, at most `max_series` in total; what is left out is counted and reported.
     """
 
     name = "mlflow"

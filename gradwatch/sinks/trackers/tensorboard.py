@@ -34,7 +34,7 @@ class TensorBoardSink(Tracker):
     Needs the extra `tensorboard`; TensorFlow is not imported.
 
     `params` says which parameters get series of their own, `gradwatch/param_COLUMN/NAME`: off, worst (`top_k` seats,
-    sticky), match (globs of `match`) or all, at most `max_series` in total; what is left out is counted and told.
+    sticky), match (globs of `match`) or all, at most `max_series` in total; what is left out is counted and reported.
     """
 
     name = "tensorboard"

@@ -35,7 +35,7 @@ class WandbSink(Tracker):
     on with what is left when the interpreter exits. Needs the extra `wandb`.
 
     `params` says which parameters get series of their own, `gradwatch/param_COLUMN/NAME`: off, worst (`top_k` seats,
-    sticky), match (globs of `match`) or all, at most `max_series` in total; what is left out is counted and told.
+    sticky), match (globs of `match`) or all, at most `max_series` in total; what is left out is counted and reported.
     """
 
     name = "wandb"

@@ -1,0 +1,112 @@
+"""The data that rules bound to a capture need: which columns, at which steps, and why some of them never come."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from gradwatch.account.rules_without_data import (
+    INSIDE_BACKWARD,
+    NO_OPTIMIZER,
+    NOT_COMPARED,
+    NOT_READ,
+    SHARDED,
+    Reads,
+)
+from gradwatch.capture.columns import column_reader
+from gradwatch.distributed.sharded_norms import REDUCED_COLUMNS
+from gradwatch.engine import BoundEngine, Engine
+from gradwatch.engine.columns_needed import first_step
+from gradwatch.engine.rule_plan import RulePlan
+from gradwatch.engine.snapshot_reader import Reader
+from gradwatch.engine.turns import InTurn, Turns
+from gradwatch.records.columns import ALWAYS, RANK_COLUMNS, is_observed
+from gradwatch.records.snapshot import Snapshot
+from gradwatch.session.optimizer_context import OptimizerContext
+
+NEVER_POSITIVE = (
+    "{} was not positive at any step of the rule, and `{}` takes logarithms; `loss_spike` does not"
+)
+NOTHING_UNREAD: Mapping[str, str] = MappingProxyType({})
+HISTOGRAMS = "histograms:"
+"""Stands among the rules for that section of the rule file; no rule has such a name."""
+OF_PARTS = "a histogram is of a whole gradient, and ranks hold parts of these, or different ones"
+NONE_CAME = "no parameter's turn has come, or the loss scale in the gradients is no power of two"
+NOTHING_CHOSEN = "`histograms: params:` matches no parameter"
+
+
+def unread_columns(ctx: OptimizerContext) -> dict[str, str]:
+    """The columns of whole tensors that are not read here, with the reason."""
+    layout = None if ctx.membership is None else ctx.membership.layout
+    if ctx.captured.inside_backward:
+        return dict.fromkeys(column_reader.COLUMNS, NOT_READ.format(INSIDE_BACKWARD))
+    if ctx.captured.without_optimizer:
+        return dict.fromkeys(column_reader.COLUMNS, NOT_READ.format(NO_OPTIMIZER))
+    if layout is not None and layout.pooled:
+        return {name: SHARDED.format(name) for name in column_reader.COLUMNS.difference(REDUCED_COLUMNS)}
+    return {}
+
+
+def of_ranks(engine: Engine) -> dict[str, Reads]:
+    """The rules that compare ranks, which have nothing to read in a loop without an optimizer."""
+    rules = (rule for rule in engine.ruleset.rules if rule.enabled)
+    return {
+        rule.id: Reads(rule.detect.columns[0], why=NOT_COMPARED)
+        for rule in rules
+        if RANK_COLUMNS.intersection(rule.detect.columns)
+    }
+
+
+def of_histograms(why: str) -> Reads:
+    """`histograms:` of the rule file as an entry among the rules: without data until one came, or for this reason."""
+    return Reads(
+        HISTOGRAMS,
+        always=True,
+        why=why,
+        has_value=lambda snapshot, in_turn: bool(snapshot.histograms),
+        valueless=NONE_CAME,
+    )
+
+
+def reads_of(bound: BoundEngine, unread: Mapping[str, str] = NOTHING_UNREAD) -> dict[str, Reads]:
+    """Columns that each rule bound to a capture reads, and at which steps, by rule.
+
+    `unread` are reasons by column why it is not read here.
+    """
+    return {
+        one.rule.id: Reads(
+            one.series.column,
+            one.rule.every,
+            one.series.column in ALWAYS,
+            one.detector.finiteness,
+            unread.get(one.series.column, ""),
+            due=functools.partial(_due, one, bound.turns),
+            has_value=functools.partial(_has_value, one),
+            valueless=NEVER_POSITIVE.format(one.series.column, one.rule.kind) if _positive_only(one) else "",
+        )
+        for one in bound.plan.rules
+    }
+
+
+def _due(one: RulePlan, turns: Turns, step: int) -> bool:
+    """True if a rule judges anything at a step, whatever was missed before."""
+    if one.rule.staggered:
+        return one.series.key in turns.in_turn(step)
+    return step % one.rule.every == 0 and step >= first_step(one.series.column)
+
+
+def _has_value(one: RulePlan, snapshot: Snapshot, in_turn: InTurn) -> bool | None:
+    """True if a rule judged a value on a Snapshot, False if what it judged had none, None if it judged nothing."""
+    if one.series.key not in in_turn if one.rule.staggered else snapshot.step % one.rule.every:
+        return None
+    sample = Reader(snapshot, in_turn).sample(one.series)
+    if sample is None or not sample.present.any():
+        return False
+    return not _positive_only(one) or bool(0 < sample.values[0] < math.inf)
+
+
+def _positive_only(one: RulePlan) -> bool:
+    """True if a rule on an observed value judges only what has a logarithm."""
+    return is_observed(one.series.column) and one.detector.takes_logs
