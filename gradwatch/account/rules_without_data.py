@@ -5,7 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
-from gradwatch.records.columns import COSTLY_COLUMNS, OBSERVED, SCALAR_COLUMNS, is_observed, scalar_name
+from gradwatch.records.columns import (
+    COSTLY_COLUMNS,
+    OBSERVED,
+    OF_SCALER,
+    SCALAR_COLUMNS,
+    is_observed,
+    scalar_name,
+)
 from gradwatch.records.snapshot import Snapshot
 
 NO_MOMENT = "the optimizer has taken no step, or keeps no {} moment of these parameters"
@@ -27,7 +34,6 @@ NEVER_CAME = {
     "running_var_min": NO_STATISTICS,
     "running_var_max": NO_STATISTICS,
 }
-OF_SCALER = frozenset({"loss_scale", "scaler_skip"})
 NEVER_MEASURED = "{} was never measured"
 NO_STEP = "no step was taken"
 OFF_STEP = "no step at which it is evaluated was reached (every: {})"
@@ -74,7 +80,8 @@ class RulesWithoutData:
         # The columns, by optimizer, where all that its rules wait for is that these come.
         self._missing: dict[int, frozenset[str]] = {}
         self._with_data: frozenset[str] = frozenset()
-        self._without_value: frozenset[str] = frozenset()  # evaluated, but nothing of theirs had a value
+        # (optimizer, rule): evaluated, but nothing of it had a value.
+        self._without_value: frozenset[tuple[int, str]] = frozenset()
         self._came: frozenset[str] = frozenset()
         self._scalars: frozenset[str] = frozenset()  # of what came, by their names in Snapshots
         self._steps: dict[int, tuple[int, int]] = {}  # the first and the last, by optimizer
@@ -118,7 +125,7 @@ class RulesWithoutData:
             if _usable(reads, snapshot, came)
         }
         with_data = {rule for rule, one in had.items() if one}
-        self._without_value |= {rule for rule, one in had.items() if one is False}
+        self._without_value |= {(snapshot.optimizer, rule) for rule, one in had.items() if one is False}
         if with_data:
             self._with_data |= with_data
         if with_data or came_first:
@@ -130,19 +137,16 @@ class RulesWithoutData:
             )
 
     def reasons(self) -> dict[str, str]:
-        """The reason why a rule was never evaluated, by rule."""
-        waiting = self._waiting
-        return {
-            rule: self._why(rule, reads, optimizer)
-            for optimizer, rules in waiting.items()
-            for rule, reads in rules.items()
-            if rule not in self._with_data
-        }
+        """The reason why a rule was never evaluated, by rule; of several optimizers, that of one that has stepped."""
+        waiting, found = self._waiting, dict[str, str]()
+        for optimizer, rules in sorted(waiting.items(), key=lambda one: one[0] in self._steps):
+            found.update((rule, self._why(rule, reads, optimizer)) for rule, reads in rules.items())
+        return {rule: why for rule, why in found.items() if rule not in self._with_data}
 
     def _why(self, rule: str, reads: Reads, optimizer: int) -> str:
         if reads.why:
             return reads.why
-        if rule in self._without_value:
+        if (optimizer, rule) in self._without_value:
             return reads.valueless or NO_VALUE.format(reads.column)
         if optimizer not in self._steps:
             return NO_STEP

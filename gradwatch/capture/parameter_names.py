@@ -36,7 +36,8 @@ def named_parameters(
         if chosen is not None and id(model) not in chosen:
             continue
         named = module_tree.named_parameters(model)
-        if not (found or prefix) and WRAPPERS.isdisjoint(".".join(fqn for fqn, _ in named).split(".")):
+        plain = not (found or prefix or module_tree.lists_itself(model))
+        if plain and WRAPPERS.isdisjoint(".".join(fqn for fqn, _ in named).split(".")):
             # One model without a wrapper, as nearly all are: no name changes, and none is there twice.
             found = named
             seen.update(id(parameter) for _, parameter in named)

@@ -19,12 +19,12 @@ from gradwatch.engine.judge import Step, firing_now
 from gradwatch.engine.rule_plan import NO_BANK, Plan, make_plan
 from gradwatch.engine.series import labels
 from gradwatch.engine.strictest_clip import Failed
-from gradwatch.engine.turns import InTurn, Turns
+from gradwatch.engine.turns import NONE_IN_TURN, InTurn, Turns
 from gradwatch.engine.unmatched_rules import admit, may_miss, refusals, unmatched
 from gradwatch.engine.unsupported_rules import Refusal
 from gradwatch.errors import GradwatchError
 from gradwatch.policies.norm_bound import Bound
-from gradwatch.records.columns import RUNNING_STATISTICS, is_observed
+from gradwatch.records.columns import OF_SCALER, RUNNING_STATISTICS, is_observed
 from gradwatch.records.decision import Decision
 from gradwatch.records.run_info import RuleInfo
 from gradwatch.records.snapshot import BoolArray, Sites, Snapshot
@@ -36,10 +36,6 @@ LR_JUMP = 3.0
 
 STEERED_BY_USER = frozenset({"loss", "lr", "loss_scale", "scaler_skip"})
 """Scalars that are not made of gradients: a jump of the learning rate re-baselines neither them nor observed ones."""
-
-
-OF_SCALER = frozenset({"loss_scale", "scaler_skip"})
-"""Scalars that a GradScaler makes: their rules are judged on the steps it rejects too."""
 
 
 def raised(error: Exception) -> None:
@@ -191,8 +187,9 @@ class BoundEngine:
         verdict, after = judge(state, snapshot, in_turn)
         if not in_turn:
             return verdict, after
-        missed = self.turns.missed(in_turn, snapshot, judged=not (rejected or snapshot.provisional))
-        return verdict, replace(after, in_turn=in_turn, overdue=missed)
+        judged = not (rejected or snapshot.provisional)
+        overdue = self.turns.missed(in_turn, snapshot, state.overdue, judged)
+        return verdict, replace(after, in_turn=in_turn if judged else NONE_IN_TURN, overdue=overdue)
 
     def _judged(self, state: EngineState, snapshot: Snapshot, in_turn: InTurn) -> tuple[Verdict, EngineState]:
         """A step that counts: at a glance where that is enough."""

@@ -12,14 +12,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.engine.staggering import Staggering
-from gradwatch.records.columns import CATALOGUE, is_free
+from gradwatch.records.columns import OPTIMIZER_STATE, is_free
 from gradwatch.records.snapshot import BoolArray
 from gradwatch.rules.rule_set import Rule
 
 EVERY_STEP = frozenset({1})
 OF_UPDATES = frozenset({"update_norm", "update_ratio"})
 """Columns that compare weights with those of the step before."""
-AFTER_A_STEP = OF_UPDATES | frozenset(one.name for one in CATALOGUE if one.reads == "optimizer state")
+AFTER_A_STEP = OF_UPDATES | OPTIMIZER_STATE
 """Columns without a value before the first step has been taken."""
 Cadences = Mapping[str, frozenset[int]]
 

@@ -15,7 +15,7 @@ from gradwatch.detectors import State
 from gradwatch.engine.firing import IDLE, NEVER, Track, awake
 from gradwatch.engine.rule_plan import Plan
 from gradwatch.engine.series import Series
-from gradwatch.engine.turns import InTurn, Overdue
+from gradwatch.engine.turns import InTurn, OverdueSeries
 from gradwatch.errors import GradwatchError
 from gradwatch.records.verdict import Verdict
 
@@ -44,7 +44,7 @@ class EngineState:
     done: tuple[bool, ...] = ()
     clips: tuple[State, ...] = ()
     in_turn: InTurn = field(default_factory=dict)
-    overdue: Overdue = field(default_factory=dict)
+    overdue: OverdueSeries = field(default_factory=dict)
 
     def __repr__(self) -> str:
         firing = [

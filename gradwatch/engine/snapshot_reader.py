@@ -166,8 +166,7 @@ class Reader:
             values, present = values[series.index], present[series.index]
         if series.phases is not None:
             turn = self._in_turn.get(series.key)
-            present = present & turn.mask if turn is not None else np.zeros(len(series), np.bool_)
-            if not present.any():
+            if turn is None or not (present := present & turn.mask).any():
                 return None
         if len(columns) < 2:
             return Sample(values, present)

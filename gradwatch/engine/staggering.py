@@ -8,6 +8,9 @@ alone, so ranks agree on them, and a run that is resumed goes on with them.
 from __future__ import annotations
 
 import heapq
+import math
+from collections.abc import Callable, Iterable
+from typing import Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +23,32 @@ SMALLEST_PART = 1 << 16
 """Elements read at a step, at least, while there are so many: below, what costs is the call and not the element."""
 
 LAID_OUT = 128
-"""Steps whose sites are laid out once; where they repeat more rarely, they are made at each step."""
+"""Steps for which `ByResidue` keeps what it has made."""
+T = TypeVar("T")
+
+
+class ByResidue(Generic[T]):
+    """Something that depends on the step and repeats with the common period of some cadences: made once a residue.
+
+    Where the period is longer than 128 steps it is made at each. Step 0, before which nothing was done, repeats never.
+    """
+
+    __slots__ = ("_kept", "_make", "_period")
+
+    def __init__(self, cadences: Iterable[int], make: Callable[[int], T]) -> None:
+        period = math.lcm(*cadences)
+        self._period = period if period <= LAID_OUT else None
+        self._make = make
+        self._kept: dict[int, T] = {}
+
+    def at(self, step: int) -> T:
+        """What belongs to a step."""
+        if self._period is None or step < 1:
+            return self._make(step)
+        residue = step % self._period
+        if residue not in self._kept:
+            self._kept[residue] = self._make(self._period + residue)
+        return self._kept[residue]
 
 
 class Staggering:

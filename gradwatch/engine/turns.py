@@ -9,7 +9,7 @@ Axes: K series of one rule.
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 from typing import NamedTuple
@@ -18,17 +18,17 @@ import numpy as np
 
 from gradwatch.engine.columns_needed import first_step
 from gradwatch.engine.series import Index, Series
-from gradwatch.engine.staggering import LAID_OUT
+from gradwatch.engine.staggering import ByResidue
 from gradwatch.records.snapshot import BoolArray, Snapshot
 
 Columns = tuple[str, ...]
-Overdue = Mapping[str, BoolArray]
+OverdueSeries = Mapping[str, BoolArray]
 """bool[K] by key of the series; only keys with some that are overdue."""
-NONE_OVERDUE: Overdue = MappingProxyType({})
+NO_SERIES_OVERDUE: OverdueSeries = MappingProxyType({})
 
 
 class Turn(NamedTuple):
-    """The series of one key whose turn it is: `mask` bool[K], their positions in K, and those of their sites in S."""
+    """The series of one key that are in turn: `mask` bool[K] says which, `positions` are theirs in K, `sites` in S."""
 
     mask: BoolArray
     positions: Index
@@ -43,7 +43,7 @@ NONE_IN_TURN: InTurn = MappingProxyType({})
 class Turns:
     """The turns of the staggered among these series: of each, and the columns that a rule reads of it."""
 
-    __slots__ = ("_columns", "_period", "_series", "_usual")
+    __slots__ = ("_cadences", "_columns", "_late", "_series", "_usual")
 
     def __init__(self, rules: Iterable[tuple[Series, Columns]]) -> None:
         staggered = [(series, columns) for series, columns in rules if series.phases is not None]
@@ -51,23 +51,23 @@ class Turns:
         self._columns: dict[str, set[Columns]] = {}
         for series, columns in staggered:
             self._columns.setdefault(series.key, set()).add(columns)
-        period = math.lcm(*(series.every for series in self._series.values()))
-        self._period = period if period <= LAID_OUT else None
-        self._usual: dict[int, InTurn] = {}
+        self._cadences = frozenset(series.every for series in self._series.values())
+        self._usual = ByResidue(self._cadences, self._at_their_turn)
+        # With what is overdue, which stays the same for long where something gets no gradient.
+        self._late: tuple[OverdueSeries, ByResidue[InTurn]] = (NO_SERIES_OVERDUE, self._usual)
 
-    def in_turn(self, step: int, overdue: Overdue = NONE_OVERDUE) -> InTurn:
+    def in_turn(self, step: int, overdue: OverdueSeries = NO_SERIES_OVERDUE) -> InTurn:
         """The series to be judged at a step: those whose turn it is, and those that are overdue."""
-        if self._period is None or step < 1:  # the first step has no update
-            found = self._at_their_turn(step)
-        else:
-            residue = step % self._period
-            if residue not in self._usual:
-                self._usual[residue] = self._at_their_turn(self._period + residue)
-            found = self._usual[residue]
         if not overdue:
-            return found
-        late = {key: mask | found[key].mask if key in found else mask for key, mask in overdue.items()}
-        return {**found, **{key: _turn(self._series[key], mask) for key, mask in late.items()}}
+            return self._usual.at(step)
+        if self._late[0] is not overdue:
+            self._late = overdue, ByResidue(self._cadences, functools.partial(self._with, overdue))
+        return self._late[1].at(step)
+
+    def _with(self, overdue: OverdueSeries, step: int) -> InTurn:
+        usual = self._usual.at(step)
+        masks = {key: mask | usual[key].mask if key in usual else mask for key, mask in overdue.items()}
+        return {**usual, **{key: _turn(self._series[key], mask) for key, mask in masks.items()}}
 
     def _at_their_turn(self, step: int) -> InTurn:
         found = {}
@@ -77,9 +77,14 @@ class Turns:
                 found[key] = _turn(series, mask)
         return found
 
-    def missed(self, in_turn: InTurn, snapshot: Snapshot, judged: bool = True) -> Overdue:
-        """Those of `in_turn` without a value in this Snapshot; all of them where the step was not `judged`."""
-        found = {}
+    def missed(
+        self, in_turn: InTurn, snapshot: Snapshot, before: OverdueSeries, judged: bool = True
+    ) -> OverdueSeries:
+        """Those of `in_turn` without a value in this Snapshot; all of them where the step was not `judged`.
+
+        It is `before`, what was overdue until this step, where that has not changed.
+        """
+        found: dict[str, BoolArray] = {}
         for key, turn in in_turn.items():
             column = snapshot.columns.get(self._series[key].column) if judged else None
             if column is None:
@@ -90,9 +95,10 @@ class Turns:
                 missed = turn.mask.copy()
                 missed[turn.positions[here]] = False
                 found[key] = missed
-        return found or NONE_OVERDUE
+        same = found.keys() == before.keys() and all((found[key] == before[key]).all() for key in found)
+        return before if same else found
 
-    def sites(self, overdue: Overdue, size: int) -> dict[Columns, BoolArray]:
+    def sites(self, overdue: OverdueSeries, size: int) -> dict[Columns, BoolArray]:
         """bool[S] by the columns of a rule: sites that are overdue, to be read at each step until they are judged."""
         found: dict[Columns, BoolArray] = {}
         for key, mask in overdue.items():

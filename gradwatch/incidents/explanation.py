@@ -116,7 +116,6 @@ def _evidence(finding: Finding) -> Iterator[str]:
             yield f"- module `{finding.module}` ({finding.module_type})"
         if finding.node:
             yield f"- autograd node `{finding.node}`"
-        yield from dict.fromkeys(
-            f"- {operand}" for operand in shown
-        )  # one that was read may be what was found
+        # A tensor that was read may be the one that was found.
+        yield from dict.fromkeys(f"- {operand}" for operand in shown)
         yield ""

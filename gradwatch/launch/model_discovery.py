@@ -75,7 +75,7 @@ def discover(
 
 
 def trains(optimizer: Optimizer) -> bool:
-    """True if an optimizer that is fully made has a parameter that wants a gradient, and is filled one."""
+    """True if an optimizer that is fully made has a parameter whose `.grad` a backward fills."""
     for group in vars(optimizer).get("param_groups", ()):
         for tensor in group["params"]:
             if tensor.requires_grad and tensor.is_leaf:

@@ -94,6 +94,8 @@ class WithoutOptimizer:
             and all(by_hand(id(leaf)) for leaf in reached if watched(id(leaf)))
         ):
             loose = self._tensors.moved(params)
+        else:
+            self._tensors.reset()
         for patience in self._asked:
             patience.looked(bool(found or loose))
         return Found(found, loose)

@@ -215,11 +215,18 @@ def _grouped(grouped: Grouped) -> frozenset[str]:
 SCALAR_COLUMNS = tuple(one.name for one in CATALOGUE if one.of == "step")
 """Columns with one value per step rather than one per site."""
 
-MEASURED = frozenset(SCALAR_COLUMNS) - {"loss"}
+_SCALARS = frozenset(SCALAR_COLUMNS)
+OF_SCALER = frozenset({"loss_scale", "scaler_skip"})
+"""Scalars that a GradScaler makes: their rules are judged on the steps it rejects too."""
+
+RESERVED_NAMES = _SCALARS - {"loss"}
 """Names that no observed value may take: it would stand in the place of what is measured."""
 
 MODULE_COLUMNS = _of("module")
 """Columns measured on tapped modules."""
+
+OPTIMIZER_STATE = frozenset(one.name for one in CATALOGUE if one.reads == "optimizer state")
+"""Columns of the moments that an optimizer keeps."""
 
 RUNNING_STATISTICS = frozenset(one.name for one in CATALOGUE if one.reads == "running statistics")
 """Columns of what a layer keeps from step to step: a NaN there stays, whatever becomes of the gradients."""
@@ -233,7 +240,7 @@ COUNT_COLUMNS = frozenset({"nonfinite", "nan_count", "inf_count", "norm_overflow
 ALWAYS = frozenset(one.name for one in CATALOGUE if one.always)
 """Columns that every step has, so that a rule on one of them is never without data."""
 
-FREE_COLUMNS = ALWAYS | frozenset(SCALAR_COLUMNS)
+FREE_COLUMNS = ALWAYS | _SCALARS
 """Columns that a step has without being asked for them."""
 
 
@@ -244,7 +251,7 @@ def is_observed(column: str) -> bool:
 
 def is_scalar(column: str) -> bool:
     """True of a column with one value per step."""
-    return column in SCALAR_COLUMNS or is_observed(column)
+    return column in _SCALARS or is_observed(column)
 
 
 def is_free(column: str) -> bool:
@@ -263,5 +270,5 @@ COSTLY_COLUMNS = frozenset(one.name for one in CATALOGUE if one.at_cadence)
 ROOT_MEAN_SQUARED = _grouped("root mean square")
 LARGEST, SMALLEST = _grouped("largest"), _grouped("smallest")
 SUMMED, AVERAGED = _grouped("sum"), _grouped("mean by elements")
-UNGROUPED = _grouped("") - frozenset(SCALAR_COLUMNS) - RANK_COLUMNS
+UNGROUPED = _grouped("") - _SCALARS - RANK_COLUMNS
 """Columns of which no group or total is made: `scope: param` is all they can be judged by."""

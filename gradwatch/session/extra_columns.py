@@ -8,19 +8,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from torch import Tensor
 
 from gradwatch.capture.columns.loss import without_scale
 from gradwatch.capture.columns.module_statistics import ModuleTaps
-from gradwatch.capture.columns.pending_columns import Overdue, PendingColumns
+from gradwatch.capture.columns.pending_columns import PendingColumns
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.snapshot_assembly import Extras
 from gradwatch.capture.window_norms import WindowNorms
 from gradwatch.errors import AttachError
 from gradwatch.reading.device import host_value, is_ready, start_copy
-from gradwatch.records.columns import MEASURED, OBSERVED_ONLY
-from gradwatch.records.snapshot import Sites
+from gradwatch.records.columns import OBSERVED_ONLY, RESERVED_NAMES
 from gradwatch.session.binding.optimizer_rules import ORDINARY, Clock, OptimizerRules
 from gradwatch.session.optimizer_context import OptimizerContext
 
@@ -71,7 +69,7 @@ class ExtraColumns:
 
         Raises `AttachError` for the name of something that gradwatch measures itself: it would stand in its place.
         """
-        if name in MEASURED:
+        if name in RESERVED_NAMES:
             raise AttachError(
                 f"observe({name}=…) is not used: gradwatch measures {name!r} itself; choose another name"
             )
@@ -86,7 +84,7 @@ class ExtraColumns:
         captured = ctx.captured
         optimizer = captured.optimizer() if captured.optimizer is not None else None
         params: list[PendingColumns] = []
-        overdue = bound_rules.overdue
+        overdue, modules_overdue = bound_rules.overdue()
         reader = bound_rules.column_reader
         if reader.wanted and (overdue or window.step not in reader.idle):
             pending = reader.collect(
@@ -98,7 +96,7 @@ class ExtraColumns:
             params.append(bound_rules.local.collect(scale))
         modules = []
         if self._taps is not None and not captured.index:
-            modules.append(self._taps.collect(window.step, scale, _of_modules(overdue, bound_rules.sites)))
+            modules.append(self._taps.collect(window.step, scale, modules_overdue))
         histograms = None
         if bound_rules.histograms is not None:
             histograms = bound_rules.histograms.collect(window.step, captured.grads, window.left)
@@ -147,11 +145,3 @@ class ExtraColumns:
         }
         bound_rules.observed = self._count
         return fresh
-
-
-def _of_modules(overdue: Overdue, sites: Sites) -> Overdue:
-    """bool[M]: the tapped modules among the sites."""
-    if not overdue:
-        return overdue
-    modules = np.array([kind == "module" for kind in sites.kinds], np.bool_)
-    return {columns: mask[modules] for columns, mask in overdue.items()}

@@ -56,8 +56,8 @@ class Watch:
         taken out. `observe(loss=…)` replaces it for that step: for a loop whose backward starts from a tensor of
         several elements, or from another number than the one to be judged.
 
-        A name of something that gradwatch measures itself (`lr`, `loss_scale`, `scaler_skip`, `norm` …) is not used,
-        which the log says once.
+        A name of a per-step value that gradwatch measures itself (`lr`, `loss_scale`, `scaler_skip`, `total_norm` …) is
+        not used, which the log says once.
 
         Seen by the next `optimizer.step()` of every watched optimizer. A tensor is detached; one on a device
         is read without waiting when the step is judged.

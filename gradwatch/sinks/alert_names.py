@@ -6,7 +6,7 @@ rule that fired is the label `rule`.
 
 from __future__ import annotations
 
-from gradwatch.records.columns import is_observed
+from gradwatch.records.columns import RUNNING_STATISTICS, is_observed
 
 FALLBACK = "GradwatchRuleFiring"
 """For kinds of third parties, and for thresholds on quantities that mean nothing in particular to gradwatch."""
@@ -46,7 +46,7 @@ RULE_ALERTS = tuple(sorted({FALLBACK, *_BY_KIND.values(), *_BY_COLUMN.values()})
 
 def alert_name(kind: str, of: str = "") -> str:
     """The name of the alert of a rule whose detector is `kind` and reads the column `of` ("" = not known)."""
-    if is_observed(of):
+    if is_observed(of) or of in RUNNING_STATISTICS:  # no runbook on gradients is about them
         return FALLBACK
     if kind in ("above", "below", "spike", "drift"):
         if of in _BY_COLUMN:

@@ -21,30 +21,34 @@ _TANH = math.sqrt(1 - LEAST_SLOPE)  # its slope at an output y is 1 - y²
 _SIGMOID = math.sqrt(0.25 - 0.25 * LEAST_SLOPE)  # its slope at an output y is 0.25 - (y - 0.5)²
 
 
-def _saturated(module: nn.Module, values: Tensor) -> Tensor | None:
+def _saturated(module: nn.Module, values: Tensor, dtype: torch.dtype) -> Tensor | None:
     """bool: the elements at which the module's function is flat; None where its output does not show that."""
     if isinstance(module, nn.Tanh):
         return values.abs() > _TANH
     if isinstance(module, nn.Sigmoid):
         return (values - 0.5).abs() > _SIGMOID
     if isinstance(module, nn.Hardtanh):  # ReLU6 is one
-        return (values <= module.min_val) | (values >= module.max_val)
+        low, high = torch.tensor(
+            [module.min_val, module.max_val], dtype=dtype, device="cpu"
+        ).tolist()  # sync: CPU
+        outside: Tensor = (values <= low) | (values >= high)
+        return outside
     if isinstance(module, nn.Hardsigmoid):
         return (values <= 0) | (values >= 1)
     return None
 
 
-def _saturation(module: nn.Module, values: Tensor) -> Tensor | None:
-    saturated = _saturated(module, values)
+def _saturation(module: nn.Module, values: Tensor, dtype: torch.dtype) -> Tensor | None:
+    saturated = _saturated(module, values, dtype)
     return None if saturated is None else saturated.float().mean()
 
 
-STATISTICS: Mapping[str, Callable[[nn.Module, Tensor], Tensor | None]] = {
-    "activation_mean": lambda module, values: values.mean(),
-    "activation_std": lambda module, values: values.std(correction=0),
-    "activation_min": lambda module, values: torch.aminmax(values).min,
-    "activation_max": lambda module, values: torch.aminmax(values).max,
-    "activation_near_zero": lambda module, values: (values.abs() < NEAR_ZERO).float().mean(),
+STATISTICS: Mapping[str, Callable[[nn.Module, Tensor, torch.dtype], Tensor | None]] = {
+    "activation_mean": lambda module, values, dtype: values.mean(),
+    "activation_std": lambda module, values, dtype: values.std(correction=0),
+    "activation_min": lambda module, values, dtype: values.amin(),
+    "activation_max": lambda module, values, dtype: values.amax(),
+    "activation_near_zero": lambda module, values, dtype: (values.abs() < NEAR_ZERO).float().mean(),
     "activation_saturation": _saturation,
 }
-"""By column, its value of a module and the elements that it put out, of which there is at least one."""
+"""By column, its value of a module and the elements that it put out: at least one, in float32, of this type before."""

@@ -7,9 +7,8 @@ a copy of the weights, made one step before.
 
 from __future__ import annotations
 
-import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,14 +18,14 @@ from torch.optim import Optimizer
 from gradwatch.capture.columns.gradient_values import GRADIENT_COLUMNS, read_gradient_values
 from gradwatch.capture.columns.optimizer_state import STATE_COLUMNS, has_moment, read_optimizer_state
 from gradwatch.capture.columns.pending_columns import (
-    NOTHING_OVERDUE,
+    NO_SITES_OVERDUE,
     MovedParameters,
-    Overdue,
+    OverdueSites,
     PendingColumns,
 )
 from gradwatch.capture.columns.update_ratio import WEIGHT_COLUMNS, WeightReader
 from gradwatch.engine.columns_needed import OF_UPDATES, Needs
-from gradwatch.engine.staggering import LAID_OUT, Staggering
+from gradwatch.engine.staggering import ByResidue, Staggering
 from gradwatch.reading.device import Number
 from gradwatch.records.snapshot import BoolArray
 
@@ -53,10 +52,10 @@ class ColumnReader:
         self._compared = sorted(OF_UPDATES & self.wanted)
         self._reads_weights = bool(WEIGHT_COLUMNS & self.wanted)
         self._weights = WeightReader()
-        period = math.lcm(*needs.cadences)
-        self._period = period if period <= LAID_OUT else None  # steps after which the same ones are due
-        self._positions: dict[tuple[str, int], Sequence[int]] = {}
-        self._copied: dict[int, Sequence[int]] = {}  # by the step modulo the period
+        self._due = ByResidue(needs.cadences, self._due_at)
+        self._copied = ByResidue(needs.cadences, self._copied_at)
+        # What is overdue, by its columns, with the positions of its sites.
+        self._late: tuple[OverdueSites, list[tuple[tuple[str, ...], list[int]]]] = (NO_SITES_OVERDUE, [])
         # Weights of steps not judged yet, to be compared with those of the next.
         self.awaiting: deque[MovedParameters] = deque(maxlen=AWAITING)
         self.idle = range(0)  # steps at which nothing is due
@@ -85,7 +84,7 @@ class ColumnReader:
         grads: Callable[[], Sequence[Tensor | None]],
         scale: Number = 1.0,
         optimizer: Optimizer | None = None,
-        overdue: Overdue = NOTHING_OVERDUE,
+        overdue: OverdueSites = NO_SITES_OVERDUE,
         zero: Zero = lambda: None,
     ) -> PendingColumns | None:
         """Everything due at this boundary, before the optimizer moves the weights; None if nothing is.
@@ -98,15 +97,16 @@ class ColumnReader:
         if len(params) != self._count:  # parameters of a loop without an optimizer that are gone
             self._weights.discard()
             return None
-        due = {name: at for name in self._names if (at := self._due(name, step))}
-        copied = self._copied_at(step)
+        due: dict[str, list[int]] = self._due.at(step)
+        copied = self._copied.at(step)
         if not due and not copied:
             self.idle = range(step, self._next(step))
         gradients = grads() if due or copied or overdue else ()
         if overdue:
-            late = self._overdue(overdue, step, params, gradients, optimizer)
-            due = {name: at for name in self._names if (at := _joined(due.get(name, ()), late.get(name, ())))}
-            copied = _joined(copied, self._overdue_updates(overdue, gradients, zero))
+            late = self._positions(overdue)
+            now = self._overdue(late, step, params, gradients, optimizer)
+            due = {name: at for name in self._names if (at := _joined(due.get(name, []), now.get(name, [])))}
+            copied = _joined(copied, _updates(late, gradients, zero))
         if not due and not copied:
             self._weights.discard()
             return None
@@ -127,9 +127,14 @@ class ColumnReader:
             self._weights.keep(step, params, [k for k in copied if gradients[k] is not None], moved)
         return pending if due else None
 
+    def _positions(self, overdue: OverdueSites) -> list[tuple[tuple[str, ...], list[int]]]:
+        if self._late[0] is not overdue:
+            self._late = overdue, [(columns, _at(mask[self._own])) for columns, mask in overdue.items()]
+        return self._late[1]
+
     def _overdue(
         self,
-        overdue: Overdue,
+        late: Iterable[tuple[tuple[str, ...], list[int]]],
         step: int,
         params: Sequence[Tensor],
         gradients: Sequence[Tensor | None],
@@ -137,62 +142,28 @@ class ColumnReader:
     ) -> dict[str, list[int]]:
         """The positions, by column, that are overdue and can be read now: what they are of is there."""
         found: dict[str, list[int]] = {}
-        for columns, mask in overdue.items():
-            judged, late = columns[0], _positions(mask[self._own])
+        for columns, positions in late:
+            judged, now = columns[0], positions
             if judged in OF_UPDATES:
                 kept = self._weights.copied(step - 1)
-                late = [k for k in late if k in kept]
+                now = [k for k in positions if k in kept]
             elif judged in GRADIENT_COLUMNS:
-                late = [k for k in late if gradients[k] is not None]
+                now = [k for k in positions if gradients[k] is not None]
             elif judged in STATE_COLUMNS:
-                late = [k for k in late if has_moment(judged, optimizer, params[k])]
-            for name in columns:
-                found.setdefault(name, []).extend(late)
+                now = [k for k in positions if has_moment(judged, optimizer, params[k])]
+            for name in columns if now else ():
+                found.setdefault(name, []).extend(now)
         return found
 
-    def _overdue_updates(
-        self,
-        overdue: Overdue,
-        gradients: Sequence[Tensor | None],
-        zero: Zero,
-    ) -> list[int]:
-        """The positions of the weights to be copied for an overdue update.
+    def _due_at(self, step: int) -> dict[str, list[int]]:
+        """The positions of the parameters of which each column is due."""
+        asked = {name: self._needs.due(name, step, self._staggering) for name in self._names}
+        return {name: _at(mask) for name, mask in asked.items() if mask is not None}
 
-        None without a gradient; none with a gradient of zeros, by which most optimizers leave it where it is.
-        """
-        late = {
-            k
-            for columns, mask in overdue.items()
-            if columns[0] in OF_UPDATES
-            for k in _positions(mask[self._own])
-        }
-        zeros = zero() if late else None
-        return [k for k in late if gradients[k] is not None and (zeros is None or not zeros[k])]
-
-    def _due(self, name: str, step: int) -> Sequence[int]:
-        """The positions of the parameters of which a column is due."""
-        if self._period is None or step < 1:
-            return self._asked(name, step)
-        key = name, step % self._period
-        if key not in self._positions:  # asked of a later step: step 0 has no update, the others are alike
-            self._positions[key] = self._asked(name, self._period + step % self._period)
-        return self._positions[key]
-
-    def _copied_at(self, step: int) -> Sequence[int]:
+    def _copied_at(self, step: int) -> list[int]:
         """The positions of the parameters whose update is due at the next step."""
-        if self._period is None:
-            return self._compared_at(step + 1)
-        residue = step % self._period
-        if residue not in self._copied:
-            self._copied[residue] = self._compared_at(step + 1)
-        return self._copied[residue]
-
-    def _compared_at(self, step: int) -> Sequence[int]:
-        return sorted({k for name in self._compared for k in self._due(name, step)})
-
-    def _asked(self, name: str, step: int) -> Sequence[int]:
-        at = self._needs.due(name, step, self._staggering)
-        return () if at is None else _positions(at)
+        due = self._due.at(step + 1)
+        return sorted({k for name in self._compared for k in due.get(name, ())})
 
     def moved(self, stepped: BoolArray, zero: BoolArray, step: int | None = None) -> None:
         """Note what the optimizer got at `step` (None = the oldest kept): bool[K], a gradient at all, and one of zeros.
@@ -207,9 +178,27 @@ class ColumnReader:
             moved.stepped, moved.zero = stepped, zero
 
 
-def _joined(some: Sequence[int], others: Sequence[int]) -> Sequence[int]:
+def _joined(some: list[int], others: list[int]) -> list[int]:
     return sorted({*some, *others}) if others else some
 
 
-def _positions(mask: BoolArray) -> list[int]:
+def _updates(
+    late: Iterable[tuple[tuple[str, ...], list[int]]], gradients: Sequence[Tensor | None], zero: Zero
+) -> list[int]:
+    """The positions of the weights to be copied for an overdue update.
+
+    None without a gradient; none with a gradient of zeros, by which most optimizers leave it where it is.
+    """
+    found = {
+        k
+        for columns, positions in late
+        if columns[0] in OF_UPDATES
+        for k in positions
+        if gradients[k] is not None
+    }
+    zeros = zero() if found else None
+    return [k for k in found if zeros is None or not zeros[k]]
+
+
+def _at(mask: BoolArray) -> list[int]:
     return np.flatnonzero(mask).tolist()  # sync: numpy

@@ -21,6 +21,8 @@ from gradwatch.reading.pinned_buffers import POOL, Sending
 from gradwatch.records.histogram import Histogram, by_exponent
 from gradwatch.records.snapshot import BoolArray
 
+AT_ONCE = 1 << 22
+"""Elements on a device whose exponents are counted together: the numbers made of them take up to 20 bytes each."""
 Counts = tuple[NDArray[np.int64], int]
 """Elements by the field of their exponent, and how many of the first are exact zeros."""
 
@@ -87,13 +89,12 @@ class HistogramReader:
 
 def _exponents(vector: Tensor) -> Tensor:
     """int64[257 or 2049]: elements by the field of their exponent, then the number of exact zeros."""
-    if vector.dtype is torch.float64:
-        bits, mantissa, fields = vector.view(torch.int64), 52, 2048
-    else:
-        bits, mantissa, fields = vector.float().view(torch.int32), 23, 256
-    field = (bits >> mantissa).bitwise_and(fields - 1).long()
-    # Not bincount, which waits for the largest.
+    wide = vector.dtype is torch.float64
+    mantissa, fields = (52, 2048) if wide else (23, 256)
     counts = torch.zeros(fields + 1, dtype=torch.int64, device=vector.device)
-    counts.scatter_add_(0, field, torch.ones_like(field))
+    for part in vector.split(AT_ONCE):
+        bits = part.view(torch.int64) if wide else part.float().view(torch.int32)
+        field = (bits >> mantissa).bitwise_and(fields - 1).long()
+        counts.scatter_add_(0, field, torch.ones_like(field))  # not bincount, which waits for the largest
     counts[fields] = vector.numel() - torch.count_nonzero(vector)
     return counts

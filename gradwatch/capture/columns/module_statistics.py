@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.capture.columns.activation_values import STATISTICS
-from gradwatch.capture.columns.pending_columns import NOTHING_OVERDUE, Overdue, PendingColumns
+from gradwatch.capture.columns.pending_columns import NO_SITES_OVERDUE, OverdueSites, PendingColumns
 from gradwatch.capture.columns.running_statistics import RUNNING_COLUMNS, RunningStatisticsReader
 from gradwatch.capture.parameter_names import named_modules
 from gradwatch.engine.columns_needed import Needs
@@ -98,7 +98,7 @@ class ModuleTaps:
                 around = FullBackward(self._backward(m), failed)
                 self._ignore.append(module_calls.listen(module, around.before, around.after))
 
-    def collect(self, step: int, scale: Number, overdue: Overdue = NOTHING_OVERDUE) -> PendingColumns:
+    def collect(self, step: int, scale: Number, overdue: OverdueSites = NO_SITES_OVERDUE) -> PendingColumns:
         """Measurements of the taps since the last step boundary; the loss scale is divided out of gradients.
 
         `overdue` bool[M] are modules that are read at the next step whatever it is, if they are called; their running
@@ -217,6 +217,6 @@ class ModuleTaps:
         with torch.no_grad():
             values = dense(output.detach()).float()
             for column in due if values.numel() else ():
-                statistic = STATISTICS[column](module, values)
+                statistic = STATISTICS[column](module, values, output.dtype)
                 if statistic is not None:
                     self._collected[column][m] = statistic

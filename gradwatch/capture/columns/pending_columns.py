@@ -16,9 +16,9 @@ from torch import Tensor
 from gradwatch.reading.device import AsyncCopy, Floats, Number, host_value, is_ready
 from gradwatch.records.snapshot import BoolArray, Column
 
-Overdue = Mapping[tuple[str, ...], BoolArray]
+OverdueSites = Mapping[tuple[str, ...], BoolArray]
 """Sites that no step has had a value of since their turn, by the columns that a rule reads, the judged one first."""
-NOTHING_OVERDUE: Overdue = MappingProxyType({})
+NO_SITES_OVERDUE: OverdueSites = MappingProxyType({})
 TINY, LARGEST = float(np.finfo(np.float32).tiny), float(np.finfo(np.float32).max)
 
 
@@ -113,7 +113,7 @@ class MovedParameters:
         """bool[K]: those that have moved, of which these are the changes (or ratios of them)."""
         if self.stepped is None or self.zero is None:
             return np.zeros(len(changes), np.bool_)
-        moved: BoolArray = self.stepped & (~self.zero | (changes > 0))
+        moved: BoolArray = self.stepped & (~self.zero | (changes != 0))  # NaN is a change
         return moved
 
 

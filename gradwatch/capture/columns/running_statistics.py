@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
-from gradwatch.capture.columns.pending_columns import NOTHING_OVERDUE, Numbers, Overdue, PendingColumns
+from gradwatch.capture.columns.pending_columns import NO_SITES_OVERDUE, Numbers, OverdueSites, PendingColumns
 from gradwatch.engine.columns_needed import Needs
 from gradwatch.engine.staggering import Staggering
 from gradwatch.reading import chunks, foreach
@@ -42,7 +42,7 @@ class RunningStatisticsReader:
         self._wanted = sorted(RUNNING_COLUMNS & needs.columns) if self._layers else []
         self._needs, self._staggering = needs, staggering
 
-    def read(self, pending: PendingColumns, step: int, overdue: Overdue = NOTHING_OVERDUE) -> None:
+    def read(self, pending: PendingColumns, step: int, overdue: OverdueSites = NO_SITES_OVERDUE) -> None:
         """Put the columns due, or `overdue` (bool[M]), into `pending`; what keeps no such statistics has no value."""
         for name in self._wanted:
             asked = [mask for columns, mask in overdue.items() if name in columns]

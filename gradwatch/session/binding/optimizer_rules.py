@@ -16,11 +16,12 @@ from gradwatch.actions.elementwise_clip import Elementwise
 from gradwatch.capture.columns.column_reader import ColumnReader
 from gradwatch.capture.columns.gradient_histogram import HistogramReader
 from gradwatch.capture.columns.norm_local import LocalNorms
-from gradwatch.capture.columns.pending_columns import NOTHING_OVERDUE, Overdue
+from gradwatch.capture.columns.pending_columns import NO_SITES_OVERDUE, OverdueSites
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.checkpoint import CheckpointHealthTracker
 from gradwatch.engine import BoundEngine, EngineState
 from gradwatch.engine.strictest_clip import Clipping
+from gradwatch.engine.turns import NO_SERIES_OVERDUE, OverdueSeries
 from gradwatch.records.record import Record
 from gradwatch.records.snapshot import Sites
 
@@ -56,13 +57,22 @@ class OptimizerRules:
     micro: MicroDrop | None = None
     histograms: HistogramReader | None = None
     own: NDArray[np.intp] | None = None  # the sites of the capture's own parameters
+    _overdue: tuple[OverdueSeries, OverdueSites, OverdueSites] = (
+        NO_SERIES_OVERDUE,
+        NO_SITES_OVERDUE,
+        NO_SITES_OVERDUE,
+    )
 
-    @property
-    def overdue(self) -> Overdue:
-        """bool[S] by columns of a rule: sites that no step has had a value of since their turn."""
-        if not self.state.overdue:
-            return NOTHING_OVERDUE
-        return self.bound.turns.sites(self.state.overdue, len(self.sites))
+    def overdue(self) -> tuple[OverdueSites, OverdueSites]:
+        """bool[S], and bool[M] of the modules among the sites: those without a value since their turn."""
+        series = self.state.overdue
+        if not series:
+            return NO_SITES_OVERDUE, NO_SITES_OVERDUE
+        if self._overdue[0] is not series:
+            sites = self.bound.turns.sites(series, len(self.sites))
+            modules = np.array([kind == "module" for kind in self.sites.kinds], np.bool_)
+            self._overdue = series, sites, {columns: mask[modules] for columns, mask in sites.items()}
+        return self._overdue[1:]
 
     def begin_anew(self, captured: OptimizerCapture) -> None:
         """Another optimizer steps from now on: baselines go on, its pace and its weights are its own."""

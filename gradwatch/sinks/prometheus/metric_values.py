@@ -21,8 +21,6 @@ from gradwatch.sinks.prometheus.metric_catalogue import METRICS, Metric
 from gradwatch.sinks.prometheus.parameter_selection import Chosen
 from gradwatch.sinks.prometheus.run_totals import Histogram, RunTotals
 
-"""Values of one step that the script has named and that are exported, at most: names may be made up without end."""
-
 Value = tuple[tuple[str, ...], float]
 """Label values in the order of `Metric.labels`, and the number."""
 

@@ -22,6 +22,7 @@ from gradwatch.records.snapshot import Snapshot
 from gradwatch.sinks.prometheus.metric_catalogue import NORM_BUCKETS, OBSERVE_BUCKETS, STEP_BUCKETS
 
 MOST_OBSERVED = 50
+"""Names of observed values that are exported, at most: they may be made up without end."""
 OWN_SCALARS = frozenset(SCALAR_COLUMNS)
 """Names of scalars that gradwatch gives itself."""
 STALL_FLOOR_SECONDS = 300.0

@@ -1,7 +1,7 @@
 """Series of single parameters for an experiment tracker: norms, and the columns that rules have read of whole tensors.
 
 A column that is read in turns comes of a few parameters at each step. Each value is sent at the step that it was
-measured at, and no series more often than every so many steps.
+measured at: columns no more often than every so many steps, the norm with every point.
 
 S sites.
 """
@@ -76,12 +76,14 @@ class _OfOptimizer:
         snapshot = record.snapshot
         self._selection.update(record)
         chosen = self._selection.chosen
-        if chosen is None or not len(chosen.indices):
+        if chosen is None:
+            return
+        self._unselected = chosen.dropped
+        if not len(chosen.indices):
             return
         if self._sites is not snapshot.sites:
             self._sites, self._names = snapshot.sites, distinct(snapshot.sites.names)
             self._sent.clear()
-        self._unselected = chosen.dropped
         if due:
             present = snapshot.calls[chosen.indices] > 0
             yield from self._admitted_of("norm", snapshot.norm, chosen.indices[present])

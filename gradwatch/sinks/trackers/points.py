@@ -78,8 +78,7 @@ class Points:
 
     That is where a norm is not finite, a step was skipped, or a rule began or ceased to fire: thinning never hides
     such a step. Values that are not there at every step (observed, or read of some parameters in turn) make Points of
-    their own in between. `observe` runs on the training thread: 2 µs a step, and 15 µs (100 parameters) to 160 µs
-    (10,000) where it makes a Point.
+    their own in between. `observe` runs on the training thread.
     """
 
     def __init__(
@@ -92,15 +91,14 @@ class Points:
         self._labelled: dict[int, _Groups] = {}
         self._parameters = None if choice.params == "off" else ParameterSeries(choice, every)
         self._observed_at: dict[tuple[int, str], int] = {}
-        self._pictured: set[tuple[int, str]] = (
-            set()
-        )  # parameters with a histogram, and those for which there is no room
-        self._unpictured: set[tuple[int, str]] = set()
+        # Parameters with a histogram, and those for which there is no room.
+        self._with_histogram: set[tuple[int, str]] = set()
+        self._without_room: set[tuple[int, str]] = set()
 
     @property
     def without_histogram(self) -> int:
         """Number of parameters whose histograms are not sent, because there are too many."""
-        return len(self._unpictured)
+        return len(self._without_room)
 
     @property
     def left_out(self) -> int:
@@ -121,7 +119,7 @@ class Points:
         finite = math.isfinite(snapshot.total_norm) and (math.isfinite(applied) or not snapshot.applied_known)
         due = not (snapshot.step % self._every and finite and not record.decision.skip and not notes)
         found = dict(self._values(record, run_totals)) if due else {}
-        found.update(self._observed(snapshot))
+        found.update(self._observed(snapshot, due))
         if self._parameters is not None:
             found.update(self._parameters.values(record, due))
             if due:
@@ -139,14 +137,14 @@ class Points:
         """The histograms of a step, by name; they come at a cadence of their own."""
         for site, found in snapshot.histograms.items():
             key = snapshot.optimizer, snapshot.sites.names[site]
-            if key in self._pictured or len(self._pictured) < MOST_HISTOGRAMS:
-                self._pictured.add(key)
+            if key in self._with_histogram or len(self._with_histogram) < MOST_HISTOGRAMS:
+                self._with_histogram.add(key)
                 yield f"grad_log2/{printable(key[1])}", found
             else:
-                self._unpictured.add(key)
+                self._without_room.add(key)
 
-    def _observed(self, snapshot: Snapshot) -> Iterator[tuple[str, float]]:
-        """Values that the script gave, each at most every so many steps."""
+    def _observed(self, snapshot: Snapshot, due: bool) -> Iterator[tuple[str, float]]:
+        """Values that the script gave: where a point is `due`, and in between each at most every so many steps."""
         if OWN_SCALARS.issuperset(snapshot.scalars):
             return
         for name in sorted(snapshot.scalars.keys() - OWN_SCALARS):
@@ -154,7 +152,7 @@ class Points:
             before = self._observed_at.get(key)
             if before is None and len(self._observed_at) >= MOST_OBSERVED:
                 continue
-            if before is None or snapshot.step - before >= self._every:
+            if due or before is None or snapshot.step - before >= self._every:
                 self._observed_at[key] = snapshot.step
                 yield f"observed/{printable(name)}", snapshot.scalars[name]
 
