@@ -118,7 +118,7 @@ KEYS = {"told_by"}  # on disk
 # Labels compete for seats; a parameter of a rule; a policy, or a factor, that holds on every step; a frame whose end
 # is missing; steps of which a journal keeps fewer.
 OTHER_SENSE = {
-    "seat": {"sinks/prometheus/parameter_selection.py"},
+    "seat": {"sinks/parameter_selection.py"},
     "settle": {"detectors/loss_scale.py"},
     "standing": {"engine/", "records/verdict.py"},
     "torn": {"journal/frames.py"},

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from gradwatch.account.account import Account
 
-MADE_ANEW = "tensors made anew for every backward cannot be told from inputs"
+MADE_ANEW = "tensors that are made anew for every backward cannot be distinguished from inputs"
 
 
 def gaps(account: Account) -> tuple[str, ...]:

@@ -26,6 +26,10 @@ _numel: Callable[[torch.Tensor], int] = torch.Tensor.numel
 _dim: Callable[[torch.Tensor], int] = torch.Tensor.dim
 GONE = nn.Parameter(torch.empty(0, device="cpu"), requires_grad=False)  # whatever the default device is
 
+_ALONE = [torch.empty(0)]
+OF_THE_CALL = sys.getrefcount(_ALONE[0]) - 1
+"""References that `sys.getrefcount(list[k])` counts of its own, as found on a tensor that only a list holds."""
+
 
 class Slots:
     """The parameters of some models, by slot: `params` and `names`; `of` gives the slot by id.
@@ -94,7 +98,7 @@ class Slots:
         gone = set()
         for slot in self.by_hand:
             ours = 1 + sum(slot in holder for holder in holders)
-            if sys.getrefcount(self.params[slot]) - 1 <= ours:  # the call holds one
+            if sys.getrefcount(self.params[slot]) - OF_THE_CALL <= ours:
                 gone.add(slot)
         return gone
 

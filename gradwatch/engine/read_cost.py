@@ -1,7 +1,8 @@
 """The price of rules in reads: the cadence of each column, and the bytes that a step reads for all of them.
 
-Beyond the read of every gradient for its norm, which each step pays. On the CPU one pass over a tensor gives all that
-is asked of it, so bytes are counted by tensor and not by column; on a device there is a pass a column.
+Beyond the read of every gradient for its norm, which each step pays. One pass over a gradient gives its zeros and
+extremes, one its mean and deviation, one its histogram; one each a moment. Without what is overdue
+(`gradwatch.engine.turns`), which is read beside.
 """
 
 from __future__ import annotations
@@ -16,14 +17,12 @@ from numpy.typing import NDArray
 from gradwatch.engine.columns_needed import OF_UPDATES, Needs
 from gradwatch.engine.rule_plan import Plan
 from gradwatch.engine.series import matching
-from gradwatch.records.columns import CATALOGUE, COSTLY_COLUMNS, MODULE_COLUMNS
+from gradwatch.records.columns import CATALOGUE, COSTLY_COLUMNS, MODULE_COLUMNS, OPTIMIZER_STATE
 from gradwatch.records.snapshot import BoolArray
 from gradwatch.rules.rule_set import Histograms, Rule
 
 MOMENTS, WEIGHT_MOMENTS = frozenset({"mean", "std"}), frozenset({"weight_mean", "weight_std"})
 """Columns of gradients and of weights that take a pass of their own, which moves each chunk to its mean."""
-OF_STATE = frozenset(one.name for one in CATALOGUE if one.reads == "optimizer state")
-"""Columns that each take a pass over a moment, which is as large as its parameter."""
 HISTOGRAM = "histogram"
 """Stands for the histograms of gradients, which are no column."""
 COMPARED = 2
@@ -77,8 +76,8 @@ def histogram_cost(histograms: Histograms) -> ColumnCost:
 def step_cost(plan: Plan, element_bytes: NDArray[np.int64], histograms: Histograms | None = None) -> StepCost:
     """The bytes that the rules and histograms read of a model with `element_bytes[S]` per element of its sites.
 
-    Where the cadences have no common period of at most 5,000 steps the mean is that of each cadence alone, added up:
-    too much where two of them read a tensor at the same step.
+    Where the cadences have no common period of at most 5,000 steps, mean and most are sums of those of each cadence
+    alone: too much where two of them read a tensor at the same step, or never have their most at the same.
     """
     nbytes = plan.sites.numels * element_bytes
     params = np.array([kind == "param" for kind in plan.sites.kinds])
@@ -87,10 +86,8 @@ def step_cost(plan: Plan, element_bytes: NDArray[np.int64], histograms: Histogra
     if period <= MOST_STEPS:
         reads = [_bytes(plan, needs, step, nbytes) for step in range(period, 2 * period)]
         return StepCost(norms, float(np.mean(reads)), max(reads))
-    means = [_mean(plan, needs.at(every), every, nbytes) for every in needs.cadences]
-    # All that is read at once is read where all cadences meet; the copies for it one step before.
-    together = (_bytes(plan, needs, step, nbytes) for step in (period - 1, period, period + 1))
-    return StepCost(norms, math.fsum(means), max(together))
+    alone = [_of_one_cadence(plan, needs.at(every), every, nbytes) for every in needs.cadences]
+    return StepCost(norms, math.fsum(mean for mean, _ in alone), sum(most for _, most in alone))
 
 
 def _with_histograms(needs: Needs, plan: Plan, histograms: Histograms | None) -> Needs:
@@ -101,12 +98,14 @@ def _with_histograms(needs: Needs, plan: Plan, histograms: Histograms | None) ->
     return Needs(needs.whole, staggered, {**needs.about, HISTOGRAM: chosen})
 
 
-def _mean(plan: Plan, needs: Needs, every: int, nbytes: NDArray[np.int64]) -> float:
-    """Bytes a step of what is read at one cadence, each site once in so many steps."""
-    if every <= MOST_STEPS:
-        return float(np.mean([_bytes(plan, needs, step, nbytes) for step in range(every, 2 * every)]))
-    once = Needs({**needs.whole, **needs.staggered}, {}, needs.about)  # all sites together: as many bytes
-    return (_bytes(plan, once, every - 1, nbytes) + _bytes(plan, once, every, nbytes)) / every
+def _of_one_cadence(plan: Plan, needs: Needs, every: int, nbytes: NDArray[np.int64]) -> tuple[float, int]:
+    """(mean, most) bytes a step of what is read at one cadence, each site once in so many steps."""
+    steps = set(range(every, 2 * every))
+    if every > MOST_STEPS:  # something is read, or copied for the step after, at steps of these residues only
+        residues = {0, *plan.staggering.phases(every).tolist()}
+        steps = {every + (residue - before) % every for residue in residues for before in (0, 1)}
+    reads = [_bytes(plan, needs, step, nbytes) for step in steps]
+    return sum(reads) / every, max(reads)
 
 
 def _bytes(plan: Plan, needs: Needs, step: int, nbytes: NDArray[np.int64]) -> int:
@@ -119,7 +118,7 @@ def _bytes(plan: Plan, needs: Needs, step: int, nbytes: NDArray[np.int64]) -> in
 
     values = frozenset(one.name for one in CATALOGUE if one.reads == "gradient") & COSTLY_COLUMNS
     passes = due(values - MOMENTS, step).astype(np.int64) + due(MOMENTS, step)
-    for name in (*OF_STATE, HISTOGRAM):
+    for name in (*OPTIMIZER_STATE, HISTOGRAM):  # a moment is as large as its parameter
         passes += due({name}, step)
     updates = due(OF_UPDATES, step)
     passes += due(OF_UPDATES, step + 1)  # the copy

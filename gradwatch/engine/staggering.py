@@ -42,7 +42,7 @@ class ByResidue(Generic[T]):
         self._kept: dict[int, T] = {}
 
     def at(self, step: int) -> T:
-        """What belongs to a step."""
+        """The one of a step."""
         if self._period is None or step < 1:
             return self._make(step)
         residue = step % self._period

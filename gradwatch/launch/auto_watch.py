@@ -25,7 +25,7 @@ from gradwatch.errors import GradwatchError, UnfitRulesError
 from gradwatch.launch import exit_summary, os_exit, strict_rules
 from gradwatch.launch.first_forwards import FirstForwards
 from gradwatch.launch.model_discovery import Found, discover, steps_through, trains
-from gradwatch.launch.without_optimizer import WithoutOptimizer
+from gradwatch.launch.search_without_optimizer import WithoutOptimizer
 from gradwatch.runtime import guard, stderr
 from gradwatch.runtime.imports import filters_kept
 from gradwatch.runtime.interruption import not_ours

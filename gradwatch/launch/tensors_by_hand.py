@@ -4,7 +4,7 @@ An input of a model may want a gradient, too (adversarial examples, saliency): i
 never changes. So a tensor is taken to be trained where a later look finds the same one with other values. In between a
 hook that does nothing makes it known again: a weak reference would make `torch.utils.swap_tensors` raise, and a strong
 one would hold every input. What is updated by making new tensors (`w = (w - lr * w.grad).detach().requires_grad_()`)
-cannot be told from inputs, and is not watched.
+cannot be distinguished from inputs, and is not watched.
 """
 
 from __future__ import annotations
@@ -16,9 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from gradwatch.reading.device import widest
 from gradwatch.taps.dynamo import untraced
 
-COMPARED = 1024  # elements of each
+COMPARED = 1024
+"""Elements of each that are compared one by one, beside the sums of all."""
 
 
 class _Candidate(NamedTuple):
@@ -74,12 +76,17 @@ def _hooks(leaf: Any) -> object:
 
 
 def _values(leaf: Tensor) -> Tensor:
+    """Some of the elements, and sums of all of them: of a large table perhaps a few rows are updated."""
     flat = leaf.detach().reshape(-1)
-    return flat[:: max(1, flat.numel() // COMPARED)].clone()
+    flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
+    wide = widest(flat.device)
+    some = flat[:: max(1, flat.numel() // COMPARED)].to(wide)
+    sums = flat.sum(dtype=wide), torch.linalg.vector_norm(flat, dtype=wide)
+    return torch.cat([some, torch.stack(sums)])
 
 
 def _differ(now: Tensor, then: Tensor) -> bool:
-    if now.shape != then.shape or now.dtype != then.dtype:
+    if now.shape != then.shape:
         return True
     return not torch.allclose(now, then, rtol=0.0, atol=0.0, equal_nan=True)
 

@@ -110,6 +110,28 @@ rules:
         assert session_of(gw).account().no_data == {"rare": reason}
 
 
+def test_an_optimizer_that_never_steps_gives_no_reason(tmp_path: Path) -> None:
+    """Of two optimizers one is idle: the reason is that of the one that steps."""
+    rules = parse_rules("""version: 1
+rules:
+  a: {detect: {kind: below, of: observed.accuracy, threshold: 0.5}}
+  histograms: {detect: {kind: above, of: norm, threshold: 1e9}}
+histograms: {params: ["nowhere"]}
+""")
+    first, second = nn.Linear(4, 1), nn.Linear(4, 1)
+    optimizers = [torch.optim.SGD(one.parameters(), 0.1) for one in (first, second)]
+    with gradwatch.watch([first, second], optimizers, rules=rules, run_dir=tmp_path, sinks=[Kept()]) as gw:
+        for _ in range(4):
+            gw.observe(acc=0.9)
+            optimizers[0].zero_grad()
+            first(torch.ones(2, 4)).sum().backward()
+            optimizers[0].step()
+        assert session_of(gw).account().no_data == {
+            "a": "`gw.observe(accuracy=…)` was not called before a step; observed: acc",
+            "histograms:": "`histograms: params:` matches no parameter",  # the section, not the rule
+        }
+
+
 COSTLY = parse_rules("""version: 1
 groups: {frozen: {params: ["*.0.weight"]}}
 rules:

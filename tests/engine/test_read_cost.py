@@ -11,7 +11,7 @@ from torch import Tensor
 
 from gradwatch.capture.columns.column_reader import COLUMNS, ColumnReader
 from gradwatch.capture.columns.gradient_histogram import HistogramReader
-from gradwatch.engine import Engine
+from gradwatch.engine import Engine, read_cost
 from gradwatch.engine.read_cost import column_costs, step_cost
 from gradwatch.engine.series import matching
 from gradwatch.reading import chunks
@@ -96,7 +96,23 @@ def test_a_cadence_of_many_steps_costs_its_share(scope: str) -> None:
     )
     cost = step_cost(Engine(parse_rules(two)).bind(sites).plan, np.full(3, 4))
     assert cost.mean == pytest.approx(4 * numels.sum() * (1 / 4_999 + 1 / 5_003))
-    assert cost.most == 4 * numels.sum()
+    assert cost.most == 2 * 4 * numels.sum()  # of each cadence alone: the steps at which they meet are rare
+
+
+def test_the_most_is_a_bound_where_cadences_rarely_meet() -> None:
+    """Of staggered rules whose common period is 6,930 steps: no step reads more than is announced."""
+    numels = np.random.default_rng(0).integers(20_000, 200_000, 40)
+    names = tuple(f"p{k}" for k in range(40))
+    sites = Sites(names, ("param",) * 40, numels, np.full(40, 2), np.arange(40))
+    rules = "version: 1\nrules:\n" + "".join(
+        f"  r{every}: {{detect: {{kind: above, of: {of}, threshold: 1}}, every: {every}}}\n"
+        for every, of in ((70, "max_abs"), (99, "update_norm"))
+    )
+    plan, nbytes = Engine(parse_rules(rules)).bind(sites).plan, 4 * numels
+    cost = step_cost(plan, np.full(40, 4))
+    reads = [read_cost._bytes(plan, plan.needs.only(COLUMNS), step, nbytes) for step in range(6930, 2 * 6930)]
+    assert max(reads) <= cost.most <= 2 * max(reads)
+    assert np.mean(reads) <= cost.mean <= 1.2 * np.mean(reads)
 
 
 def test_cadences_in_words() -> None:

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from gradwatch.detectors import Above
 from gradwatch.engine import Engine, staggering
-from gradwatch.engine.turns import Turns
 from gradwatch.records.snapshot import Column
 from gradwatch.rules.rule_set import RuleSet
 from tests.engine.cases import make_sites, make_snapshot, rule
@@ -71,8 +70,32 @@ def test_what_was_in_turn_is_judged_at_the_first_step_that_has_a_value(
             assert set(np.flatnonzero(overdue).tolist()) == known
 
 
+def test_what_stays_overdue_stays_the_same_object() -> None:
+    """A parameter that never gets a gradient costs no new arrays at each step: what is made of it is kept."""
+    engine = Engine(RuleSet(rules=(rule("r", Above(of="max_abs", threshold=0.0), every=EVERY, for_=1),)))
+    bound = engine.bind(make_sites(SIZE))
+    state, found = bound.init(), []
+    present = np.arange(SIZE) != 2
+    for step in range(3 * EVERY):
+        columns = {"max_abs": Column(np.ones(SIZE, np.float32), present)}
+        _, state = bound.evaluate(state, make_snapshot(bound.sites, step, [1.0] * SIZE, columns=columns))
+        found.append(state.overdue)
+    late = [one for one in found if one]
+    assert len(late) >= 2 * EVERY
+    assert all(one is late[0] for one in late)
+    (mask,) = late[0].values()
+    assert np.flatnonzero(mask).tolist() == [2]
+
+
 def test_nothing_is_in_turn_without_staggered_rules() -> None:
-    """Rules of every step cost no look at turns."""
-    engine = Engine(RuleSet(rules=(rule("all", Above(of="max_abs", threshold=0.0)),))).bind(make_sites(SIZE))
-    assert not engine.turns.in_turn(0)
-    assert isinstance(engine.turns, Turns)
+    """A rule that is judged at each step has no turns, and is judged on all its parameters."""
+    engine = Engine(RuleSet(rules=(rule("all", Above(of="max_abs", threshold=0.0), for_=1),))).bind(
+        make_sites(SIZE)
+    )
+    columns = {"max_abs": Column(np.ones(SIZE, np.float32), np.ones(SIZE, np.bool_))}
+    verdict, state = engine.evaluate(
+        engine.init(), make_snapshot(engine.sites, 0, [1.0] * SIZE, columns=columns)
+    )
+    assert not state.in_turn
+    assert not state.overdue
+    assert verdict.breaching["all"].all()

@@ -70,6 +70,47 @@ def test_inputs_that_want_a_gradient_are_not_taken_for_weights(tmp_path: Path) -
     assert "windows" not in watched.stderr
 
 
+LOOSE_FIRST = """
+import torch
+fixed = torch.randn(3, requires_grad=True)
+fixed.square().sum().backward()
+model = torch.nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+for _ in range(30):
+    optimizer.zero_grad()
+    model(torch.ones(2, 4)).square().mean().backward()
+    optimizer.step()
+print(len(fixed._post_accumulate_grad_hooks or ()))
+"""
+
+
+def test_an_optimizer_ends_the_search_for_tensors(tmp_path: Path) -> None:
+    """No hook stays on a tensor that was looked at before there was an optimizer."""
+    _, watched = bare_and_watched(LOOSE_FIRST, tmp_path)
+    assert watched.stdout == "0\n"
+    assert "30 of 30 steps watched" in watched.stderr
+
+
+TABLE = """
+import torch
+torch.manual_seed(0)
+table = torch.randn(200_000, 4, requires_grad=True)
+for step in range(10):
+    rows = torch.tensor([7 + step, 199_998])
+    table[rows].square().sum().backward()
+    with torch.no_grad():
+        table[rows] -= 0.1 * table.grad[rows]
+        table.grad = None
+print(table[7:20].sum().item())
+"""
+
+
+def test_a_large_table_of_which_few_rows_are_updated_is_observed(tmp_path: Path) -> None:
+    """The sum of all elements shows what no sample of them would."""
+    _, watched = bare_and_watched(TABLE, tmp_path)
+    assert "9 windows without an optimizer · 1 parameter" in watched.stderr
+
+
 ANEW = """
 import torch
 w = torch.ones(3, requires_grad=True)
@@ -81,9 +122,11 @@ print(w.tolist())
 
 
 def test_tensors_made_anew_for_every_backward_are_told(tmp_path: Path) -> None:
-    """They cannot be told from inputs, which the account says."""
+    """They cannot be distinguished from inputs, which the account says."""
     _, watched = bare_and_watched(ANEW, tmp_path)
-    assert "tensors made anew for every backward cannot be told from inputs" in watched.stderr
+    assert (
+        "tensors that are made anew for every backward cannot be distinguished from inputs" in watched.stderr
+    )
 
 
 LET_GO = """

@@ -86,6 +86,8 @@ def test_every_kind_of_detector_has_a_name_of_its_own() -> None:
     assert kinds == []
     assert alert_name("above", "lr") == FALLBACK
     assert alert_name("above", "scaler_skip") == "GradwatchLossScale"
+    assert alert_name("nonfinite", "running_mean_norm") == FALLBACK  # its runbook would speak of gradients
+    assert alert_name("nonfinite", "norm") == "GradwatchNonFiniteGradients"
     assert alert_name("somebody-elses") == FALLBACK
 
 

@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 from gradwatch.records.record import Record
 from gradwatch.records.run_info import RunInfo
 from gradwatch.runtime.printable import distinct, printable
+from gradwatch.sinks.parameter_selection import Chosen
 from gradwatch.sinks.prometheus.exposition import Block, Family, Labels, Lines, Series, number
 from gradwatch.sinks.prometheus.metric_catalogue import METRICS, Metric
-from gradwatch.sinks.prometheus.parameter_selection import Chosen
 from gradwatch.sinks.prometheus.run_totals import Histogram, RunTotals
 
 Value = tuple[tuple[str, ...], float]

@@ -23,6 +23,9 @@ from gradwatch.sinks.prometheus.metric_catalogue import NORM_BUCKETS, OBSERVE_BU
 
 MOST_OBSERVED = 50
 """Names of observed values that are exported, at most: they may be made up without end."""
+NAMES_LEFT_OUT = (
+    f"values of {MOST_OBSERVED} names given to observe() are exported, not those of further names"
+)
 OWN_SCALARS = frozenset(SCALAR_COLUMNS)
 """Names of scalars that gradwatch gives itself."""
 STALL_FLOOR_SECONDS = 300.0
@@ -91,12 +94,14 @@ class RunTotals:
     """Running totals of one optimizer. Written by the training thread; others read a `copy`.
 
     `observed_only`: the last step was that of a loop without an optimizer, on which nothing acts. `observed`: the last
-    value of each of the first names that the script has given one, which need not be of the last step.
+    value of each of the first names that the script has given one, which need not be of the last step; `names_left_out`
+    whether there were more.
     """
 
     record: Record | None = None
     observed_only: bool = False
     observed: dict[str, float] = field(default_factory=dict)
+    names_left_out: bool = False
     steps: int = 0
     provisional_steps: int = 0
     nonfinite_steps: int = 0
@@ -140,6 +145,8 @@ class RunTotals:
             for name in sorted(snapshot.scalars.keys() - OWN_SCALARS):
                 if name in self.observed or len(self.observed) < MOST_OBSERVED:
                     self.observed[name] = snapshot.scalars[name]
+                else:
+                    self.names_left_out = True
         self.steps += 1
         self.provisional_steps += snapshot.provisional
         self.skipped_steps += record.decision.skip

@@ -24,16 +24,16 @@ from gradwatch.records.record import Record
 from gradwatch.records.run_info import RunInfo
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.runtime.printable import printable
-from gradwatch.sinks.prometheus.exposition import CONTENT_TYPE, render
-from gradwatch.sinks.prometheus.file_sd import remove_target, strangers, write_target
-from gradwatch.sinks.prometheus.metric_values import Layout, OptimizerView, View, families, optimizer_labels
-from gradwatch.sinks.prometheus.parameter_selection import (
+from gradwatch.sinks.parameter_selection import (
     ParameterChoice,
     ParamsMode,
     Selection,
     SeriesBudget,
 )
-from gradwatch.sinks.prometheus.run_totals import STALL_FLOOR_SECONDS, RunTotals
+from gradwatch.sinks.prometheus.exposition import CONTENT_TYPE, render
+from gradwatch.sinks.prometheus.file_sd import remove_target, strangers, write_target
+from gradwatch.sinks.prometheus.metric_values import Layout, OptimizerView, View, families, optimizer_labels
+from gradwatch.sinks.prometheus.run_totals import NAMES_LEFT_OUT, STALL_FLOOR_SECONDS, RunTotals
 from gradwatch.sinks.prometheus.start_page import status_page
 
 if TYPE_CHECKING:
@@ -141,6 +141,8 @@ class PrometheusSink:
             optimizer.run_totals.observe(record, self._clock())
             optimizer.selection.update(record)
             self._version += 1
+        if optimizer.run_totals.names_left_out:
+            self._health.notice(self.name, NAMES_LEFT_OUT)
 
     def flush(self, timeout: float) -> bool:
         """Nothing waits here: the next scrape shows the last step."""

@@ -17,7 +17,7 @@ from gradwatch.records.columns import CATALOGUE, COUNT_COLUMNS
 from gradwatch.records.record import Record
 from gradwatch.records.snapshot import BoolArray, FloatArray, Sites, Snapshot
 from gradwatch.runtime.printable import distinct
-from gradwatch.sinks.prometheus.parameter_selection import ParameterChoice, Selection, SeriesBudget
+from gradwatch.sinks.parameter_selection import ParameterChoice, Selection, SeriesBudget
 
 LEFT_OUT = "param_series_left_out"
 LEFT_OUT_NOTICE = (

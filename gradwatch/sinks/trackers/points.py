@@ -26,7 +26,7 @@ from gradwatch.records.record import Record
 from gradwatch.records.run_info import RuleInfo
 from gradwatch.records.snapshot import Sites, Snapshot
 from gradwatch.runtime.printable import distinct, one_line, printable
-from gradwatch.sinks.prometheus.parameter_selection import ParameterChoice
+from gradwatch.sinks.parameter_selection import ParameterChoice
 from gradwatch.sinks.prometheus.run_totals import MOST_OBSERVED, OWN_SCALARS, RunTotals
 from gradwatch.sinks.trackers.parameter_series import LEFT_OUT, ParameterSeries
 
@@ -91,6 +91,7 @@ class Points:
         self._labelled: dict[int, _Groups] = {}
         self._parameters = None if choice.params == "off" else ParameterSeries(choice, every)
         self._observed_at: dict[tuple[int, str], int] = {}
+        self.names_left_out = False  # observed ones, for there are too many
         # Parameters with a histogram, and those for which there is no room.
         self._with_histogram: set[tuple[int, str]] = set()
         self._without_room: set[tuple[int, str]] = set()
@@ -151,6 +152,7 @@ class Points:
             key = snapshot.optimizer, name
             before = self._observed_at.get(key)
             if before is None and len(self._observed_at) >= MOST_OBSERVED:
+                self.names_left_out = True
                 continue
             if due or before is None or snapshot.step - before >= self._every:
                 self._observed_at[key] = snapshot.step

@@ -13,7 +13,8 @@ from gradwatch.records.record import Record
 from gradwatch.records.run_info import RunInfo
 from gradwatch.runtime.background_worker import BackgroundWorker, Job
 from gradwatch.runtime.internal_errors import Health
-from gradwatch.sinks.prometheus.parameter_selection import ParameterChoice
+from gradwatch.sinks.parameter_selection import ParameterChoice
+from gradwatch.sinks.prometheus.run_totals import NAMES_LEFT_OUT
 from gradwatch.sinks.registry import state_restored
 from gradwatch.sinks.trackers.parameter_series import LEFT_OUT_NOTICE
 from gradwatch.sinks.trackers.points import MOST_HISTOGRAMS, NO_PARAMETERS, Point, Points
@@ -89,11 +90,14 @@ class Tracker(ABC):
             return
         self._stopped |= record.decision.stop
         point = self._points.observe(record)
+        if self._points.names_left_out:
+            self._health.notice(self.name, NAMES_LEFT_OUT)
+        if point is not None and point.histograms and not self.takes_histograms:
+            self._health.notice(self.name, NO_HISTOGRAMS.format(self.name))
+            point = replace(point, histograms={}) if point.values else None
         if point is None:
             return
-        if point.histograms and not self.takes_histograms:
-            self._health.notice(self.name, NO_HISTOGRAMS.format(self.name))
-        elif self._points.without_histogram:
+        if self._points.without_histogram:
             self._health.notice(self.name, TOO_MANY_HISTOGRAMS)
         if self._points.left_out:
             self._health.notice(self.name, LEFT_OUT_NOTICE.format(self._choice.max_series))

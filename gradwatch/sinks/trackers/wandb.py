@@ -14,7 +14,7 @@ from gradwatch.records.histogram import Histogram, with_zeros
 from gradwatch.records.run_info import RunInfo
 from gradwatch.runtime.background_worker import BackgroundWorker
 from gradwatch.runtime.dependencies import require
-from gradwatch.sinks.prometheus.parameter_selection import ParameterChoice, ParamsMode
+from gradwatch.sinks.parameter_selection import ParameterChoice, ParamsMode
 from gradwatch.sinks.trackers.points import PREFIX, Point
 from gradwatch.sinks.trackers.tracker import DEFAULT_EVERY, Tracker
 

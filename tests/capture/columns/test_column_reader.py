@@ -294,16 +294,17 @@ def test_what_is_overdue_is_read_as_soon_as_it_can_be_had() -> None:
     assert reader.collect(8, weights, lambda: grads) is None  # judged
 
 
-def test_a_gradient_of_zeros_tells_an_update_only_where_the_weight_has_moved() -> None:
-    """Momentum and decay move it: that is an update; a weight that nothing moved has none."""
-    weights = [torch.ones(3), torch.ones(3)]
-    reader = at_every_step("update_norm", count=2)
+def test_with_a_gradient_of_zeros_a_weight_that_has_moved_has_an_update() -> None:
+    """Momentum and decay move it, or make it NaN: that is an update; a weight that nothing moved has none."""
+    weights = [torch.ones(3), torch.ones(3), torch.ones(3)]
+    reader = at_every_step("update_norm", count=3)
     reader.collect(0, weights, lambda: weights)
-    reader.moved(np.ones(2, np.bool_), zero=np.ones(2, np.bool_))
+    reader.moved(np.ones(3, np.bool_), zero=np.ones(3, np.bool_))
     weights[0] *= 0.9
+    weights[2] *= math.nan
     read = reader.collect(1, weights, lambda: weights)
     assert read is not None
-    assert read.columns()["update_norm"].present.tolist() == [True, False]
+    assert read.columns()["update_norm"].present.tolist() == [True, False, True]
 
 
 def test_kept_weights_hold_no_more_memory_than_one_part() -> None:

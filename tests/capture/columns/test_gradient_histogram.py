@@ -14,6 +14,7 @@ import gradwatch
 from gradwatch.capture.columns import gradient_histogram
 from gradwatch.capture.columns.gradient_histogram import HistogramReader
 from gradwatch.engine import staggering
+from gradwatch.reading import chunks
 from gradwatch.reading.device import start_copy
 from gradwatch.records.histogram import BINS, LOWEST, Histogram
 from gradwatch.records.record import Record
@@ -67,6 +68,19 @@ def odd() -> dict[str, Tensor]:
         "one number": torch.tensor(3.0),
         "empty": torch.zeros(0, 4),
     }
+
+
+@pytest.mark.parametrize("at_once", [7, 1 << 22])
+def test_a_large_gradient_on_a_device_is_counted_in_parts(
+    at_once: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The numbers made of its elements are as many as those of one part, whatever its size; the counts are the same."""
+    monkeypatch.setattr(gradient_histogram, "AT_ONCE", at_once)
+    for dtype in (torch.float32, torch.float64, torch.bfloat16):
+        vector = (torch.randn(500) * torch.logspace(-9, 9, 500)).to(dtype)
+        wide = vector if dtype is torch.float64 else vector.float()
+        counts, zeros = chunks.exponents(wide)
+        assert gradient_histogram._exponents(vector).tolist() == [*counts.tolist(), zeros]
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**16, 2.0**-5])

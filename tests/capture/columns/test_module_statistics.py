@@ -147,6 +147,7 @@ FUNCTIONS: dict[str, tuple[nn.Module, float | None]] = {
     "tanh": (nn.Tanh(), 1.0),
     "sigmoid": (nn.Sigmoid(), 0.25),
     "hardtanh": (nn.Hardtanh(-2.0, 3.0), 1.0),
+    "hardtanh, bounds that bfloat16 rounds": (nn.Hardtanh(-0.7, 0.7), 1.0),
     "relu6": (nn.ReLU6(), 1.0),
     "hardsigmoid": (nn.Hardsigmoid(), 1 / 6),
     "relu": (nn.ReLU(), None),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from gradwatch.records.record import Record
 from gradwatch.rules.files import parse_rules
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.sinks import make_sink
-from gradwatch.sinks.prometheus.parameter_selection import ParameterChoice
+from gradwatch.sinks.parameter_selection import ParameterChoice
 from gradwatch.sinks.prometheus.run_totals import MOST_OBSERVED
 from gradwatch.sinks.trackers.parameter_series import LEFT_OUT
 from gradwatch.sinks.trackers.points import MOST_HISTOGRAMS, Point, Points
@@ -132,6 +133,15 @@ def test_two_optimizers_share_the_bound() -> None:
     assert points[-1].values[f"gradwatch/optimizer_1/{LEFT_OUT}"] == 2
 
 
+@pytest.mark.parametrize(("room", "left_out"), [(0, [3, 3]), (3, [0, 3])])
+def test_an_optimizer_without_any_room_is_counted(room: int, left_out: list[int]) -> None:
+    """Nothing of it is sent, and the count of what is left out says so."""
+    records = [make_record(make_sites(3), step=step, optimizer=k) for step in range(3) for k in range(2)]
+    points = pointed(records, 1, params="all", max_series=room)
+    assert sum("param_norm/" in name for name in points[-1].values) == 0
+    assert points[-1].values[f"gradwatch/optimizer_1/{LEFT_OUT}"] == sum(left_out)
+
+
 def test_tensorboard_has_each_value_at_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a training measured in turns is read back from the event file, with the steps it was measured at."""
     monkeypatch.setattr(staggering, "SMALLEST_PART", 1)
@@ -159,10 +169,14 @@ def test_observed_values_loss_and_learning_rate_stand_beside() -> None:
             found.setdefault(name.removeprefix("gradwatch/"), []).append(step)
     assert found["observed/accuracy"] == [7, 22, 37]
     assert found["observed/often"] == found["loss"] == found["learning_rate"] == [0, 10, 20, 30]
+    broken = maker.observe(make_record(sites, math.nan, step=43, scalars={"loss": 1.0, "often": 2.0}))
+    assert broken is not None
+    assert broken.values["gradwatch/observed/often"] == 2.0  # at a step of note, whatever its own pace
     many = Points(RULES, 1)
     for step in range(500):
         many.observe(make_record(sites, step=step, scalars={f"v{step}": 1.0}))
     assert len(many._observed_at) == MOST_OBSERVED
+    assert many.names_left_out
 
 
 def histogram(zeros: int, **counts: int) -> Histogram:

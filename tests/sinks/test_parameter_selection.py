@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradwatch.records.snapshot import Sites
-from gradwatch.sinks.prometheus.parameter_selection import REVIEW_STEPS, ParamsMode, Selection, SeriesBudget
+from gradwatch.sinks.parameter_selection import REVIEW_STEPS, ParamsMode, Selection, SeriesBudget
 from tests.support.sink_records import make_event, make_record, make_sites
 
 
