@@ -13,11 +13,13 @@ from torch import Tensor, nn
 
 import gradwatch
 from gradwatch.rules.files import parse_rules
+from gradwatch.session.boundary.replaced_parameters import AT_ONCE
 from gradwatch.sinks.log import LogSink
 from tests.support.kept import Kept
 from tests.support.launch_cases import bare_and_watched
 
 STEPS = 12
+RULES = "version: 1\nrules: {r: {detect: {kind: nonfinite}}}"
 LR = 0.05
 Move = Callable[[nn.Module], None]
 
@@ -281,3 +283,30 @@ def test_models_that_are_trained_so_one_after_another_are_found_at_once(tmp_path
     _, watched = bare_and_watched(ONE_AFTER_ANOTHER, tmp_path)
     assert "72 windows without an optimizer" in watched.stderr
     assert "reached no parameter" not in watched.stderr
+
+
+def test_of_a_large_model_each_parameter_is_looked_at_in_turn(tmp_path: Path) -> None:
+    """One of 200 is replaced past every hook: found within as many backwards as there are parts."""
+    torch.manual_seed(0)
+    model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(100)))
+    kept, norms = Kept(), []
+    with gradwatch.watch(model, rules=parse_rules(RULES), run_dir=tmp_path, sinks=[kept]):
+        for step in range(14):
+            if step == 5:
+                model[57]._parameters["weight"] = nn.Parameter(model[57].weight.detach() * 1.5)
+            model(torch.ones(2, 4)).square().sum().backward()
+            norms.append(float(model[57].weight.grad.norm()))
+            with torch.no_grad():
+                for param in model.parameters():
+                    assert param.grad is not None
+                    param -= 1e-3 * param.grad
+                    param.grad = None
+    seen = {}
+    for record in kept.records:
+        site = record.snapshot.sites.names.index("57.weight")
+        if record.snapshot.calls[site]:
+            seen[record.snapshot.step] = float(record.snapshot.norm[site])
+    last = max(seen)
+    assert last >= 12
+    assert seen[last] == pytest.approx(norms[last], rel=1e-5)
+    assert sum(step not in seen for step in range(5, last)) <= -(-200 // AT_ONCE) + 1
