@@ -15,6 +15,7 @@ from gradwatch.capture.columns.gradient_histogram import PendingHistograms
 from gradwatch.capture.window_norms import WindowNorms
 from gradwatch.reading.batched import FLOAT32_MAX, Detail
 from gradwatch.reading.device import host_value
+from gradwatch.reading.row_sums_by_blas import silently
 from gradwatch.records.snapshot import Column, Sites, Snapshot
 
 TINY = float(np.finfo(np.float32).smallest_subnormal)
@@ -139,7 +140,8 @@ def as_float32(norms: NDArray[np.float64]) -> NDArray[np.float32]:
 
 def _total(norms: NDArray[np.float64], calls: NDArray[np.int32], details: Mapping[int, Detail]) -> float:
     kept = norms if not len(calls) or np.minimum.reduce(calls) > 0 else norms[calls > 0]
-    return _safe_root(kept) if details else math.sqrt(np.dot(kept, kept))
+    # Silently: gradients changed since they were looked at may have squares beyond float64.
+    return _safe_root(kept) if details else math.sqrt(silently(np.dot, kept, kept))
 
 
 def _safe_root(norms: NDArray[np.float64]) -> float:
@@ -162,7 +164,7 @@ def _untouched(count: int) -> NDArray[np.float32]:
 def _coefficients(raw: NDArray[np.float64], after: NDArray[np.float64]) -> NDArray[np.float32]:
     if after is raw:
         return _untouched(len(raw))
-    with np.errstate(invalid="ignore", divide="ignore"):
+    with np.errstate(all="ignore"):
         ratio = (after / raw).astype(np.float32)
     return np.where(np.isfinite(ratio), ratio, np.float32(1))
 

@@ -161,7 +161,8 @@ class Reader:
             return None
         values, present, _ = found
         if series.owners is not None:
-            return self._collect(series, values, present)
+            with np.errstate(all="ignore"):  # a NaN, or a square beyond float64, says so itself
+                return self._collect(series, values, present)
         if series.index is not None:
             values, present = values[series.index], present[series.index]
         if series.phases is not None:

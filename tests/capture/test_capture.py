@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -411,6 +412,19 @@ def test_double_firing_step_is_one_step() -> None:
             loss_of(model).backward()
             optimizer.step()
     assert [snapshot.step for snapshot in recorder.snapshots] == [0, 1, 2, 3]
+
+
+def test_gradients_changed_after_the_backward_to_squares_beyond_float64() -> None:
+    """The step is judged, also where a script has made warnings errors."""
+    model = nn.Linear(4, 4, dtype=torch.float64)
+    sink = Kept()
+    optimizer = torch.optim.SGD(model.parameters(), 0.0)
+    with gradwatch.watch(model, optimizer, sinks=[sink], strict=True):
+        model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+        assert model.weight.grad is not None
+        model.weight.grad.fill_(1e200)
+        optimizer.step()
+    assert sink.records[0].snapshot.total_norm_applied == math.inf
 
 
 def test_norm_overflow_underflow_and_zero_are_told_apart() -> None:

@@ -363,6 +363,15 @@ def test_every_column_is_aggregated_by_its_nature(column: Any, values: list[floa
     assert event.value == pytest.approx(expected)
 
 
+@pytest.mark.parametrize("column", ["max_abs", "min", "weight_norm", "mean", "second_moment_rms"])
+@pytest.mark.parametrize("value", [math.nan, math.inf, 1e200])
+def test_what_is_no_number_is_grouped_without_a_warning(column: Any, value: float) -> None:
+    """Where a script has made warnings errors, the verdict on such a step would be lost."""
+    bound_rules = OptimizerRules(bound([rule("r", Above(threshold=1e9, of=column), for_=1, scope="total")]))
+    values = np.array([1.0, value, math.nan, -math.inf])
+    bound_rules.step(0, HEALTHY, columns={column: Column(values, np.ones(4, np.bool_))})
+
+
 def test_groups_exclude_and_dimensions_select() -> None:
     """`groups` take every site that matches, `exclude` takes away, `min_ndim` leaves vectors out."""
     rules = [
