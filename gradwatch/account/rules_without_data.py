@@ -18,9 +18,8 @@ from gradwatch.records.snapshot import Snapshot
 NO_MOMENT = "the optimizer has taken no step, or keeps no {} moment of these parameters"
 NO_SECOND_MOMENT = f"{NO_MOMENT.format('second')} (`exp_avg_sq` as of Adam, or `square_avg` as of RMSprop)"
 NO_STATISTICS = "none of the tapped modules keeps a running mean and variance (BatchNorm, InstanceNorm)"
-NO_BOUNDED_FUNCTION = (
-    "no tapped module that was called in training is a Tanh, Sigmoid, Hardtanh, ReLU6 or Hardsigmoid"
-)
+NO_CALL = "no tapped {} was called in training mode and outside `torch.compile`"
+NO_OUTPUT = NO_CALL.format("module")
 NEVER_CAME = {
     "loss": "no loss was observed (a backward started from C++ exposes none: pass it with `gw.observe(loss=…)`)",
     "loss_scale": "no GradScaler was seen",
@@ -29,13 +28,21 @@ NEVER_CAME = {
     "moment_norm": f"{NO_MOMENT.format('first')} (`exp_avg` as of Adam, or `momentum_buffer` as of SGD with momentum)",
     "second_moment_rms": NO_SECOND_MOMENT,
     "second_moment_near_zero": NO_SECOND_MOMENT,
-    "activation_saturation": NO_BOUNDED_FUNCTION,
+    "grad_output_norm": "no output of a tapped module got a gradient outside `torch.compile`",
+    "activation_mean": NO_OUTPUT,
+    "activation_std": NO_OUTPUT,
+    "activation_min": NO_OUTPUT,
+    "activation_max": NO_OUTPUT,
+    "activation_near_zero": NO_OUTPUT,
+    "activation_saturation": NO_CALL.format("Tanh, Sigmoid, Hardtanh, ReLU6 or Hardsigmoid"),
     "running_mean_norm": NO_STATISTICS,
     "running_var_min": NO_STATISTICS,
     "running_var_max": NO_STATISTICS,
 }
 NEVER_MEASURED = "{} was never measured"
 NO_STEP = "no step was taken"
+NO_STEP_OF_ITS_OWN = "the optimizer at whose steps it is judged took none"
+TURNS_TO_COME = "nothing that has had its turn has a value of {}, and not all had it yet (every: {})"
 OFF_STEP = "no step at which it is evaluated was reached (every: {})"
 NOT_COMPARED = "ranks are not compared where no torch optimizer steps"
 NOT_READ = "columns of whole tensors are read just before the optimizer's step, and {}"
@@ -43,7 +50,7 @@ NO_OPTIMIZER = "no torch optimizer steps here"
 INSIDE_BACKWARD = "here it steps inside the backward"
 SHARDED = "parameters are sharded over ranks, and {} of the whole is not made of its parts'"
 OFF_VALUE = "none was observed for a step at which it is evaluated (every: {})"
-NOT_OBSERVED = "`gw.observe({}=…)` was not called before a step"
+NOT_OBSERVED = "`gw.observe({}=…)` gave no number before a step"
 OTHERS = "; observed: {}"
 MOST_NAMES = 8
 NOT_JUDGED = "every step was rejected by a GradScaler, or provisional"
@@ -146,11 +153,14 @@ class RulesWithoutData:
     def _why(self, rule: str, reads: Reads, optimizer: int) -> str:
         if reads.why:
             return reads.why
-        if (optimizer, rule) in self._without_value:
-            return reads.valueless or NO_VALUE.format(reads.column)
         if optimizer not in self._steps:
-            return NO_STEP
+            return NO_STEP_OF_ITS_OWN if self._steps else NO_STEP
+        without_value = (optimizer, rule) in self._without_value
         never_came = not (reads.always or reads.column in self._came)
+        if (without_value or never_came) and _turns_to_come(reads, *self._steps[optimizer]):
+            return TURNS_TO_COME.format(reads.column, reads.every)
+        if without_value:
+            return reads.valueless or NO_VALUE.format(reads.column)
         if never_came and is_observed(reads.column):
             return _not_observed(scalar_name(reads.column), self._came)
         if never_came and reads.column not in COSTLY_COLUMNS:
@@ -165,6 +175,11 @@ class RulesWithoutData:
 def _reached(reads: Reads, first: int, last: int) -> bool:
     """True if there was a step at which it is due; the steps of a residue modulo `every` are alike."""
     return any(map(reads.due, range(first, min(last, first + reads.every) + 1)))
+
+
+def _turns_to_come(reads: Reads, first: int, last: int) -> bool:
+    """True if some of what it is about has had its turn, and some has not: parameters or modules take turns."""
+    return _reached(reads, first, last) and any(map(reads.due, range(last + 1, first + reads.every)))
 
 
 def _usable(reads: Reads, snapshot: Snapshot, came: Collection[str]) -> bool:

@@ -78,7 +78,7 @@ def test_every_optimizer_is_asked_about_its_own_rules() -> None:
     without_data.bind(0, {"norm": reads["norm"]})
     without_data.bind(1, {"norm": reads["norm"], "rare": reads["rare"]})
     without_data.observe(make_snapshot(SITES, 0, [1.0] * 4), NONE_IN_TURN)
-    assert without_data.reasons() == {"rare": "no step was taken"}
+    assert without_data.reasons() == {"rare": "the optimizer at whose steps it is judged took none"}
     without_data.observe(make_snapshot(SITES, 13, [1.0] * 4, optimizer=1), NONE_IN_TURN)
     assert without_data.reasons() == {"rare": "no step at which it is evaluated was reached (every: 7)"}
     without_data.observe(make_snapshot(SITES, 14, [1.0] * 4, optimizer=1), NONE_IN_TURN)
@@ -127,7 +127,7 @@ histograms: {params: ["nowhere"]}
             first(torch.ones(2, 4)).sum().backward()
             optimizers[0].step()
         assert session_of(gw).account().no_data == {
-            "a": "`gw.observe(accuracy=…)` was not called before a step; observed: acc",
+            "a": "`gw.observe(accuracy=…)` gave no number before a step; observed: acc",
             "histograms:": "`histograms: params:` matches no parameter",  # the section, not the rule
         }
 
@@ -243,4 +243,44 @@ def test_parameters_that_are_absent_at_each_of_their_turns_are_judged(tmp_path: 
     assert {name: count >= 4 for name, count in judged["update_norm"].items()} == dict.fromkeys(weights, True)
     assert {name: count >= 4 for name, count in judged["activation_mean"].items()} == dict.fromkeys(
         modules, True
+    )
+
+
+IN_TURNS = parse_rules("""version: 1
+modules: {tap: output, names: ["*"]}
+rules:
+  saturated: {detect: {kind: above, of: activation_saturation, threshold: 1e9}, scope: module}
+  dead: {detect: {kind: above, of: activation_near_zero, threshold: 1e9}, scope: module}
+  variance: {detect: {kind: above, of: running_var_max, threshold: 1e9}, scope: module}
+""")
+
+
+def reasons_of_modules(steps: int, path: Path, training: bool = True) -> Mapping[str, str]:
+    """The account of a model whose modules take turns: the Tanh at step 4, the normalisation at step 3."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(4, 1)).train(training)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with gradwatch.watch(model, optimizer, rules=IN_TURNS, run_dir=path, sinks=[Kept()]) as gw:
+        for _ in range(steps):
+            optimizer.zero_grad()
+            model(torch.randn(3, 4)).sum().backward()
+            optimizer.step()
+        return session_of(gw).account().no_data
+
+
+def test_modules_whose_turn_is_to_come_are_no_reason(tmp_path: Path) -> None:
+    """After two steps neither the Tanh nor the normalisation has been looked at: that there is none would be wrong."""
+    to_come = "nothing that has had its turn has a value of {}, and not all had it yet (every: 10)"
+    assert reasons_of_modules(2, tmp_path) == {
+        "saturated": to_come.format("activation_saturation"),
+        "variance": to_come.format("running_var_max"),
+    }
+    assert reasons_of_modules(8, tmp_path) == {}
+
+
+def test_the_account_of_a_model_in_eval_mode_says_so(tmp_path: Path) -> None:
+    """Fine-tuning with all layers in eval mode: activations are read in training mode only."""
+    reasons = reasons_of_modules(12, tmp_path, training=False)
+    assert reasons["dead"] == "no tapped module was called in training mode and outside `torch.compile`"
+    assert reasons["saturated"].startswith(
+        "no tapped Tanh, Sigmoid, Hardtanh, ReLU6 or Hardsigmoid was called"
     )

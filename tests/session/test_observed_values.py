@@ -112,7 +112,7 @@ def test_a_rule_that_is_silent_says_why(tmp_path: Path) -> None:
     ]
     _, reasons = train(ruleset, given, tmp_path)
     assert reasons == {
-        "misspelt": "`gw.observe(acuracy=…)` was not called before a step; observed: accuracy, reward",
+        "misspelt": "`gw.observe(acuracy=…)` gave no number before a step; observed: accuracy, reward",
         "off": "none was observed for a step at which it is evaluated (every: 10)",
         "negative": "observed.reward was not positive at any step of the rule, and `spike` takes logarithms; "
         "`loss_spike` does not",
