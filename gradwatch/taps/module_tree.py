@@ -11,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from torch import nn
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _NormBase
 
-WITH_RUNNING_STATISTICS = (_BatchNorm, nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
-"""Modules that write a running mean and variance in their forward; of torch's and derived from torch's."""
+WITH_RUNNING_STATISTICS = (_NormBase,)
+"""BatchNorm and InstanceNorm, lazy ones too: they write a running mean and variance in their forward."""
 
 
 def modules(root: nn.Module) -> list[nn.Module]:

@@ -109,20 +109,11 @@ class ModuleTaps:
             for name in ACTIVATION_COLUMNS.intersection(columns):
                 self._due[name] = mask | self._due.get(name, False)
         pending = PendingColumns(len(self.names))
-        for column, collected in self._collected.items():
-            if not collected:
-                continue
-            positions = np.array(sorted(collected), np.intp)
-            present = np.zeros(len(self.names), bool)
-            present[positions] = True
-            stack = torch.stack([collected[int(m)] for m in positions])
-            if column in GRADIENT_COLUMNS:
-                async_copy = AsyncCopy([stack.sqrt()], positions, len(self.names), scale=scale)
-            else:
-                async_copy = AsyncCopy([stack], positions, len(self.names))
-            pending.parts[column] = async_copy
-            pending.present[column] = present
-            collected.clear()
+        taken = {column: dict(found) for column, found in self._collected.items() if found}
+        for found in self._collected.values():
+            found.clear()  # before anything can fail: the next step starts with none
+        for column, found in taken.items():
+            _put(pending, column, found, scale if column in GRADIENT_COLUMNS else 1.0)
         self._running.read(pending, step, overdue)
         if self.bounds is not None:
             self._bounded(self.bounds.taken(), pending)
@@ -200,8 +191,12 @@ class ModuleTaps:
         def add_square(grad: Tensor) -> None:
             kept = alias(grad)
             if kept is not None:
-                square = torch.linalg.vector_norm(dense(kept).float()).square()
-                collected[m] = square if m not in collected else collected[m] + square
+                values = dense(kept)
+                if _has_values(values):
+                    square = torch.linalg.vector_norm(values.float()).square()
+                    collected[m] = (
+                        square if m not in collected else collected[m] + square.to(collected[m].device)
+                    )
 
         @untraced
         def add(grad: Tensor | None) -> None:
@@ -215,8 +210,30 @@ class ModuleTaps:
 
     def _activation(self, m: int, module: nn.Module, output: Tensor, due: Sequence[str]) -> None:
         with torch.no_grad():
-            values = dense(output.detach()).float()
-            for column in due if values.numel() else ():
+            found = dense(output.detach())
+            if not (found.numel() and _has_values(found)):
+                return
+            values = found if found.dtype is torch.float64 else found.float()
+            for column in due:
                 statistic = STATISTICS[column](module, values, output.dtype)
                 if statistic is not None:
                     self._collected[column][m] = statistic
+
+
+def _has_values(tensor: Tensor) -> bool:
+    """False on the meta device, and of a stand-in that only traces shapes (FakeTensor), whose memory is there."""
+    return tensor.untyped_storage().device.type != "meta"
+
+
+def _put(pending: PendingColumns, column: str, found: Mapping[int, Tensor], scale: Number) -> None:
+    """Send the numbers of some modules, those of each device together; of gradients the roots of squares."""
+    kinds: dict[tuple[torch.device, torch.dtype], dict[int, Tensor]] = {}
+    for m, number in sorted(found.items()):
+        kinds.setdefault((number.device, number.dtype), {})[m] = number
+    parts = [torch.stack(list(group.values())) for group in kinds.values()]
+    positions = np.array([m for group in kinds.values() for m in group], np.intp)
+    present = np.zeros(pending.count, np.bool_)
+    present[positions] = True
+    roots = [part.sqrt() for part in parts] if column in GRADIENT_COLUMNS else parts
+    pending.parts[column] = AsyncCopy(roots, positions, pending.count, scale=scale)
+    pending.present[column] = present

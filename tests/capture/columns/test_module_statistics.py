@@ -9,6 +9,7 @@ import warnings
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gradwatch.capture.columns.module_statistics import COLUMNS, INSTEAD, ModuleTaps
 from gradwatch.capture.columns.pending_columns import PendingColumns
@@ -195,6 +196,47 @@ def test_an_empty_output_has_no_values() -> None:
     function(torch.zeros(0, 3))
     assert not taps.collect(0, 1.0).columns()
     taps.close()
+
+
+class Shapes(nn.Module):
+    """Gives out a tensor of shapes only, beside what is trained."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.device = device
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.device == "meta":
+            return torch.empty_like(x, device="meta")
+        with FakeTensorMode():
+            return torch.empty(x.shape)
+
+
+@pytest.mark.parametrize("device", ["meta", "fake"])
+def test_outputs_that_hold_no_values_cost_no_other_module_its_own(device: str) -> None:
+    """Every step was unjudged with a meta tensor among the outputs; a FakeTensor gave numbers of unwritten memory."""
+    model = nn.ModuleList([nn.Linear(3, 3), Shapes(device)])
+    taps = taps_on(model, "output")
+    for step in range(2):
+        out = model[0](X)
+        model[1](out)
+        out.sum().backward()
+        collected = taps.collect(step, 1.0)
+        for column in ("activation_mean", "grad_output_norm"):
+            assert list(values(collected, taps, column)) == ["0"]
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float64, torch.float64), (torch.float32, torch.float64)])
+def test_values_beyond_float32_are_finite(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    """A model in float64 has activations that float32 does not hold, also beside one in float32."""
+    model = nn.ModuleList([nn.Linear(3, 3, dtype=dtype) for dtype in dtypes])
+    nn.init.constant_(model[1].weight, 1e200)
+    taps = taps_on(model, "output")
+    outputs = [layer(X.to(dtype)).detach() for layer, dtype in zip(model, dtypes, strict=True)]
+    collected = taps.collect(0, 1.0)
+    for column, by_hand in (("activation_mean", torch.mean), ("activation_max", torch.amax)):
+        wanted = {str(k): float(by_hand(out.double())) for k, out in enumerate(outputs)}
+        assert values(collected, taps, column) == pytest.approx(wanted, rel=1e-5)
 
 
 def test_copies_and_pickles_carry_no_tap() -> None:

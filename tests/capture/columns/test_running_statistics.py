@@ -159,6 +159,18 @@ def test_a_model_without_such_layers_says_so(tmp_path: Path) -> None:
     }
 
 
+@pytest.mark.parametrize("layer", [nn.LazyBatchNorm1d, nn.LazyInstanceNorm1d])
+def test_a_lazy_layer_that_gets_its_shape_after_the_attach_is_read(layer: type[nn.Module]) -> None:
+    """Its class changes in its first forward."""
+    norm = layer(track_running_stats=True)
+    needs = Needs(dict.fromkeys(RUNNING_COLUMNS, EVERY_STEP), {})
+    reader = RunningStatisticsReader([norm], needs, Staggering(np.zeros(1, np.int64)))
+    norm(torch.randn(3, 4, 5))
+    pending = PendingColumns(1)
+    reader.read(pending, 0)
+    assert pending.columns()["running_var_max"].values[0] == pytest.approx(float(norm.running_var.max()))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_on_a_device_nothing_waits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same numbers by operations that leave them on the device."""
