@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -14,10 +14,11 @@ from gradwatch.engine.actions.rule_actions import by_rule, orders, rescaled, wit
 from gradwatch.engine.clip_policy_binding import clips_only_total, needs_host
 from gradwatch.engine.columns_needed import Needs, needs_of
 from gradwatch.engine.engine_state import EngineState, empty_state
-from gradwatch.engine.fast_path import FastPath
+from gradwatch.engine.fast_path import FastPaths, Learned
 from gradwatch.engine.judge import Step, firing_now
 from gradwatch.engine.rule_plan import NO_BANK, Plan, make_plan
 from gradwatch.engine.series import labels
+from gradwatch.engine.snapshot_reader import Reader
 from gradwatch.engine.strictest_clip import Failed
 from gradwatch.engine.turns import NONE_IN_TURN, InTurn, Turns
 from gradwatch.engine.unmatched_rules import admit, may_miss, refusals, unmatched
@@ -128,7 +129,7 @@ class BoundEngine:
         facts = [number for number, one in enumerate(plan.rules) if one.detector.finiteness]
         # A loss is not finite with its gradients more often than alone: those are asked first.
         self._facts = tuple(sorted(facts, key=lambda number: plan.rules[number].series.column == "loss"))
-        self._fast_path = FastPath(plan)
+        self._fast_paths = FastPaths(plan, frozenset(facts))
         self.turns = Turns((one.series, one.detector.columns) for one in plan.rules)
         self._every_step = Decision(
             max_norm=self.max_norm, elementwise=bool(self.clipping.elementwise) and self.clipping.at == "step"
@@ -189,19 +190,30 @@ class BoundEngine:
             return verdict, after
         judged = not (rejected or snapshot.provisional)
         overdue = self.turns.missed(in_turn, snapshot, state.overdue, judged)
-        return verdict, replace(after, in_turn=in_turn if judged else NONE_IN_TURN, overdue=overdue)
+        return verdict, after.with_turns(in_turn if judged else NONE_IN_TURN, overdue)
 
     def _judged(self, state: EngineState, snapshot: Snapshot, in_turn: InTurn) -> tuple[Verdict, EngineState]:
         """A step that counts: at a glance where that is enough."""
         lr = snapshot.scalars.get("lr", state.lr)
-        if state.ordinary is not None and not snapshot.provisional and not jumped(state.lr, lr):
-            learned = self._fast_path.learn(state, snapshot, in_turn)
-            if learned is not None:
-                tracks, consecutive = state.tracks, state.consecutive
-                known = state.ordinary, state.done
-                after = EngineState(self.plan, learned, tracks, consecutive, lr, *known, state.clips)
-                return state.ordinary, after
+        if state.awake is not None and not snapshot.provisional and not jumped(state.lr, lr):
+            path = self._fast_paths.of(state.awake)
+            learned = None if path is None else path.learn(state, snapshot, in_turn)
+            if path is not None and learned is not None:
+                if path.judged_alone or state.ordinary is None:
+                    return self._awake_alone(state, path.judged_alone, learned, lr)
+                return state.ordinary, state.with_learned(learned.baselines, lr)
         return self._rule_by_rule(state, snapshot, in_turn, lr)
+
+    def _awake_alone(
+        self, state: EngineState, awake: Iterable[int], learned: Learned, lr: float | None
+    ) -> tuple[Verdict, EngineState]:
+        """A step on which only rules that are pending or firing have anything to judge."""
+        step = Step(state, learned.reader, self.rank)
+        for number, result in learned.results.items():
+            step.banks[number] = result
+        for number in awake:
+            step.judge(number)
+        return step.finish(learned.baselines, lr)
 
     def _rejected(
         self, state: EngineState, snapshot: Snapshot, in_turn: InTurn
@@ -209,7 +221,7 @@ class BoundEngine:
         """A step that the GradScaler rejected: its gradients are the scaler's own affair."""
         if not self._of_scaler:
             return Verdict(firing_now(state)), state
-        step = Step(state, snapshot, in_turn, self.rank)
+        step = Step(state, Reader(snapshot, in_turn, self.plan.roots), self.rank)
         baselines = step.learn(state.baselines, learning=True, only=OF_SCALER)
         for number in self._of_scaler:
             step.judge(number)
@@ -219,7 +231,8 @@ class BoundEngine:
         self, state: EngineState, snapshot: Snapshot, in_turn: InTurn, lr: float | None
     ) -> tuple[Verdict, EngineState]:
         """Facts first, then what is learned, then all others."""
-        baselines, step = state.baselines, Step(state, snapshot, in_turn, self.rank)
+        baselines = state.baselines
+        step = Step(state, Reader(snapshot, in_turn, self.plan.roots), self.rank)
         for number in self._facts:
             step.judge(number)
         if not snapshot.provisional:

@@ -32,7 +32,7 @@ class EngineState:
     `overdue` those of them that it could not judge; neither is saved.
     What follows is only known of a state that `evaluate` made, and follows from the rest: `ordinary` the verdict
     on a healthy step, None while a rule on columns of every step is pending or firing; `done` by bank (see
-    `Detector.done`).
+    `Detector.done`); `awake` the numbers of the rules that are pending, firing or acting, None where not known.
     """
 
     plan: Plan
@@ -42,6 +42,7 @@ class EngineState:
     lr: float | None = None
     ordinary: Verdict | None = None
     done: tuple[bool, ...] = ()
+    awake: frozenset[int] | None = None
     clips: tuple[State, ...] = ()
     in_turn: InTurn = field(default_factory=dict)
     overdue: OverdueSeries = field(default_factory=dict)
@@ -51,6 +52,16 @@ class EngineState:
             one.rule.id for one, track in zip(self.plan.rules, self.tracks, strict=True) if not track.idle
         ]
         return f"EngineState({len(self.plan.rules)} rules, {len(self.plan.sites)} sites, not idle: {firing})"
+
+    def with_learned(self, baselines: tuple[State, ...], lr: float | None) -> EngineState:
+        """The state after a step that changed no rule; nothing was in turn, as far as this says."""
+        known = self.tracks, self.consecutive, lr, self.ordinary, self.done, self.awake
+        return EngineState(self.plan, baselines, *known, self.clips)
+
+    def with_turns(self, in_turn: InTurn, overdue: OverdueSeries) -> EngineState:
+        """The state with the staggered series that were in turn, and what is overdue of them."""
+        known = self.tracks, self.consecutive, self.lr, self.ordinary, self.done, self.awake, self.clips
+        return EngineState(self.plan, self.baselines, *known, in_turn, overdue)
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers (no NaN), by site name: for JSON and for checkpoints."""

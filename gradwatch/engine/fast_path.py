@@ -1,10 +1,11 @@
-"""The healthy step, proven by a few bounds, after which every baseline learns. All else goes to `judge`.
+"""The step on which no idle rule trips, proven by a few bounds, after which every baseline learns.
 
 Between two sweeps over all gradients the caches are cold, and a step costs as many microseconds as it touches
 functions and arrays. So what a healthy step needs is laid out when the rules are bound: the values each column
-may take without any rule asking more, and which baselines learn from one shared logarithm. `FastPath` answers
-"nothing happened, this was learned" or None, and never reports anything itself: whatever it is not certain of is
-judged by `Step` from the start, so both always agree.
+may take without any rule asking more, and which baselines learn from one shared logarithm. Rules that are pending or
+firing are left to `Step`, which then judges those alone. `FastPath` answers "no other rule trips, this was learned" or
+None, and never reports anything itself: whatever it is not certain of is judged by `Step` from the start, so both
+always agree.
 
 Axes: S sites, K series of one bank.
 """
@@ -13,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -22,6 +24,7 @@ from numpy.typing import NDArray
 
 from gradwatch.detectors import Detector, State, first_crossed, may_breach
 from gradwatch.engine.engine_state import EngineState
+from gradwatch.engine.judge import BankResult
 from gradwatch.engine.rule_plan import NO_BANK, Bank, Plan, RulePlan
 from gradwatch.engine.snapshot_reader import Reader
 from gradwatch.engine.turns import InTurn, Turn
@@ -56,20 +59,34 @@ class BankInput:
     """Input of one bank; `select` its series in the stack of logarithms, None = elsewhere.
 
     `alone`: its only series is the total, which then keeps the precision of a Python float. `scalar`: its only
-    series is this one-per-step value, which may not be there ("" = it has others).
+    series is this one-per-step value, which may not be there ("" = it has others). `first_crossed` is of its idle
+    rules, None where it has none; `result_wanted` by a rule that is awake.
     """
 
     number: int
     bank: Bank
     detector: Detector
-    first_crossed: Detector
+    first_crossed: Detector | None
+    result_wanted: bool
     select: slice | NDArray[np.intp] | None
     alone: bool
     scalar: str
 
 
+class Learned(NamedTuple):
+    """The baselines after a step on which no idle rule trips, and what the rules that are awake are judged by."""
+
+    baselines: tuple[State, ...]
+    reader: Reader
+    results: Mapping[int, BankResult]
+    """By number of the bank; of those with a rule that is awake."""
+
+
 class FastPath:
-    """The evaluation of `plan` on a step on which nothing happens."""
+    """The evaluation of `plan` on a step on which no rule trips but those `awake`, which are judged by `Step`.
+
+    `awake` are the numbers of rules that are pending or firing; it must hold none that is about finiteness.
+    """
 
     __slots__ = (
         "_bank_inputs",
@@ -83,17 +100,21 @@ class FastPath:
         "_stacked",
         "_staggered",
         "_unbounded",
+        "judged_alone",
         "plan",
     )
 
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, awake: AbstractSet[int] = frozenset()) -> None:
         self.plan = plan
-        guarded = [one for one in plan.rules if one.bank == NO_BANK and not (one.rare or _proven(one))]
-        self._staggered = tuple(
-            (number, one) for number, one in enumerate(plan.rules) if one.series.phases is not None
-        )
+        # Those with an `every` of their own are due at steps that are judged from the start.
+        self.judged_alone = tuple(sorted(n for n in awake if plan.rules[n].judged_every == 1))
+        idle = [one for number, one in enumerate(plan.rules) if number not in awake]
+        guarded = [one for one in idle if one.bank == NO_BANK and not (one.rare or _proven(one))]
+        self._staggered = tuple(one for one in idle if one.series.phases is not None)
         others = (one.detector.columns for one in plan.rules if one.series.phases is None)
-        staggered = frozenset[str]().union(*(one.detector.columns for _, one in self._staggered))
+        staggered = frozenset[str]().union(
+            *(one.detector.columns for one in plan.rules if one.series.phases is not None)
+        )
         self._beside = BY_RANK | staggered.difference(*others)
         guards = tuple(_guards(one for one in guarded if _bounded(one)))
         self._guards = tuple(one for one in guards if not is_scalar(one.column))
@@ -102,8 +123,8 @@ class FastPath:
         )
         self._unbounded = tuple(one for one in guarded if one.series.owners is None and not _bounded(one))
         self._gathered = tuple(one for one in guarded if one.series.owners is not None)
-        self._rare = tuple({one.rule.judged_every for one in plan.rules} - {1})
-        self._bank_inputs = tuple(_bank_inputs(plan))
+        self._rare = tuple({one.judged_every for one in plan.rules} - {1})
+        self._bank_inputs = tuple(_bank_inputs(plan, awake))
         self._stacked = any(
             bank_input.select is not None and not bank_input.alone for bank_input in self._bank_inputs
         )
@@ -111,38 +132,38 @@ class FastPath:
         roots = plan.roots[: self._params] if self._params else np.ones(1, np.float32)
         self._roots = float(roots.max()), float(roots.min())
 
-    def learn(self, state: EngineState, snapshot: Snapshot, in_turn: InTurn) -> tuple[State, ...] | None:
-        """The baselines after this step; None unless it is certain to change no rule.
+    def learn(self, state: EngineState, snapshot: Snapshot, in_turn: InTurn) -> Learned | None:
+        """What is learned of this step; None unless it is certain to change no rule but those that are awake.
 
-        Presumes that `state.ordinary` is known. Of staggered series only those `in_turn` are judged.
+        Of staggered series only those `in_turn` are judged.
         """
         if not self._beside.issuperset(snapshot.columns):
             return None
         for every in self._rare:
             if snapshot.step % every == 0:
                 return None
-        norm, total = snapshot.norm[: self._params], snapshot.total_norm
-        if not len(norm) or not np.minimum.reduce(snapshot.calls[: self._params]) > 0:
-            return None
+        norm, calls, total = (
+            snapshot.norm[: self._params],
+            snapshot.calls[: self._params],
+            snapshot.total_norm,
+        )
+        complete = len(norm) > 0 and bool(np.minimum.reduce(calls) > 0)
+        if not complete:
+            norm = norm[calls > 0]
+            if not len(norm):
+                return None
         low, high = float(np.minimum.reduce(norm)), float(np.maximum.reduce(norm))
-        # Negated, so that NaN is not quiet. From here on every gradient is there, positive and finite.
-        if not (low > 0 and high < math.inf and TINY <= total < FLOAT32_MAX):
+        # Negated, so that NaN is not quiet. From here on every gradient that is there is finite.
+        if not (low >= 0 and high < math.inf and TINY <= total < FLOAT32_MAX):
             return None
-        scalars = _scalars(snapshot)
-        if not self._cannot_breach(snapshot, in_turn, scalars, low, high):
+        scalars, reader = _scalars(snapshot), Reader(snapshot, in_turn, self.plan.roots)
+        if not self._cannot_breach(reader, scalars, low, high):
             return None
-        if not (BY_RANK.issuperset(snapshot.columns) or self._staggered_idle(state, snapshot, in_turn)):
+        if not (BY_RANK.issuperset(snapshot.columns) or self._staggered_idle(reader, snapshot, in_turn)):
             return None
-        return self._advanced(state, snapshot, in_turn, scalars)
+        return self._advanced(state, reader, scalars, positive=complete and low > 0)
 
-    def _cannot_breach(
-        self,
-        snapshot: Snapshot,
-        in_turn: InTurn,
-        scalars: Mapping[str, float],
-        low: float,
-        high: float,
-    ) -> bool:
+    def _cannot_breach(self, reader: Reader, scalars: Mapping[str, float], low: float, high: float) -> bool:
         """True if no rule without a baseline breaches."""
         asked, known = self._gathered, self._bounds(low, high)
         for guard in self._guards:
@@ -162,26 +183,19 @@ class FastPath:
                 least, most = known.get(column, UNKNOWN)
             if not one.detector.cannot_breach(least, most):
                 asked += (one,)
-        if not asked:
-            return True
-        reader = Reader(snapshot, in_turn, self.plan.roots)
         return not any(_breaches(one, reader) for one in asked)
 
-    def _staggered_idle(self, state: EngineState, snapshot: Snapshot, in_turn: InTurn) -> bool:
-        """True if this step changes no rule that is judged on some sites at each step."""
+    def _staggered_idle(self, reader: Reader, snapshot: Snapshot, in_turn: InTurn) -> bool:
+        """True if this step changes no idle rule that is judged on some sites at each step."""
         known: dict[str, tuple[float, float] | None] = {}
-        for number, one in self._staggered:
+        for one in self._staggered:
             key = one.series.key
             if key not in known:
                 known[key] = _bounds_of(in_turn.get(key), snapshot.columns.get(one.series.column))
             bounds = known[key]
             if bounds is None:
                 continue
-            if one.bank != NO_BANK or not state.tracks[number].idle:
-                return False
-            if not one.detector.cannot_breach(*bounds) and _breaches(
-                one, Reader(snapshot, in_turn, self.plan.roots)
-            ):
+            if one.bank != NO_BANK or (not one.detector.cannot_breach(*bounds) and _breaches(one, reader)):
                 return False
         return True
 
@@ -193,30 +207,65 @@ class FastPath:
         return {"norm": (low, high), "rms": (least * (1 - ROUNDING), most * (1 + ROUNDING))}
 
     def _advanced(
-        self, state: EngineState, snapshot: Snapshot, in_turn: InTurn, scalars: Mapping[str, float]
-    ) -> tuple[State, ...] | None:
-        """Every baseline after it learned this step; None when a score is too close to call."""
-        after = list(state.baselines)
-        logs = _logs(snapshot, self._params) if self._stacked else None
-        reader: Reader | None = None
+        self, state: EngineState, reader: Reader, scalars: Mapping[str, float], positive: bool
+    ) -> Learned | None:
+        """Every baseline after it learned this step; None when a score is too close to call.
+
+        `positive`: every gradient is there, and none is 0. Then one logarithm serves all.
+        """
+        total, after, results = reader.snapshot.total_norm, list(state.baselines), {}
+        logs = _logs(reader.snapshot, self._params) if self._stacked and positive else None
+        done = state.done if positive else ()
         for bank_input in self._bank_inputs:
-            number = bank_input.number
-            if state.done[number] or (bank_input.scalar and bank_input.scalar not in scalars):
+            number, detector, wanted = bank_input.number, bank_input.detector, bank_input.result_wanted
+            if bank_input.scalar and bank_input.scalar not in scalars:
                 continue
-            if bank_input.select is None:
-                if bank_input.detector.indifferent(after[number], scalars.get):
-                    continue
-                reader = reader or Reader(snapshot, in_turn, self.plan.roots)
+            if done and done[number] and not wanted:
+                continue
+            before = after[number]
+            if not wanted and bank_input.select is not None and (positive or bank_input.alone):
+                x = _log(total) if logs is None or bank_input.alone else logs[bank_input.select]
+                score, after[number] = detector.advance_logs(before, x)
+            elif not wanted and bank_input.select is None and detector.indifferent(before, scalars.get):
+                continue
+            else:
                 sample = bank_input.bank.sample(reader)
                 if sample is None:
                     continue
-                score, after[number] = bank_input.detector.advance(after[number], sample)
-            else:
-                x = _log(snapshot.total_norm) if logs is None or bank_input.alone else logs[bank_input.select]
-                score, after[number] = bank_input.detector.advance_logs(after[number], x)
-            if score is not None and may_breach(bank_input.first_crossed, score):
+                score, after[number] = detector.advance(before, sample)
+                if wanted:
+                    results[number] = BankResult(sample, score, before)
+            lowest = bank_input.first_crossed
+            if score is not None and lowest is not None and may_breach(lowest, score):
                 return None
-        return tuple(after)
+        return Learned(tuple(after), reader, results)
+
+
+class FastPaths:
+    """The `FastPath` for each set of rules that are awake, as far as one pays; `facts` are rules on finiteness."""
+
+    MOST = 8
+
+    __slots__ = ("_facts", "_known", "_plan", "_seen")
+
+    def __init__(self, plan: Plan, facts: frozenset[int]) -> None:
+        self._plan = plan
+        self._facts = facts
+        self._known: dict[AbstractSet[int], FastPath] = {frozenset(): FastPath(plan)}
+        self._seen: AbstractSet[int] = frozenset()  # at the last step that asked for one that is not known
+
+    def of(self, awake: frozenset[int]) -> FastPath | None:
+        """The one beside these; None where rules on finiteness are among them, or at the first step with this set."""
+        path = self._known.get(awake)
+        if path is not None or not self._facts.isdisjoint(awake):
+            return path
+        if self._seen != awake:  # laying one out costs as much as judging a step or two
+            self._seen = awake
+            return None
+        if len(self._known) == self.MOST:
+            del self._known[next(key for key in self._known if key)]
+        path = self._known[awake] = FastPath(self._plan, awake)
+        return path
 
 
 def _scalars(snapshot: Snapshot) -> Mapping[str, float]:
@@ -283,16 +332,19 @@ def _guards(rules: Iterable[RulePlan]) -> Iterable[ColumnBound]:
         yield ColumnBound(name, max(low for low, _ in safe), min(high for _, high in safe), members)
 
 
-def _bank_inputs(plan: Plan) -> Iterable[BankInput]:
+def _bank_inputs(plan: Plan, awake: AbstractSet[int]) -> Iterable[BankInput]:
     for number, bank in enumerate(plan.banks):
-        if bank.judged_every == 1 and any(segment.always for segment in bank.segments):
-            lowest = first_crossed([one.detector for one in plan.rules if one.bank == number])
+        rules = [n for n, one in enumerate(plan.rules) if one.bank == number]
+        idle = [plan.rules[n].detector for n in rules if n not in awake]
+        wanted = len(idle) < len(rules)
+        if bank.judged_every == 1 and (wanted or any(segment.always for segment in bank.segments)):
+            lowest = first_crossed(idle) if idle else None
             alone = len(bank.segments) == 1 and bank.segments[0].column == "total_norm"
             first = bank.segments[0]
             one_scalar = len(bank.segments) == 1 and first.scope == "scalar" and not alone
             scalar = scalar_name(first.column) if one_scalar else ""
             selection = _selection(bank, len(plan.sites))
-            yield BankInput(number, bank, bank.detector, lowest, selection, alone, scalar)
+            yield BankInput(number, bank, bank.detector, lowest, wanted, selection, alone, scalar)
 
 
 def _selection(bank: Bank, size: int) -> slice | NDArray[Any] | None:

@@ -62,6 +62,14 @@ def awake(track: Track, size: int) -> Track:
     )
 
 
+def steady(track: Track, breach: BoolArray, for_: int) -> bool:
+    """True if this sample moves nothing: what fires breaches on, and nothing else is pending or breaches."""
+    if track.idle or not (breach == track.firing).all():
+        return False
+    whole: BoolArray = track.streak == breach * np.int32(for_)
+    return bool(whole.all()) and int(np.maximum.reduce(track.quiet_since)) < 0
+
+
 def move(
     track: Track, breach: BoolArray, clear: BoolArray, judged: BoolArray, step: int, for_: int, keep: int
 ) -> Moved:

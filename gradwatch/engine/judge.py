@@ -8,8 +8,7 @@ Axes: R rules, B banks, K series of one rule.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from dataclasses import replace
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -19,13 +18,12 @@ from gradwatch.engine.actions.escalation import alarm_due, climbed, ordered, rem
 from gradwatch.engine.baseline_bounds import BASELINE_SIGMAS, part_of
 from gradwatch.engine.engine_state import EngineState
 from gradwatch.engine.events import Notice, Scored, build_event, worst_first
-from gradwatch.engine.firing import NEVER, Moved, Track, at_rest, move
+from gradwatch.engine.firing import NEVER, Moved, Track, at_rest, move, steady
 from gradwatch.engine.rule_plan import NO_BANK, Bank, Plan, RulePlan
 from gradwatch.engine.snapshot_reader import Reader
-from gradwatch.engine.turns import InTurn
 from gradwatch.records.columns import RUNNING_STATISTICS, is_observed
 from gradwatch.records.event import Event, EventKind, Severity
-from gradwatch.records.snapshot import BoolArray, FloatArray, Snapshot
+from gradwatch.records.snapshot import BoolArray, FloatArray
 from gradwatch.records.verdict import Due, Verdict
 
 HEALTHY_POSITIVE = frozenset({"norm", "rms", "calls", "total_norm"})
@@ -47,7 +45,7 @@ IDLE = Scored(NOTHING, NOTHING, np.zeros(0, np.bool_))
 
 
 class Step:
-    """The judgement of one Snapshot under way; `finish` gives the Verdict and the next state."""
+    """The judgement of the Snapshot of a `reader` under way; `finish` gives the Verdict and the next state."""
 
     __slots__ = (
         "_before",
@@ -67,11 +65,11 @@ class Step:
         "tracks",
     )
 
-    def __init__(self, state: EngineState, snapshot: Snapshot, in_turn: InTurn, rank: int) -> None:
+    def __init__(self, state: EngineState, reader: Reader, rank: int) -> None:
         self.plan: Plan = state.plan
-        self.snapshot = snapshot
+        self.snapshot = reader.snapshot
         self.rank = rank
-        self.reader = Reader(snapshot, in_turn, state.plan.roots)
+        self.reader = reader
         self.tracks = list(state.tracks)
         self._tracks_before = state.tracks
         self._before = state.consecutive
@@ -109,7 +107,7 @@ class Step:
     def judge(self, number: int) -> None:
         """Take one rule through this step; a rule whose column was not measured stays as it is."""
         one, track = self.plan.rules[number], self.tracks[number]
-        if self.snapshot.step % one.rule.judged_every:
+        if self.snapshot.step % one.judged_every:
             return
         idle = track.idle
         scored = self._scored(one, idle)
@@ -170,12 +168,14 @@ class Step:
         """Count, and report what changed."""
         one, track = self.plan.rules[number], self.tracks[number]
         rule, step = one.rule, self.snapshot.step
-        judged, clear = ~np.isnan(scored.score), clears(one.detector, scored.score)
-        moved = move(track, scored.breach, clear, judged, step, rule.for_, rule.keep_firing_for)
+        if steady(track, scored.breach, rule.for_):
+            moved = Moved(track, *[np.zeros(len(scored.breach), np.bool_)] * 2)
+        else:
+            judged, clear = ~np.isnan(scored.score), clears(one.detector, scored.score)
+            moved = move(track, scored.breach, clear, judged, step, rule.for_, rule.keep_firing_for)
         if scored.breach.any():
             self.breaching[rule.id] = one.shown.spread(scored.breach, len(self.plan.sites))
-        upon = acted_on(one, scored, moved.track)
-        if rule.do and upon.any():
+        if rule.do and (upon := acted_on(one, scored, moved.track)).any():
             moved = moved._replace(track=remembered(one, moved.track, step))
             self.acting.add(rule.id)
             self.consecutive[number] = self._before[number] + 1
@@ -231,8 +231,8 @@ class Step:
     def finish(self, baselines: tuple[State, ...], lr: float | None) -> tuple[Verdict, EngineState]:
         """The verdict of the rules on this step, and the state after it."""
         tracks, consecutive = tuple(self.tracks), tuple(self.consecutive)
-        state = EngineState(self.plan, baselines, tracks, consecutive, lr, clips=self._clips)
-        firing = firing_now(state)
+        awake = self._awake()
+        firing = firing_of(self.plan, tracks, sorted(awake))
         verdict = Verdict(
             firing,
             self.breaching,
@@ -241,16 +241,19 @@ class Step:
             self.due,
             under_factor(self.plan, self._tracks_before),
         )
-        if not self._at_rest():
-            return verdict, state
-        done = tuple(map(_done, self.plan.banks, baselines))
-        ordinary = Verdict(firing, standing=under_factor(self.plan, state.tracks))
-        return verdict, replace(state, ordinary=ordinary, done=done)
+        ordinary: Verdict | None = None
+        done: tuple[bool, ...] = ()
+        # A healthy step would change no rule: those of rare columns are not asked on it.
+        if all(self.plan.rules[number].rare for number in awake):
+            done = tuple(map(_done, self.plan.banks, baselines))
+            ordinary = Verdict(firing, standing=under_factor(self.plan, tracks))
+        known = ordinary, done, awake, self._clips
+        return verdict, EngineState(self.plan, baselines, tracks, consecutive, lr, *known)
 
-    def _at_rest(self) -> bool:
-        """True if a healthy step would change no rule: those of rare columns are not asked on it."""
-        rules = zip(self.plan.rules, self.tracks, self.consecutive, strict=True)
-        return all((track.idle and not acted) or one.rare for one, track, acted in rules)
+    def _awake(self) -> frozenset[int]:
+        """The rules that are pending or firing, or have acted on this step."""
+        rules = enumerate(zip(self.tracks, self.consecutive, strict=True))
+        return frozenset(number for number, (track, acted) in rules if acted or not track.idle)
 
 
 def _done(bank: Bank, baseline: State) -> bool:
@@ -281,9 +284,14 @@ def under_factor(plan: Plan, tracks: Iterable[Track]) -> dict[str, BoolArray]:
 
 def firing_now(state: EngineState) -> dict[str, BoolArray]:
     """bool[S] for each rule that is firing, whether or not it was evaluated on this step."""
-    size = len(state.plan.sites)
-    return {
-        one.rule.id: one.shown.spread(track.firing, size)
-        for one, track in zip(state.plan.rules, state.tracks, strict=True)
-        if not track.idle and track.firing.any()
-    }
+    return firing_of(state.plan, state.tracks, range(len(state.tracks)))
+
+
+def firing_of(plan: Plan, tracks: Sequence[Track], numbers: Iterable[int]) -> dict[str, BoolArray]:
+    """bool[S] for each of these rules that is firing."""
+    firing = {}
+    for number in numbers:
+        one, track = plan.rules[number], tracks[number]
+        if not track.idle and track.firing.any():
+            firing[one.rule.id] = one.shown.spread(track.firing, len(plan.sites))
+    return firing

@@ -79,13 +79,14 @@ class RulePlan:
     detector: Detector
     series: Series
     shown: Series
+    judged_every: int  # as the rule's own, which has to be worked out
     bank: int = NO_BANK
     part: slice = field(default_factory=lambda: slice(None))
 
     @property
     def rare(self) -> bool:
         """True if there are steps on which it is not evaluated, by its `every` or for want of its column."""
-        return self.rule.judged_every != 1 or not self.series.always
+        return self.judged_every != 1 or not self.series.always
 
     def action(self, name: str) -> Action | None:
         """The action of that name in its `do:`, if it has one."""
@@ -140,6 +141,7 @@ def make_plan(ruleset: RuleSet, sites: Sites) -> Plan:
             rule.detect,
             series,
             _shown(rule, series),
+            rule.judged_every,
             *home.get((_bank_key(rule, series), series.key), ()),
         )
         for rule, series in found

@@ -35,12 +35,10 @@ class Reader:
     __slots__ = (
         "_bounds",
         "_columns",
-        "_everyone",
         "_in_turn",
+        "_presence",
         "_roots",
         "_scalars",
-        "called",
-        "everywhere",
         "snapshot",
     )
 
@@ -48,9 +46,7 @@ class Reader:
         self.snapshot = snapshot
         self._in_turn = in_turn
         self._roots = roots_of(snapshot.sites) if roots is None else roots
-        self._everyone = np.ones(len(snapshot.calls), np.bool_)
-        self.called: BoolArray = snapshot.calls > 0
-        self.everywhere = bool(self.called.all())
+        self._presence: tuple[BoolArray, bool] | None = None
         self._columns: dict[str, tuple[Any, BoolArray, bool] | None] = {}
         self._bounds: dict[str, tuple[float, float] | None] = {}
         self._scalars: dict[str, float | None] = {}
@@ -76,13 +72,20 @@ class Reader:
         if found is not None:
             return found.values, found.present, bool(found.present.all())
         if name == "norm":
-            return self._norms(), self.called, self.everywhere
+            return self._norms(), *self._called()
         if name == "rms":
-            return self._norms() / self._roots, self.called, self.everywhere
+            return self._norms() / self._roots, *self._called()
         if name == "calls":
-            return snapshot.calls, self._everyone, True
+            return snapshot.calls, np.ones(len(snapshot.calls), np.bool_), True
         derived = snapshot.column(name) if name in DERIVED else None
-        return None if derived is None else (derived.values, derived.present, self.everywhere)
+        return None if derived is None else (derived.values, derived.present, self._called()[1])
+
+    def _called(self) -> tuple[BoolArray, bool]:
+        """bool[S]: the sites that have a gradient (a module: that were called); and whether all have."""
+        if self._presence is None:
+            called: BoolArray = self.snapshot.calls > 0
+            self._presence = called, bool(called.all())
+        return self._presence
 
     def _norms(self) -> FloatArray:
         """[S]: beyond float32 too, where an overflow was reported."""
@@ -100,8 +103,8 @@ class Reader:
             found = columns.get("nonfinite")
         nonfinite = self._by_norm(name)
         if found is None:
-            return nonfinite, self.called, self.everywhere
-        present = found.present | self.called
+            return nonfinite, *self._called()
+        present = found.present | self._called()[0]
         return np.where(found.present, found.values, nonfinite), present, bool(present.all())
 
     def _by_norm(self, name: str) -> NDArray[np.float32]:

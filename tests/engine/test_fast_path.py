@@ -1,7 +1,8 @@
-"""The healthy step at a glance against the whole judgement: the same verdicts, the same states, always."""
+"""The step on which no idle rule trips, at a glance, against the whole judgement: the same verdicts and states."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -51,7 +52,7 @@ COSTLY = {"zero_fraction": (0.1, 0.95), "update_ratio": (1e-3, 0.5), "weight_nor
 
 def restless(state: EngineState) -> EngineState:
     """The same state, of which nothing is known: `evaluate` then judges rule by rule."""
-    return replace(state, ordinary=None, done=())
+    return replace(state, ordinary=None, done=(), awake=None)
 
 
 def mostly_healthy(seed: int, steps: int = STEPS) -> list[dict[str, Any]]:
@@ -81,6 +82,22 @@ def mostly_healthy(seed: int, steps: int = STEPS) -> list[dict[str, Any]]:
         if step % 50 == 0:
             known["columns"] = {"zero_fraction": everywhere(rng.choice([0.1, 0.95], SIZE))}
         out.append({"step": step, "norms": norms, **known})
+    return out
+
+
+def with_faults_that_stay(seed: int, steps: int = STEPS) -> list[dict[str, Any]]:
+    """As `mostly_healthy`, but parameters vanish, explode, get zeros or no gradient for tens of steps on end."""
+    rng, faults = np.random.default_rng(seed + 1), dict[int, float | None]()
+    out = mostly_healthy(seed, steps)
+    for step in out:
+        if rng.random() < 0.08:
+            site, fault = int(rng.integers(SIZE)), [None, 0.0, 1e-9, 1e-3, 500.0, None, 0.0][rng.integers(7)]
+            faults[site] = fault
+        if faults and rng.random() < 0.08:
+            del faults[min(faults)]
+        for site, fault in faults.items():
+            usual = step["norms"][site]
+            step["norms"][site] = fault if not fault or usual is None else fault * usual
     return out
 
 
@@ -153,12 +170,12 @@ def bind(rules: tuple[Rule, ...]) -> BoundEngine:
 
 @pytest.mark.parametrize("pack", packs())
 @settings(max_examples=3)
-@given(st.integers(0, 10**6))
-def test_a_glance_sees_what_judging_sees(pack: str, seed: int) -> None:
+@given(st.integers(0, 10**6), st.sampled_from([mostly_healthy, with_faults_that_stay]))
+def test_a_glance_sees_what_judging_sees(pack: str, seed: int, run: Callable[[int], list[Any]]) -> None:
     """Same verdict, same decision, bit-equal state, at every step."""
     engine = bind(packs()[pack])
     state = engine.init()
-    for step in mostly_healthy(seed):
+    for step in run(seed):
         known = {key: value for key, value in step.items() if key not in ("step", "norms")}
         snapshot: Snapshot = make_snapshot(engine.sites, step["step"], step["norms"], **known)
         quick, after = engine.evaluate(state, snapshot)
@@ -169,6 +186,7 @@ def test_a_glance_sees_what_judging_sees(pack: str, seed: int) -> None:
         assert quick.acting == slow.acting
         assert after.to_dict() == expected.to_dict()
         assert (after.ordinary is None, after.done) == (expected.ordinary is None, expected.done)
+        assert after.awake == expected.awake
         assert {k: v.tolist() for k, v in after.overdue.items()} == {
             k: v.tolist() for k, v in expected.overdue.items()
         }
@@ -188,6 +206,38 @@ def test_healthy_steps_are_quiet(pack: str, monkeypatch: pytest.MonkeyPatch) -> 
         )
     due = set(range(0, 60, {"odd": 3, "beside": 5}.get(pack, 60)))
     assert set(judged) <= due, "more than the first step was judged"
+
+
+def test_rules_that_fire_are_judged_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule that fires for hundreds of steps is asked on each of them, and no other rule is, also after."""
+    engine, rng = bind(packs()["default"]), np.random.default_rng(1)
+    bound_rules, judged = OptimizerRules(engine), []
+    whole = engine._rule_by_rule
+    monkeypatch.setattr(engine, "_rule_by_rule", lambda *args: judged.append(args[1].step) or whole(*args))
+    for step in range(400):
+        norms = (2 + rng.uniform(-0.01, 0.01, SIZE)).tolist()
+        norms[0] = norms[0] * (1e-9 if 100 <= step < 300 else 1.0)
+        bound_rules.step(step, norms, scalars={"lr": 1e-3, "loss": 2.0})
+    kinds = [(event.rule, event.kind) for event in bound_rules.events]
+    assert ("vanishing", "firing") in kinds
+    assert ("vanishing", "resolved") in kinds
+    assert len(judged) < 20, judged
+
+
+@pytest.mark.parametrize("odd", [0.0, None])
+def test_parameters_without_a_gradient_are_seen_at_a_glance(
+    odd: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A parameter whose gradient is zero, or does not come, for good costs no judgement of every rule at each step."""
+    engine, rng = bind(packs()["default"]), np.random.default_rng(1)
+    bound_rules, judged = OptimizerRules(engine), []
+    whole = engine._rule_by_rule
+    monkeypatch.setattr(engine, "_rule_by_rule", lambda *args: judged.append(args[1].step) or whole(*args))
+    for step in range(300):
+        norms: list[float | None] = (2 + rng.uniform(-0.01, 0.01, SIZE)).tolist()
+        norms[3] = odd
+        bound_rules.step(step, norms, scalars={"lr": 1e-3, "loss": 2.0})
+    assert len(judged) < 30, judged
 
 
 def test_healthy_columns_of_some_sites_are_quiet(monkeypatch: pytest.MonkeyPatch) -> None:
