@@ -55,7 +55,8 @@ class EngineState:
 
     def with_learned(self, baselines: tuple[State, ...], lr: float | None) -> EngineState:
         """The state after a step that changed no rule; nothing was in turn, as far as this says."""
-        known = self.tracks, self.consecutive, lr, self.ordinary, self.done, self.awake
+        done = self.done if self.done == self.plan.may_be_done else self.plan.done(baselines)
+        known = self.tracks, self.consecutive, lr, self.ordinary, done, self.awake
         return EngineState(self.plan, baselines, *known, self.clips)
 
     def with_turns(self, in_turn: InTurn, overdue: OverdueSeries) -> EngineState:

@@ -19,14 +19,12 @@ from gradwatch.engine.baseline_bounds import BASELINE_SIGMAS, part_of
 from gradwatch.engine.engine_state import EngineState
 from gradwatch.engine.events import Notice, Scored, build_event, worst_first
 from gradwatch.engine.firing import NEVER, Moved, Track, at_rest, move, steady
-from gradwatch.engine.rule_plan import NO_BANK, Bank, Plan, RulePlan
+from gradwatch.engine.rule_plan import NO_BANK, Plan, RulePlan
 from gradwatch.engine.snapshot_reader import Reader
 from gradwatch.records.columns import RUNNING_STATISTICS, is_observed
 from gradwatch.records.event import Event, EventKind, Severity
 from gradwatch.records.snapshot import BoolArray, FloatArray
 from gradwatch.records.verdict import Due, Verdict
-
-HEALTHY_POSITIVE = frozenset({"norm", "rms", "calls", "total_norm"})
 
 
 class BankResult(NamedTuple):
@@ -242,23 +240,16 @@ class Step:
             under_factor(self.plan, self._tracks_before),
         )
         ordinary: Verdict | None = None
-        done: tuple[bool, ...] = ()
         # A healthy step would change no rule: those of rare columns are not asked on it.
         if all(self.plan.rules[number].rare for number in awake):
-            done = tuple(map(_done, self.plan.banks, baselines))
             ordinary = Verdict(firing, standing=under_factor(self.plan, tracks))
-        known = ordinary, done, awake, self._clips
+        known = ordinary, self.plan.done(baselines), awake, self._clips
         return verdict, EngineState(self.plan, baselines, tracks, consecutive, lr, *known)
 
     def _awake(self) -> frozenset[int]:
         """The rules that are pending or firing, or have acted on this step."""
         rules = enumerate(zip(self.tracks, self.consecutive, strict=True))
         return frozenset(number for number, (track, acted) in rules if acted or not track.idle)
-
-
-def _done(bank: Bank, baseline: State) -> bool:
-    """True if healthy steps, on which these columns are positive, cannot change a bank any more."""
-    return all(one.column in HEALTHY_POSITIVE for one in bank.segments) and bank.detector.done(baseline)
 
 
 def acted_on(one: RulePlan, scored: Scored, track: Track) -> BoolArray:

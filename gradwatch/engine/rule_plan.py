@@ -9,7 +9,7 @@ from types import MappingProxyType
 
 import numpy as np
 
-from gradwatch.detectors import Detector, Sample
+from gradwatch.detectors import Detector, Sample, State
 from gradwatch.engine.clip_policy_binding import bind_clipping
 from gradwatch.engine.columns_needed import Needs, needs_of
 from gradwatch.engine.series import Series, roots_of, series_of
@@ -21,6 +21,7 @@ from gradwatch.records.snapshot import BoolArray, FloatArray, Sites
 from gradwatch.rules.rule_set import Action, Rule, RuleSet
 
 NO_BANK = -1
+HEALTHY_POSITIVE = frozenset({"norm", "rms", "calls", "total_norm"})
 ONE_RANK = "needs several ranks, all of them watching and with the same parameters (DDP, FSDP2)"
 
 
@@ -116,6 +117,13 @@ class Plan:
     staggering: Staggering
     roots: FloatArray
     clipping: Clipping = NO_CLIPPING
+    may_be_done: tuple[bool, ...] = ()
+    """By bank: whether there can be nothing left for it to learn of healthy steps."""
+
+    def done(self, baselines: tuple[State, ...]) -> tuple[bool, ...]:
+        """By bank: True if healthy steps, on which its columns are positive, cannot change it any more."""
+        banks = zip(self.may_be_done, self.banks, baselines, strict=True)
+        return tuple(may and bank.detector.done(baseline) for may, bank, baseline in banks)
 
 
 def make_plan(ruleset: RuleSet, sites: Sites) -> Plan:
@@ -148,7 +156,13 @@ def make_plan(ruleset: RuleSet, sites: Sites) -> Plan:
     )
     needs = replace(needs_of([rule for rule, _ in found]), about=_about(found, len(sites)))
     clipping = bind_clipping(ruleset, sites)
-    return Plan(sites, rules, banks, MappingProxyType(inactive), needs, staggering, roots_of(sites), clipping)
+    known = MappingProxyType(inactive), needs, staggering, roots_of(sites), clipping
+    return Plan(sites, rules, banks, *known, tuple(map(_may_be_done, banks)))
+
+
+def _may_be_done(bank: Bank) -> bool:
+    """True if all columns of a bank are positive on healthy steps, and its detector may have seen enough of them."""
+    return type(bank.detector).done is not Detector.done and HEALTHY_POSITIVE.issuperset(bank.columns)
 
 
 def _about(found: Iterable[tuple[Rule, Series]], size: int) -> dict[str, BoolArray]:
