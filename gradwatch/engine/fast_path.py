@@ -133,7 +133,7 @@ class FastPath:
         self._roots = float(roots.max()), float(roots.min())
 
     def learn(self, state: EngineState, snapshot: Snapshot, in_turn: InTurn) -> Learned | None:
-        """What is learned of this step; None unless it is certain to change no rule but those that are awake.
+        """The baselines after this step; None unless it is certain to change no rule but those that are awake.
 
         Of staggered series only those `in_turn` are judged.
         """
