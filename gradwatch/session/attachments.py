@@ -47,7 +47,7 @@ from gradwatch.session.step_pipeline import Sources, StepPipeline, deferral_allo
 from gradwatch.session.watched_optimizers import Ownership
 from gradwatch.taps.pipeline_stages import PipelineStages
 
-REPORTED = (*STEP_PATH, "action", "precision", "modules", "norm_local", "ranks", "localise")
+REPORTED = (*STEP_PATH, "action", "precision", "columns", "modules", "norm_local", "ranks", "localise")
 
 
 class Rules:
@@ -188,7 +188,7 @@ class Attached:
             self.note_inactive,
         )
         self.extra_columns = ExtraColumns(
-            self.taps, capture.spent.news, deferral_allowed(engine, self.rule_bindings)
+            self.taps, capture.spent.news, deferral_allowed(engine, self.rule_bindings), activity.failed
         )
         sources = Sources(
             capture, self.statistics, self.checkpoints, self.causes, self._bundles, notices, on_escalate

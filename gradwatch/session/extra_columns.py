@@ -55,12 +55,20 @@ class ExtraColumns:
 
     `taps` are those on modules, whose sites belong to the first optimizer; `spent` gives the seconds that watching has
     cost since it was last asked; `defers`: no rule needs the verdict of an ordinary step before the step is taken.
+    `failed` is called with what a column could not be read for: it costs that column, and no rule on others.
     """
 
-    def __init__(self, taps: ModuleTaps | None, spent: Callable[[], float], defers: bool) -> None:
+    def __init__(
+        self,
+        taps: ModuleTaps | None,
+        spent: Callable[[], float],
+        defers: bool,
+        failed: Callable[[str, BaseException], None],
+    ) -> None:
         self._taps = taps
         self._spent = spent
         self._defers = defers
+        self._failed = failed
         self._observed: dict[str, tuple[int, Any]] = {}  # by name: when it was observed last, and the value
         self._count = 0
 
@@ -87,10 +95,15 @@ class ExtraColumns:
         overdue, modules_overdue = bound_rules.overdue()
         reader = bound_rules.column_reader
         if reader.wanted and (overdue or window.step not in reader.idle):
-            pending = reader.collect(
-                window.step, captured.params, captured.grads, window.left, optimizer, overdue, window.zero
-            )
-            params += [] if pending is None else [pending]
+            try:
+                pending = reader.collect(
+                    window.step, captured.params, captured.grads, window.left, optimizer, overdue, window.zero
+                )
+                params += [] if pending is None else [pending]
+            except Exception as error:  # of an optimizer's state that raises when it is looked into, for one
+                if ctx.exchanges:  # the other ranks count on this one's part
+                    raise
+                self._failed("columns", error)
         scale = 1.0 if window.loss_scale is None else window.loss_scale
         if bound_rules.local is not None:
             params.append(bound_rules.local.collect(scale))

@@ -64,10 +64,15 @@ def _moment(optimizer: Optimizer | None, param: Tensor, keys: Sequence[str]) -> 
     kept: Any = state.get(param) if isinstance(state, Mapping) else None
     for key in keys if isinstance(kept, Mapping) else ():
         moment = kept.get(key)
-        if isinstance(moment, Tensor) and moment.shape == param.shape and not moment.is_sparse:
+        if isinstance(moment, Tensor) and moment.shape == param.shape and _has_values(moment):
             found = dense(moment)
             return found if found.is_floating_point() and found.numel() else None
     return None
+
+
+def _has_values(moment: Tensor) -> bool:
+    """True if there is a number in memory for each element."""
+    return not (moment.is_sparse or moment.is_meta)
 
 
 def _norms(moments: Mapping[int, Tensor]) -> Mapping[int, float | Tensor]:

@@ -211,9 +211,10 @@ def test_nothing_is_written_to_an_optimizer(tmp_path: Path) -> None:
         {"exp_avg": torch.zeros(2, 3)},
         {"exp_avg": torch.zeros(6, dtype=torch.uint8)},
         {"exp_avg": torch.eye(3).to_sparse()},
+        {"exp_avg": torch.zeros(6, device="meta"), "exp_avg_sq": torch.zeros(6, device="meta")},
         None,
     ],
-    ids=["empty", "number", "other shape", "8 bits", "sparse", "no map"],
+    ids=["empty", "number", "other shape", "8 bits", "sparse", "on no device", "no map"],
 )
 def test_what_is_no_moment_is_not_read(state: Any) -> None:
     """Of a key by that name with something else, or of an optimizer without a state, there is no column."""
@@ -225,6 +226,35 @@ def test_what_is_no_moment_is_not_read(state: Any) -> None:
     assert pending.columns() == {}
     read_optimizer_state(pending, {name: [0] for name in STATE_COLUMNS}, [param], None)
     assert pending.columns() == {}
+
+
+class Unreadable(torch.optim.SGD):
+    """Its state raises when it is looked into."""
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        raise RuntimeError("not yet")
+
+    @state.setter
+    def state(self, value: Any) -> None: ...
+
+
+def test_a_state_that_cannot_be_read_costs_no_other_rule_its_verdict(tmp_path: Path) -> None:
+    """Its own columns are an internal error; the step is judged all the same."""
+    rules = parse_rules(
+        "version: 1\nrules:\n"
+        "  moment: {detect: {kind: above, of: moment_norm, threshold: -1}, for: 1, every: 1}\n"
+        "  norm: {detect: {kind: above, of: norm, threshold: -1}, for: 1}\n"
+    )
+    model, kept = nn.Linear(3, 1), Kept()
+    optimizer = Unreadable(model.parameters(), 0.01)
+    with gradwatch.watch(model, optimizer, rules=rules, run_dir=tmp_path, sinks=[kept]) as gw:
+        for _ in range(6):
+            optimizer.zero_grad()
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+        assert gw.health.errors() == {"columns": 5}  # at the first step there is no moment yet
+    assert [record.verdict.breaching.keys() for record in kept.records] == [{"norm"}] * 6
 
 
 def test_the_root_mean_square_of_groups_is_that_of_their_elements(tmp_path: Path) -> None:
