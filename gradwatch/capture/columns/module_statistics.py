@@ -191,7 +191,7 @@ class ModuleTaps:
         def add_square(grad: Tensor) -> None:
             kept = alias(grad)
             if kept is not None:
-                values = dense(kept)
+                values = _elements(kept)
                 if _has_values(values):
                     square = torch.linalg.vector_norm(values.float()).square()
                     collected[m] = (
@@ -210,7 +210,7 @@ class ModuleTaps:
 
     def _activation(self, m: int, module: nn.Module, output: Tensor, due: Sequence[str]) -> None:
         with torch.no_grad():
-            found = dense(output.detach())
+            found = _elements(output.detach())
             if not (found.numel() and _has_values(found)):
                 return
             values = found if found.dtype is torch.float64 else found.float()
@@ -218,6 +218,11 @@ class ModuleTaps:
                 statistic = STATISTICS[column](module, values, output.dtype)
                 if statistic is not None:
                     self._collected[column][m] = statistic
+
+
+def _elements(tensor: Tensor) -> Tensor:
+    """A dense tensor of the elements; of a nested one those of all its components."""
+    return dense(tensor.values() if tensor.is_nested else tensor)
 
 
 def _has_values(tensor: Tensor) -> bool:

@@ -226,6 +226,33 @@ def test_outputs_that_hold_no_values_cost_no_other_module_its_own(device: str) -
             assert list(values(collected, taps, column)) == ["0"]
 
 
+class Nested(nn.Module):
+    """Sequences of different lengths."""
+
+    def __init__(self, layout: torch.layout) -> None:
+        super().__init__()
+        self.layout = layout
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nested.as_nested_tensor([x[:1], x[1:]], layout=self.layout)
+
+
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
+def test_a_nested_output_is_all_of_its_components(layout: torch.layout) -> None:
+    """It raised inside the tap, at each call."""
+    torch.manual_seed(0)
+    model = nn.ModuleList([nn.Linear(3, 3), Nested(layout)])
+    taps = taps_on(model, "output")
+    out = model[1](model[0](X))
+    torch.nested.to_padded_tensor(out * out, 0.0).sum().backward()
+    collected = taps.collect(0, 1.0)
+    elements = torch.cat([part.detach() for part in out.unbind()]).double()
+    assert values(collected, taps, "activation_mean")["1"] == pytest.approx(float(elements.mean()), rel=1e-5)
+    norm = 2 * float(elements.norm())
+    assert values(collected, taps, "grad_output_norm")["1"] == pytest.approx(norm, rel=1e-5)
+
+
 @pytest.mark.parametrize("dtypes", [(torch.float64, torch.float64), (torch.float32, torch.float64)])
 def test_values_beyond_float32_are_finite(dtypes: tuple[torch.dtype, torch.dtype]) -> None:
     """A model in float64 has activations that float32 does not hold, also beside one in float32."""
