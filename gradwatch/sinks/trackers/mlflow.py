@@ -153,5 +153,10 @@ def _without_telemetry() -> Iterator[None]:
 
 
 def _key(name: str) -> str:
-    """Name that MLflow accepts: letters, digits and `_-. /`, and no more than 250 of them."""
-    return re.sub(r"[^\w\-. /]", "_", name, flags=re.ASCII)[:_LONGEST_KEY]
+    """Name that MLflow accepts: letters, digits and `_-. /`, no more than 250 of them, and a path in normal form.
+
+    One that it refuses costs the whole batch: `a//b`, `a/` or `a/../b`, too, which names of the script's may hold.
+    """
+    spelled = re.sub(r"[^\w\-. /]", "_", name, flags=re.ASCII)[:_LONGEST_KEY]
+    of_parts = re.sub(r"/(?=/|$)", "_", spelled)
+    return re.sub(r"(?<![^/])\.+(?![^/])", lambda dots: "_" * len(dots[0]), of_parts)

@@ -16,6 +16,7 @@ import pytest
 
 from gradwatch.records.decision import Decision
 from gradwatch.runtime.internal_errors import Health
+from gradwatch.sinks.trackers import mlflow as sink_module
 from gradwatch.sinks.trackers.mlflow import MLflowSink
 from tests.support.sink_records import make_event, make_record, make_run, make_sites, skip
 
@@ -202,3 +203,15 @@ def test_a_server_that_is_away_costs_a_counter(tmp_path: Path, monkeypatch: pyte
     sink.close()
     assert health.errors()["mlflow"] >= 1
     assert health.up()["mlflow"] is False
+
+
+@pytest.mark.parametrize(
+    "name", ["", "a//b", "a/", "///", "./b", "a/../b", "..", "a/...", "x" * 249 + "/y", "é%\n"]
+)
+def test_no_name_of_the_scripts_costs_the_batch(name: str) -> None:
+    """MLflow refuses a whole request where one name in it is no path in normal form."""
+    from mlflow.utils.validation import MAX_ENTITY_KEY_LENGTH, _validate_metric_name
+
+    key = sink_module._key(f"gradwatch/observed/{name}")
+    _validate_metric_name(key, "metric")
+    assert len(key) <= MAX_ENTITY_KEY_LENGTH
