@@ -62,7 +62,8 @@ class PendingHistograms:
 class HistogramReader:
     """Reads histograms of the gradients of K parameters, each every `every` steps at its own of `phases[K]`.
 
-    `chosen` are those of which they are read at all.
+    `chosen` are those of which they are read at all. One without a gradient at its turn is read at the first step that
+    has one: of what comes and goes with a period there would be none.
     """
 
     def __init__(self, every: int, phases: NDArray[np.intp], chosen: BoolArray) -> None:
@@ -70,19 +71,24 @@ class HistogramReader:
         self._at: dict[int, list[int]] = {}  # positions by residue
         for k in np.flatnonzero(chosen).tolist():  # sync: numpy
             self._at.setdefault(int(phases[k]), []).append(k)
+        self._overdue: tuple[int, ...] = ()
 
     def collect(
         self, step: int, grads: Callable[[], Sequence[Tensor | None]], scale: Number
     ) -> PendingHistograms | None:
         """The histograms due at this step; None where none is. `scale` is the loss scale still in `grads()`."""
-        due = self._at.get(step % self._every)
-        if not due:
+        in_turn = self._at.get(step % self._every, ())
+        if not (in_turn or self._overdue):
             return None
-        pending, gradients = PendingHistograms(scale), grads()
-        for k in due:
-            grad = gradients[k]
-            tensor = None if grad is None else dense(grad)
-            if tensor is not None and tensor.numel():
+        due, gradients = {*in_turn, *self._overdue}, grads()
+        here = {k: grad for k in sorted(due) if (grad := gradients[k]) is not None}
+        self._overdue = tuple(due.difference(here))
+        if not here:
+            return None
+        pending = PendingHistograms(scale)
+        for k, grad in here.items():
+            tensor = dense(grad)
+            if tensor.numel():
                 pending.put(k, tensor)
         return pending
 

@@ -189,6 +189,17 @@ def test_under_a_scaler_they_are_of_unscaled_gradients(scale: float, fused: bool
         assert all(equal(one, by_hand(plain[k])) for k, one in found.items())
 
 
+def test_a_gradient_that_is_absent_at_each_of_its_turns_is_read_at_the_first_step_that_has_it() -> None:
+    """Two heads by turns, and `every: 4`: the second never had a gradient when it was its turn."""
+    reader = HistogramReader(4, np.zeros(2, np.intp), np.ones(2, np.bool_))
+    found = []
+    for step in range(9):
+        grads = [torch.ones(3), None] if step % 2 == 0 else [None, torch.ones(5)]
+        pending = reader.collect(step, lambda grads=grads: grads, 1.0)  # type: ignore[misc]
+        found.append([] if pending is None else [*pending.histograms()])
+    assert found == [[0], [1], [], [], [0], [1], [], [], [0]]
+
+
 def test_training_is_bit_identical(tmp_path: Path) -> None:
     """With histograms of everything at each step, weights end as without a watch."""
     bare = trained(None, tmp_path)[2]
