@@ -80,15 +80,17 @@ class HistogramReader:
         in_turn = self._at.get(step % self._every, ())
         if not (in_turn or self._overdue):
             return None
-        due, gradients = {*in_turn, *self._overdue}, grads()
-        here = {k: grad for k in sorted(due) if (grad := gradients[k]) is not None}
-        self._overdue = tuple(due.difference(here))
+        gradients = grads()
+        due = tuple(sorted({*in_turn, *self._overdue})) if in_turn else self._overdue
+        here = [k for k in due if gradients[k] is not None]
+        self._overdue = tuple(k for k in due if gradients[k] is None) if here else due
         if not here:
             return None
         pending = PendingHistograms(scale)
-        for k, grad in here.items():
-            tensor = dense(grad)
-            if tensor.numel():
+        for k in here:
+            grad = gradients[k]
+            tensor = None if grad is None else dense(grad)
+            if tensor is not None and tensor.numel():
                 pending.put(k, tensor)
         return pending
 
