@@ -16,6 +16,9 @@ from gradwatch.records.columns import (
 from gradwatch.records.snapshot import Snapshot
 
 NO_MOMENT = "the optimizer has taken no step, or keeps no {} moment of these parameters"
+NO_FIRST_MOMENT = (
+    f"{NO_MOMENT.format('first')} (`exp_avg` as of Adam, or `momentum_buffer` as of SGD with momentum)"
+)
 NO_SECOND_MOMENT = f"{NO_MOMENT.format('second')} (`exp_avg_sq` as of Adam, or `square_avg` as of RMSprop)"
 NO_STATISTICS = "none of the tapped modules keeps a running mean and variance (BatchNorm, InstanceNorm)"
 NO_CALL = "no tapped {} was called in training mode and outside `torch.compile`"
@@ -25,7 +28,8 @@ NEVER_CAME = {
     "loss_scale": "no GradScaler was seen",
     "scaler_skip": "no GradScaler was seen",
     "norm_local": "needs several ranks",
-    "moment_norm": f"{NO_MOMENT.format('first')} (`exp_avg` as of Adam, or `momentum_buffer` as of SGD with momentum)",
+    "moment_norm": NO_FIRST_MOMENT,
+    "moment_cosine": NO_FIRST_MOMENT,
     "second_moment_rms": NO_SECOND_MOMENT,
     "second_moment_near_zero": NO_SECOND_MOMENT,
     "grad_output_norm": "no output of a tapped module got a gradient outside `torch.compile`",

@@ -53,6 +53,7 @@ Column = Literal[
     "moment_norm",
     "second_moment_rms",
     "second_moment_near_zero",
+    "moment_cosine",
     "calls",
     "grad_output_norm",
     "grad_input_norm",

@@ -1,8 +1,8 @@
 """The price of rules in reads: the cadence of each column, and the bytes that a step reads for all of them.
 
 Beyond the read of every gradient for its norm, which each step pays. One pass over a gradient gives its zeros and
-extremes, one its mean and deviation, one its histogram; one each a moment. Without what is overdue
-(`gradwatch.engine.turns`), which is read beside.
+extremes, one its mean and deviation, one its histogram; one each a moment, two where the gradient is read with it.
+Without what is overdue (`gradwatch.engine.turns`), which is read beside.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from gradwatch.rules.rule_set import Histograms, Rule
 
 MOMENTS, WEIGHT_MOMENTS = frozenset({"mean", "std"}), frozenset({"weight_mean", "weight_std"})
 """Columns of gradients and of weights that take a pass of their own, which moves each chunk to its mean."""
+WITH_GRADIENT = tuple(one.name for one in CATALOGUE if one.reads == "optimizer state and gradient")
+"""Columns of moments that are read together with the gradient."""
 HISTOGRAM = "histogram"
 """Stands for the histograms of gradients, which are no column."""
 COMPARED = 2
@@ -118,7 +120,7 @@ def _bytes(plan: Plan, needs: Needs, step: int, nbytes: NDArray[np.int64]) -> in
 
     values = frozenset(one.name for one in CATALOGUE if one.reads == "gradient") & COSTLY_COLUMNS
     passes = due(values - MOMENTS, step).astype(np.int64) + due(MOMENTS, step)
-    for name in (*OPTIMIZER_STATE, HISTOGRAM):  # a moment is as large as its parameter
+    for name in (*OPTIMIZER_STATE, *WITH_GRADIENT, HISTOGRAM):  # a moment is as large as its parameter
         passes += due({name}, step)
     updates = due(OF_UPDATES, step)
     passes += due(OF_UPDATES, step + 1)  # the copy

@@ -151,6 +151,15 @@ def norms_of_change(new: Tensor, old: Tensor) -> tuple[float, float, float]:
     return math.sqrt(change), math.sqrt(before), math.sqrt(after)
 
 
+def products(one: Tensor, other: Tensor) -> tuple[float, float, float]:
+    """(one · other, one · one, other · other) in float64, in one pass; two of one shape, with memory in one order."""
+    totals = np.zeros(3)
+    for some, others in zip(_chunks(one), _chunks(other), strict=True):
+        totals += silently(_products, some, others)
+    dot, square, other_square = totals.tolist()
+    return dot, square, other_square
+
+
 def _chunks(tensor: Tensor) -> Iterator[Values]:
     for values in blocks(tensor):
         if values.size <= CHUNK:
@@ -213,6 +222,18 @@ def _trusted(total: float, values: Values) -> float:
     if _certain(total, values.size):
         return total
     return 0.0 if total == 0 and not values.any() else _exact(values)
+
+
+def _products(one: Values, other: Values) -> Values:
+    wide, other_wide = one.astype(np.float64), other.astype(np.float64)
+    pairs = (wide, other_wide), (wide, wide), (other_wide, other_wide)
+    return np.array([_product(some, others) for some, others in pairs])
+
+
+def _product(one: Values, other: Values) -> float:
+    (rows, rest), (other_rows, other_rest) = _in_rows(one), _in_rows(other)
+    total = float(np.vdot(rest, other_rest))
+    return total + float(np.sum([np.vdot(*pair) for pair in zip(rows, other_rows, strict=True)]))
 
 
 def _in_rows(values: Values) -> tuple[Values, Values]:

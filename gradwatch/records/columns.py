@@ -12,7 +12,14 @@ Grouped = Literal[
     "root sum of squares", "root mean square", "mean by elements", "sum", "largest", "smallest", ""
 ]
 Reads = Literal[
-    "", "gradient", "weight", "weight and a copy", "optimizer state", "output", "running statistics"
+    "",
+    "gradient",
+    "weight",
+    "weight and a copy",
+    "optimizer state",
+    "optimizer state and gradient",
+    "output",
+    "running statistics",
 ]
 Ranks = Literal["sum of squares", "root mean square", "sum", "mean by elements", "mean", "same on all", ""]
 
@@ -164,6 +171,13 @@ CATALOGUE: tuple[ColumnInfo, ...] = (
         "mean by elements",
         "mean by elements",
     ),
+    _state(
+        "moment_cosine",
+        "−1 to 1",
+        "cosine of the angle between the gradient and the first moment, the mean of those before it",
+        "",
+        "",
+    )._replace(reads="optimizer state and gradient"),
     _modules("grad_output_norm", "‖g‖", "L2 norm of the gradient of a module's outputs", _ROOT),
     _modules("grad_input_norm", "‖g‖", "L2 norm of the gradient of a module's inputs", _ROOT),
     _activation("activation_mean", "a", "the mean of a module's output"),
@@ -225,7 +239,7 @@ RESERVED_NAMES = _SCALARS - {"loss"}
 MODULE_COLUMNS = _of("module")
 """Columns measured on tapped modules."""
 
-OPTIMIZER_STATE = frozenset(one.name for one in CATALOGUE if one.reads == "optimizer state")
+OPTIMIZER_STATE = frozenset(one.name for one in CATALOGUE if one.reads.startswith("optimizer state"))
 """Columns of the moments that an optimizer keeps."""
 
 RUNNING_STATISTICS = frozenset(one.name for one in CATALOGUE if one.reads == "running statistics")

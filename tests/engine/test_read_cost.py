@@ -28,6 +28,7 @@ rules:
   f: {detect: {kind: above, of: weight_std, threshold: 9}, every: 4}
   g: {detect: {kind: above, of: moment_norm, threshold: 9}, every: 5}
   h: {detect: {kind: above, of: second_moment_near_zero, threshold: 0.9}, every: 2}
+  i: {detect: {kind: below, of: moment_cosine, threshold: -0.5}, every: 3}
 groups: {some: {params: ["p1", "p3"]}}
 histograms: {every: 6, params: ["p2", "p3", "p4"]}
 """
@@ -127,4 +128,5 @@ def test_cadences_in_words() -> None:
         "update_norm": (("each every 5 steps",), ("e",)),
         "moment_norm": (("each every 5 steps",), ("g",)),
         "second_moment_near_zero": (("each every 2 steps",), ("h",)),
+        "moment_cosine": (("each every 3 steps",), ("i",)),
     }

@@ -116,7 +116,7 @@ class ColumnReader:
             read_gradient_values(pending, of_gradients, gradients, scale)
         of_state = {name: at for name, at in due.items() if name in STATE_COLUMNS}
         if of_state:
-            read_optimizer_state(pending, of_state, params, optimizer)
+            read_optimizer_state(pending, of_state, params, optimizer, gradients)
         if self._reads_weights:
             of_weights = {name: at for name, at in due.items() if name in WEIGHT_COLUMNS}
             self._weights.read(pending, step, params, of_weights)
@@ -150,7 +150,7 @@ class ColumnReader:
             elif judged in GRADIENT_COLUMNS:
                 now = [k for k in positions if gradients[k] is not None]
             elif judged in STATE_COLUMNS:
-                now = [k for k in positions if has_moment(judged, optimizer, params[k])]
+                now = [k for k in positions if has_moment(judged, optimizer, params[k], gradients[k])]
             for name in columns if now else ():
                 found.setdefault(name, []).extend(now)
         return found

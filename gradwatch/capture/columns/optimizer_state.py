@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gradwatch.capture.columns.moment_cosine import cosines
 from gradwatch.capture.columns.pending_columns import Numbers, PendingColumns
 from gradwatch.capture.columns.update_ratio import norms_by_position
 from gradwatch.reading import chunks
@@ -22,7 +23,13 @@ from gradwatch.reading.device import on_host
 from gradwatch.reading.layouts import dense, flat
 
 FIRST, SECOND = ("exp_avg", "momentum_buffer"), ("exp_avg_sq", "square_avg")
-MOMENT = {"moment_norm": FIRST, "second_moment_rms": SECOND, "second_moment_near_zero": SECOND}
+COSINE = "moment_cosine"
+MOMENT = {
+    "moment_norm": FIRST,
+    "second_moment_rms": SECOND,
+    "second_moment_near_zero": SECOND,
+    COSINE: FIRST,
+}
 """The keys of `optimizer.state[param]` at which each column finds what it is of: the first that is there."""
 STATE_COLUMNS = frozenset(MOMENT)
 # Its root is 1.05e-8: where a second moment is smaller, Adam divides by its eps (1e-8) and hardly by the moment.
@@ -35,6 +42,7 @@ def read_optimizer_state(
     due: Mapping[str, Sequence[int]],
     params: Sequence[Tensor],
     optimizer: Optimizer | None,
+    gradients: Sequence[Tensor | None],
 ) -> None:
     """Put the columns of an optimizer's state that are `due` into `pending`, by name at these positions of `params[K]`.
 
@@ -44,16 +52,19 @@ def read_optimizer_state(
         moments = {
             k: moment for k in at if (moment := _moment(optimizer, params[k], MOMENT[name])) is not None
         }
-        if moments:
+        found = cosines(moments, gradients) if name == COSINE else _READ[name](moments) if moments else {}
+        if found:
             numbers = Numbers()
-            for k, number in _READ[name](moments).items():
+            for k, number in found.items():
                 numbers.put(k, number)
             pending.parts[name] = numbers.send(pending.count)
             pending.present[name] = numbers.present(pending.count)
 
 
-def has_moment(column: str, optimizer: Optimizer | None, param: Tensor) -> bool:
-    """True if the optimizer keeps what a column of a parameter is of."""
+def has_moment(column: str, optimizer: Optimizer | None, param: Tensor, gradient: Tensor | None) -> bool:
+    """True if the optimizer keeps what a column of a parameter is of, and there is a gradient where it takes one."""
+    if column == COSINE and gradient is None:
+        return False
     return _moment(optimizer, param, MOMENT[column]) is not None
 
 

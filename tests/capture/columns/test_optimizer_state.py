@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import gradwatch
-from gradwatch.capture.columns import optimizer_state, update_ratio
-from gradwatch.capture.columns.optimizer_state import NEAR_ZERO, STATE_COLUMNS, read_optimizer_state
+from gradwatch.capture.columns import moment_cosine, optimizer_state, update_ratio
+from gradwatch.capture.columns.optimizer_state import COSINE, NEAR_ZERO, STATE_COLUMNS, read_optimizer_state
 from gradwatch.capture.columns.pending_columns import PendingColumns
 from gradwatch.engine import staggering
 from gradwatch.records.record import Record
@@ -222,9 +222,10 @@ def test_what_is_no_moment_is_not_read(state: Any) -> None:
     optimizer = torch.optim.SGD([param], 0.1)
     optimizer.state = {param: state} if state is not None else None  # type: ignore[assignment]
     pending = PendingColumns(1)
-    read_optimizer_state(pending, {name: [0] for name in STATE_COLUMNS}, [param], optimizer)
+    due, gradients = {name: [0] for name in STATE_COLUMNS}, [torch.ones(6)]
+    read_optimizer_state(pending, due, [param], optimizer, gradients)
     assert pending.columns() == {}
-    read_optimizer_state(pending, {name: [0] for name in STATE_COLUMNS}, [param], None)
+    read_optimizer_state(pending, due, [param], None, gradients)
     assert pending.columns() == {}
 
 
@@ -294,15 +295,83 @@ def test_on_a_device_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
         optimizer.state[param] = {"exp_avg": moment, "exp_avg_sq": moment}
     due = {name: range(len(params)) for name in STATE_COLUMNS}
     host, device = PendingColumns(len(params)), PendingColumns(len(params))
-    read_optimizer_state(host, due, params, optimizer)
-    for module in (optimizer_state, update_ratio):
+    gradients = [torch.tensor([1.0, 2.0, 3.0, -4.0]).to(dtype) for dtype in moments]
+    read_optimizer_state(host, due, params, optimizer, gradients)
+    for module in (optimizer_state, update_ratio, moment_cosine):
         monkeypatch.setattr(module, "on_host", lambda tensor: False)
     with Operations() as operations:
-        read_optimizer_state(device, due, params, optimizer)
+        read_optimizer_state(device, due, params, optimizer, gradients)
     assert not [name for name in operations.names if name in WAITING]
     for name, column in host.columns().items():
         assert device.columns()[name].values == pytest.approx(column.values, rel=1e-6), name
         assert device.columns()[name].present.all()
+
+
+@pytest.mark.parametrize("every", CADENCES)
+def test_cosines_are_those_of_float64(every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of every gradient with the moment before the step, when it is due; none where one of the two is zero."""
+    monkeypatch.setattr(staggering, "SMALLEST_PART", 1)
+    torch.manual_seed(0)
+    model = Odd(torch.float32)
+    rule = f"{{detect: {{kind: below, of: {COSINE}, threshold: 2}}, for: 1, every: {every}}}"
+    rules = f"version: 1\nrules:\n  a: {rule}\n"
+    optimizer = torch.optim.Adam(model.parameters(), 0.01)
+    gradients: list[dict[str, np.ndarray]] = []
+    params = dict(model.named_parameters())
+    optimizer.register_step_pre_hook(
+        lambda *_: gradients.append(
+            {name: numbers(param.grad).copy() for name, param in params.items() if param.grad is not None}
+        )
+    )
+    records, states, _ = trained(model, optimizer, rules, tmp_path)
+    seen = 0
+    for record, state, found in zip(records, states, gradients, strict=True):
+        sites, step = record.snapshot.sites, record.snapshot.step
+        wanted = {}
+        for name, gradient in found.items():
+            moment = numbers(state[name]["exp_avg"]) if name in state else np.zeros(1)
+            size = float(np.linalg.norm(gradient) * np.linalg.norm(moment))
+            if size > 0:
+                wanted[name] = float(gradient @ moment) / size
+        phases = staggering.Staggering(np.maximum(sites.numels, 1)).phases(every)
+        due = {sites.names[k] for k in np.flatnonzero(phases == step % every)}
+        column = record.snapshot.columns.get(COSINE)
+        present = {} if column is None else dict(zip(sites.names, column.values.tolist(), strict=True))
+        for name in judged(record, "a"):
+            assert present[name] == pytest.approx(wanted[name], abs=1e-6), (name, step)
+        # What was zero when it was its turn is overdue, and judged at another step.
+        assert wanted.keys() & (due if every > 1 else wanted.keys()) <= judged(record, "a") <= wanted.keys()
+        seen += len(judged(record, "a"))
+    assert seen > STEPS // every
+
+
+@pytest.mark.parametrize(
+    ("layout", "scale"),
+    [("channels last", 1.0), ("transposed", 1.0), ("large", 1.0), ("small", 1e-25), ("large", 1e25)],
+)
+def test_cosines_of_layouts_and_ranges(layout: str, scale: float) -> None:
+    """Elements are multiplied with those of their place, whatever lies next to them, and squares are held."""
+    torch.manual_seed(3)
+    moment = torch.randn(6, 8, 5, 5) if layout == "channels last" else torch.randn(300, 700)
+    gradient = moment + torch.randn_like(moment)
+    if layout == "channels last":
+        gradient = gradient.to(memory_format=torch.channels_last)
+    elif layout == "transposed":
+        gradient = gradient.t().contiguous().t()
+    wanted = float(numbers(gradient) @ numbers(moment))
+    wanted /= float(np.linalg.norm(numbers(gradient)) * np.linalg.norm(numbers(moment)))
+    found = moment_cosine.cosines({0: moment * scale}, [gradient * scale])
+    assert found[0] == pytest.approx(wanted, rel=1e-6)
+    half = moment_cosine.cosines({0: moment}, [gradient.bfloat16()])
+    assert half[0] == pytest.approx(wanted, rel=1e-3)
+
+
+def test_cosines_that_have_no_meaning_are_left_out() -> None:
+    """Of zeros, of sparse gradients, without a gradient, and of another shape."""
+    ones = torch.ones(4)
+    odd = [torch.zeros(4), torch.eye(4)[0].to_sparse(), None, torch.ones(5)]
+    assert moment_cosine.cosines(dict.fromkeys(range(4), ones), odd) == {}
+    assert moment_cosine.cosines({0: torch.zeros(4)}, [ones]) == {}
 
 
 def numbers(moment: Tensor) -> np.ndarray:
