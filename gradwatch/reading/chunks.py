@@ -152,11 +152,11 @@ def norms_of_change(new: Tensor, old: Tensor) -> tuple[float, float, float]:
 
 
 def products(one: Tensor, other: Tensor) -> tuple[float, float, float]:
-    """(one · other, one · one, other · other) in float64, in one pass; two of one shape, with memory in one order."""
-    totals = np.zeros(3)
+    """(one · other, one · one, other · other), in one pass; of two of one shape, with their memory in one order."""
+    dot = square = other_square = 0.0
     for some, others in zip(_chunks(one), _chunks(other), strict=True):
-        totals += silently(_products, some, others)
-    dot, square, other_square = totals.tolist()
+        three = silently(_products, some, others)
+        dot, square, other_square = dot + three[0], square + three[1], other_square + three[2]
     return dot, square, other_square
 
 
@@ -192,11 +192,7 @@ def _square(values: Values) -> float:
 
 
 def _fast_square(values: Values) -> float:
-    rows, rest = _in_rows(values)
-    total = float(np.vdot(rest, rest))
-    if len(rows):
-        total += float(np.add.reduce(_squares(rows), dtype=np.float64))
-    return total
+    return _fast_product(values, values)
 
 
 def _squares_of_change(new: Values, old: Values) -> tuple[float, float, float]:
@@ -224,16 +220,22 @@ def _trusted(total: float, values: Values) -> float:
     return 0.0 if total == 0 and not values.any() else _exact(values)
 
 
-def _products(one: Values, other: Values) -> Values:
-    wide, other_wide = one.astype(np.float64), other.astype(np.float64)
-    pairs = (wide, other_wide), (wide, wide), (other_wide, other_wide)
-    return np.array([_product(some, others) for some, others in pairs])
+def _products(one: Values, other: Values) -> tuple[float, float, float]:
+    """(one · other, one · one, other · other); in float64 only where float32 may not hold the squares."""
+    if one.dtype == other.dtype:
+        square, other_square = _fast_square(one), _fast_square(other)
+        if _certain(square, one.size) and _certain(other_square, other.size):
+            return _fast_product(one, other), square, other_square
+    one, other = one.astype(np.float64), other.astype(np.float64)
+    return _fast_product(one, other), _fast_square(one), _fast_square(other)
 
 
-def _product(one: Values, other: Values) -> float:
+def _fast_product(one: Values, other: Values) -> float:
     (rows, rest), (other_rows, other_rest) = _in_rows(one), _in_rows(other)
     total = float(np.vdot(rest, other_rest))
-    return total + float(np.sum([np.vdot(*pair) for pair in zip(rows, other_rows, strict=True)]))
+    if len(rows):
+        total += float(np.add.reduce(_row_products(rows, other_rows), dtype=np.float64))
+    return total
 
 
 def _in_rows(values: Values) -> tuple[Values, Values]:
@@ -244,7 +246,12 @@ def _in_rows(values: Values) -> tuple[Values, Values]:
 
 def _squares(rows: Values) -> Any:
     """The sum of squares of each row."""
-    return _vecdot(rows, rows) if _vecdot is not None else [np.vdot(row, row) for row in rows]
+    return _row_products(rows, rows)
+
+
+def _row_products(rows: Values, others: Values) -> Any:
+    """The sum of the products of each pair of rows."""
+    return _vecdot(rows, others) if _vecdot is not None else list(map(np.vdot, rows, others))
 
 
 def _certain(total: float, size: int) -> bool:

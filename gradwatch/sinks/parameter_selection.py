@@ -14,11 +14,17 @@ from typing import Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from gradwatch.records.columns import CATALOGUE, COUNT_COLUMNS
 from gradwatch.records.record import Record
 from gradwatch.records.snapshot import Sites, Snapshot
 
 ParamsMode = Literal["off", "worst", "match", "all"]
 MODES: tuple[ParamsMode, ...] = get_args(ParamsMode)
+
+OF_PARAMETERS = tuple(
+    one.name for one in CATALOGUE if one.of == "parameter" and one.name not in COUNT_COLUMNS
+)
+"""Columns that a series may be of; `norm` is there at every step, the others where a Snapshot has them."""
 
 REVIEW_STEPS = 100
 """Steps between two looks at whether a series is much worse than those that have a seat."""

@@ -32,6 +32,7 @@ def _sheet(kind: type[RowBuffer], grad: Tensor) -> Callable[[], object]:
 
 def ways(grad: Tensor) -> dict[str, Callable[[], object]]:
     """What is compared, by name."""
+    moment = torch.randn_like(grad)
     return {
         "rows.SquareRows (one thread's way)": _sheet(SquareRows, grad),
         "rows.NormRows (several threads')": _sheet(NormRows, grad),
@@ -41,6 +42,7 @@ def ways(grad: Tensor) -> dict[str, Callable[[], object]]:
         "columns: mean and std": lambda: chunks.mean_and_std(grad),
         "columns: count below a bound": lambda: chunks.count_below(grad, 0.0),
         "columns: histogram": lambda: chunks.exponents(grad),
+        "columns: cosine with a moment": lambda: chunks.products(grad, moment),
     }
 
 

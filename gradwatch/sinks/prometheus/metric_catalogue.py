@@ -288,6 +288,19 @@ METRICS: tuple[Metric, ...] = (
         ("param", "group"),
     ),
     Metric(
+        "gradwatch_param_column",
+        "gauge",
+        "Last value of a column of one parameter (update_ratio, zero_fraction, …), as rules have it read in turns.",
+        "Snapshot.columns, of the parameters that gradwatch_param_grad_norm shows",
+        ("column", "param", "group"),
+    ),
+    Metric(
+        "gradwatch_param_column_series_dropped",
+        "gauge",
+        "Series of gradwatch_param_column that are left out, because there are max_series of them.",
+        "max_series of the sink",
+    ),
+    Metric(
         "gradwatch_internal_errors_total",
         "counter",
         "Internal errors of gradwatch; training was not affected.",

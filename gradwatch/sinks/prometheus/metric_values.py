@@ -29,12 +29,14 @@ Value = tuple[tuple[str, ...], float]
 class Layout:
     """Labels and names that stay the same from scrape to scrape, computed once per choice of parameters.
 
-    `lines` are the encoded series of `gradwatch_param_grad_norm`; `group_of[S]` is each site's index into
-    `groups` (printable names), −1 for modules and parameters without a group; `params` counts parameters.
+    `lines` are the encoded series of `gradwatch_param_grad_norm`; `shown` are (name, group) of those chosen;
+    `group_of[S]` is each site's index into `groups` (printable names), −1 for modules and parameters without a group;
+    `params` counts parameters.
     """
 
     chosen: Chosen
     lines: Lines
+    shown: tuple[tuple[str, str], ...]
     groups: tuple[str, ...]
     group_of: NDArray[np.intp]
     params: int
@@ -48,17 +50,17 @@ class Layout:
         codes = {label: i for i, label in enumerate(named)}
         pairs = zip(labels, sites.kinds, strict=True)
         indices = (codes.get(label, -1) if kind == "param" else -1 for label, kind in pairs)
-        shown = distinct(named)
+        shown_groups = distinct(named)
         names = distinct(sites.names[i] for i in chosen.indices)
-        groups = [shown[codes[labels[i]]] if labels[i] else "" for i in chosen.indices]
+        groups = [shown_groups[codes[labels[i]]] if labels[i] else "" for i in chosen.indices]
+        shown = tuple(zip(names, groups, strict=True))
         extra: Labels = (("optimizer", optimizer),) if optimizer else ()
-        rows = [
-            (("param", name), ("group", group), *extra) for name, group in zip(names, groups, strict=True)
-        ]
+        rows = [(("param", name), ("group", group), *extra) for name, group in shown]
         return cls(
             chosen,
             Lines("gradwatch_param_grad_norm", rows),
-            tuple(shown),
+            shown,
+            tuple(shown_groups),
             np.fromiter(indices, np.intp, len(sites)),
             sites.kinds.count("param"),
         )
@@ -66,11 +68,13 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class OptimizerView:
-    """One optimizer at one moment: `label` as `optimizer_labels` says."""
+    """One optimizer at one moment: `label` as `optimizer_labels` says; `columns` of single parameters."""
 
     label: str
     run_totals: RunTotals
     layout: Layout | None = None
+    columns: tuple[Value, ...] = ()
+    columns_left_out: int = 0
 
 
 NO_OPTIMIZER = "none"
@@ -294,5 +298,7 @@ _OF_OPTIMIZER: dict[str, Callable[[OptimizerView], Iterable[Value]]] = {
     "gradwatch_coverage_ratio": _latest(lambda record: record.snapshot.coverage),
     "gradwatch_params": lambda view: _one(view.layout.params if view.layout else 0),
     "gradwatch_params_exported": lambda view: _one(len(view.layout.chosen.indices) if view.layout else 0),
+    "gradwatch_param_column": lambda view: view.columns,
+    "gradwatch_param_column_series_dropped": lambda view: _one(view.columns_left_out),
     "gradwatch_series_dropped": lambda view: _one(view.layout.chosen.dropped if view.layout else 0),
 }

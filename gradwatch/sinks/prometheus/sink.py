@@ -32,6 +32,7 @@ from gradwatch.sinks.parameter_selection import (
 )
 from gradwatch.sinks.prometheus.exposition import CONTENT_TYPE, render
 from gradwatch.sinks.prometheus.file_sd import remove_target, strangers, write_target
+from gradwatch.sinks.prometheus.last_columns import ColumnSeries
 from gradwatch.sinks.prometheus.metric_values import Layout, OptimizerView, View, families, optimizer_labels
 from gradwatch.sinks.prometheus.run_totals import NAMES_LEFT_OUT, STALL_FLOOR_SECONDS, RunTotals
 from gradwatch.sinks.prometheus.start_page import status_page
@@ -57,7 +58,8 @@ class PrometheusSink:
 
     `listen` is "HOST:PORT" with a numeric host; LOCAL_RANK is added to the port, and a port in use gives way
     to a free one. None: no endpoint, only `collector()`. `params` says which parameters get a series of their
-    own: off, worst (`top_k` seats, sticky), match (globs of `match`) or all, at most `max_series` in total.
+    own: off, worst (`top_k` seats, sticky), match (globs of `match`) or all, at most `max_series` in total; of their
+    columns, that rules have read, at most as many again.
     `file_sd` names a folder in which Prometheus finds its targets: this process puts itself there, and takes
     itself away at a clean exit. `stall_seconds`: the least time without a step that counts as a stall.
 
@@ -88,6 +90,7 @@ class PrometheusSink:
         self._limits, self._clock = limits, clock
         self._file_sd, self._stall_seconds = file_sd, stall_seconds
         self._budget = SeriesBudget(max_series)
+        self._column_series = ColumnSeries(max_series)
         self._lock = threading.Lock()
         self._optimizers: dict[int, _Optimizer] = {}
         self._version = 0
@@ -183,13 +186,26 @@ class PrometheusSink:
                 layout is None or layout[0] != label or layout[1].chosen is not chosen
             ):
                 layout = optimizer.layout = (label, Layout.of(chosen, label))
-            optimizers.append(OptimizerView(label, run_totals, layout[1] if layout else None))
+            optimizers.append(self._shown(index, label, run_totals, layout[1] if layout else None))
         if not optimizers:
             optimizers.append(OptimizerView("", RunTotals.of(self._run.rules, self._stall_seconds)))
         health = self._health
         facts = health.errors(), health.up()
         inactive = {**health.without_data(), **health.inactive()}
         return View(self._run, tuple(optimizers), *facts, inactive=inactive, process=health.process())
+
+    def _shown(self, index: int, label: str, run_totals: RunTotals, layout: Layout | None) -> OptimizerView:
+        """One optimizer with the columns of the parameters that are shown, as far as there is room for series."""
+        if layout is None:
+            return OptimizerView(label, run_totals)
+        sites, indices = layout.chosen.sites, layout.chosen.indices
+        shown, values = dict(zip(indices.tolist(), layout.shown, strict=True)), []
+        with self._lock:
+            for column, at, value in run_totals.last_columns.of(sites, indices):
+                if self._column_series.admit(index, column, sites.names[at]):
+                    values.append(((column, *shown[at]), value))
+            left_out = self._column_series.refused(index)
+        return OptimizerView(label, run_totals, layout, tuple(values), left_out)
 
     def render(self) -> bytes:
         """A scrape as it would be answered now."""
@@ -199,6 +215,7 @@ class PrometheusSink:
         if len(self._optimizers) >= MAX_OPTIMIZERS:
             stalest = min(self._optimizers, key=lambda i: _last_seen(self._optimizers[i].run_totals))
             self._budget.left += self._optimizers.pop(stalest).selection.admitted
+            self._column_series.drop(stalest)
         choice = self._choice
         selection = Selection(choice.params, choice.top_k, choice.match, self._budget)
         self._optimizers[index] = _Optimizer(RunTotals.of(self._run.rules, self._stall_seconds), selection)

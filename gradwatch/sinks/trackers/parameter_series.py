@@ -13,11 +13,10 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.records.columns import CATALOGUE, COUNT_COLUMNS
 from gradwatch.records.record import Record
 from gradwatch.records.snapshot import BoolArray, FloatArray, Sites, Snapshot
 from gradwatch.runtime.printable import distinct
-from gradwatch.sinks.parameter_selection import ParameterChoice, Selection, SeriesBudget
+from gradwatch.sinks.parameter_selection import OF_PARAMETERS, ParameterChoice, Selection, SeriesBudget
 
 LEFT_OUT = "param_series_left_out"
 LEFT_OUT_NOTICE = (
@@ -25,10 +24,6 @@ LEFT_OUT_NOTICE = (
     f"`gradwatch/{LEFT_OUT}` counts them: choose fewer with `params` and `match`, or raise `max_series`"
 )
 NEVER = -(1 << 62)
-OF_PARAMETERS = tuple(
-    one.name for one in CATALOGUE if one.of == "parameter" and one.name not in COUNT_COLUMNS
-)
-"""Columns that may be sent; `norm` is there at every step, the others where a Snapshot has them."""
 
 
 class ParameterSeries:

@@ -98,7 +98,8 @@ def test_every_metric_can_be_shown(tmp_path: Path) -> None:
     sink._health.mark("engine", True)
     sink._health.set_inactive({"rule": "matches no parameter"})
     sink._health.counts(lambda: asdict(Taken()), dict)
-    record = make_record(SITES, loss_scale=1024.0)
+    columns = {"zero_fraction": Column(np.zeros(4, np.float32), np.ones(4, bool))}
+    record = make_record(SITES, loss_scale=1024.0, columns=columns)
     scalars = {"loss": 0.7, "lr": 1e-3, "accuracy": 0.5}
     record = replace(record, snapshot=replace(record.snapshot, scalars=scalars))
     sink.write(replace(record, checkpoint=CheckpointHealth(True, 0)))
@@ -166,6 +167,47 @@ def test_gauges_show_the_last_step(tmp_path: Path) -> None:
     assert series["steps_total"] == 2
     assert series["clipped_steps_total"] == 1
     assert series["params"] == series["params_exported"] == 4
+
+
+def test_columns_of_parameters_show_what_was_measured_last(tmp_path: Path) -> None:
+    """Read in turns, they are of several steps: each parameter's last value stays, also past a step without any."""
+    rng, sink = np.random.default_rng(0), PrometheusSink(None, params="all", max_series=100)
+    sink._run = make_run(tmp_path)
+    expected: dict[str, float] = {}
+    for step in range(60):
+        columns = {}
+        for name in ("update_ratio", "zero_fraction", "nonfinite", "rank_norm"):
+            present = rng.random(4) < 0.3
+            values = rng.random(4).astype(np.float32)
+            if rng.random() < 0.6 and present.any():
+                columns[name] = Column(values, present)
+        sink.write(make_record(SITES, step=step, columns=columns))
+        for name, k in itertools.product(columns.keys() & {"update_ratio", "zero_fraction"}, range(4)):
+            if columns[name].present[k]:
+                group = "embed" if k < 2 else "rest"
+                key = f"param_column{{column={name},group={group},param={SITES.names[k]}}}"
+                expected[key] = float(columns[name].values[k])
+        if step % 7 == 0:
+            series = scrape(sink)
+            found = {key: value for key, value in series.items() if key.startswith("param_column{")}
+            assert found == pytest.approx(expected)
+            assert series["param_column_series_dropped"] == 0
+    assert len(expected) == 8
+
+
+def test_columns_take_a_bounded_number_of_series(tmp_path: Path) -> None:
+    """Only of parameters that are shown, `max_series` of them for the sink's life; what is left out is counted."""
+    everywhere = Column(np.full(4, 0.25, np.float32), np.ones(4, bool))
+    columns = dict.fromkeys(("max_abs", "update_ratio", "zero_fraction"), everywhere)
+    sink = PrometheusSink(None, params="all", max_series=5)
+    sink._run = make_run(tmp_path)
+    for names in (SITES.names, ("a", "b", "c", "d")):  # the second model's are too many
+        sink.write(make_record(replace(SITES, names=names), columns=columns))
+        series = scrape(sink)
+        assert sum(key.startswith("param_column{") for key in series) <= 5
+    assert series["param_column_series_dropped"] > 0
+    off = shown([make_record(SITES, columns=columns)], tmp_path, params="off")
+    assert not any(key.startswith("param_column{") for key in off)
 
 
 def test_a_group_without_a_gradient_has_no_series(tmp_path: Path) -> None:
