@@ -28,6 +28,7 @@ NEVER_CAME = {
     "loss_scale": "no GradScaler was seen",
     "scaler_skip": "no GradScaler was seen",
     "norm_local": "needs several ranks",
+    "noise_scale": "needs several ranks that are replicas (DDP), and steps of one backward",
     "moment_norm": NO_FIRST_MOMENT,
     "moment_cosine": NO_FIRST_MOMENT,
     "second_moment_rms": NO_SECOND_MOMENT,

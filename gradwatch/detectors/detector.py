@@ -69,6 +69,7 @@ Column = Literal[
     "loss",
     "lr",
     "loss_scale",
+    "noise_scale",
     "scaler_skip",
 ]
 """Every column of the catalogue that `of:` can name in `above` and `below`."""

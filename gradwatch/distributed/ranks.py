@@ -24,7 +24,9 @@ from gradwatch.distributed import facts_of_this_rank, replica_divergence, sharde
 from gradwatch.distributed.all_reduced_facts import UPDATED, Layout, ReducedFacts, Vector, blind
 from gradwatch.distributed.handshake import RankMeeting, RankRequirements
 from gradwatch.distributed.membership import RankMembership
+from gradwatch.distributed.noise_scale import noise_scale
 from gradwatch.distributed.process_group import AloneError, Group, place
+from gradwatch.records.columns import NOISE_SCALE
 from gradwatch.records.snapshot import Column, Sites
 
 Report = Callable[[str, BaseException], None]
@@ -295,7 +297,18 @@ def _seen_by_all(
     if reduced.layout.pooled:
         # Positions are among all ranks' parameters there, and parts of a gradient have no histogram of the whole.
         extras = replace(extras, params=(Known(sharded_norms.pooled_columns(reduced)),), histograms=None)
+    noise = _noise_scale(reduced, membership, window)
+    values = values if noise is None else {**values, NOISE_SCALE: noise}
     return replace(_norms_seen_by_all(reduced, window, values), extras=replace(extras, ranks=ranked))
+
+
+def _noise_scale(reduced: ReducedFacts, membership: RankMembership, window: WindowNorms) -> float | None:
+    """None unless all ranks are replicas with a local norm of one backward each: the mean is of no other gradients."""
+    here = reduced.by_rank("site") > 0
+    once = len(window.calls) > 0 and int(window.calls.max()) == 1
+    if not (membership.ranked and membership.replicas and once and here.all()) or reduced.layout.pooled:
+        return None
+    return noise_scale(reduced.by_rank("norm_local"), window.total())
 
 
 def _norms_seen_by_all(reduced: ReducedFacts, window: WindowNorms, values: Mapping[str, float]) -> Shared:

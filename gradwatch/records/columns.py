@@ -48,6 +48,8 @@ class ColumnInfo(NamedTuple):
 CONFIRMED_JUMP, CONFIRMED_NORM = "confirmed_jump", "confirmed_norm"
 """Scalars of the step at which a check of the weights confirms that an earlier step ruined them: the factor by which
 the total norm of that step jumped, and the norm."""
+NOISE_SCALE = "noise_scale"
+"""Scalar of steps at which replicas have measured the norms of their own gradients, one backward each."""
 OBSERVED_ONLY = "observed_only"
 """Scalar of a step that no optimizer takes."""
 
@@ -201,6 +203,12 @@ CATALOGUE: tuple[ColumnInfo, ...] = (
     _step("loss", "", "the value that backward was called on, or that was observed", "mean"),
     _step("lr", "", "learning rate of the first parameter group", "same on all"),
     _step("loss_scale", "", "the GradScaler's scale, which is divided out of everything else", "same on all"),
+    _step(
+        NOISE_SCALE,
+        "local batches",
+        "gradient noise scale of one step, by the norms of the ranks' own gradients and of their mean",
+        "same on all",
+    ),
     _step("scaler_skip", "0 or 1", "the GradScaler rejected the step", "same on all"),
     _step(
         CONFIRMED_JUMP,
@@ -247,6 +255,9 @@ RUNNING_STATISTICS = frozenset(one.name for one in CATALOGUE if one.reads == "ru
 
 RANK_COLUMNS = _of("rank")
 """Columns with one value per rank, on sites of kind "rank" (see `gradwatch.distributed.replica_divergence`)."""
+
+COMPARING_RANKS = RANK_COLUMNS | {NOISE_SCALE}
+"""Columns that are made of what ranks have before a reduction."""
 
 COUNT_COLUMNS = frozenset({"nonfinite", "nan_count", "inf_count", "norm_overflow"})
 """Columns filled on suspicion only: when absent and the norms are finite, they are zero."""

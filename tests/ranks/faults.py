@@ -7,6 +7,7 @@ the weights: whatever happens, the ranks must hold the same ones.
 from __future__ import annotations
 
 import contextlib
+import copy
 import itertools
 import random
 import time
@@ -395,6 +396,38 @@ def moments(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> dict[str, Any]
         return {"found": found, "by hand": by_hand, "errors": gw.health.errors()}
 
 
+def scale_of_noise(rank: int) -> dict[str, Any]:
+    """The gradient noise scale beside local gradients of a copy by hand; of the last steps each has two backwards."""
+    plain, model, optimizer = made()
+    by_hand = copy.deepcopy(plain)
+    rules = "version: 1\nrules: {r: {detect: {kind: above, of: noise_scale, threshold: 1e9}, every: 1}}"
+    expected: list[float | None] = []
+    with watched(model, optimizer, rules) as (gw, collector):
+        for step in range(6):
+            optimizer.zero_grad()
+            by_hand.load_state_dict(plain.state_dict())
+            own = torch.autograd.grad(loss_of(by_hand, batch(step, 0, rank)), list(by_hand.parameters()))
+            gradient = torch.cat([one.double().flatten() for one in own])
+            mean, squares = gradient.clone(), gradient.square().sum()
+            dist.all_reduce(mean)
+            dist.all_reduce(squares)
+            of_ranks, of_mean = float(squares) / 2, float((mean / 2).square().sum())
+            loss_of(model, batch(step, 0, rank)).backward()
+            if step < 4:
+                left = 2 * of_mean - of_ranks
+                expected.append(2 * (of_ranks - of_mean) / left if left > 0 else None)
+            else:
+                loss_of(model, batch(step, 1, rank)).backward()
+                expected.append(None)
+            optimizer.step()
+        return {
+            "found": [record.snapshot.scalars.get("noise_scale") for record in collector.records],
+            "expected": expected,
+            "errors": gw.health.errors(),
+            "hash": weights(model),
+        }
+
+
 def on_the_local_norm(rank: int) -> dict[str, Any]:
     """An action on what only this rank knows is refused before training starts; a launcher's watch goes on without."""
     plain, model, optimizer = made()
@@ -474,6 +507,7 @@ SITUATIONS: dict[str, Callable[[int], Any]] = {
     "moments under fsdp2": lambda rank: moments(rank, fsdp2),
     "moments under fsdp1": lambda rank: moments(rank, fsdp1(True)),
     "on the local norm": on_the_local_norm,
+    "noise scale": scale_of_noise,
     "two optimizers": two_optimizers,
     "unchanged ddp": lambda rank: unchanged(rank, DistributedDataParallel),
     "unchanged fsdp2": lambda rank: unchanged(rank, fsdp2),

@@ -164,6 +164,21 @@ def test_moments_of_shards_are_those_of_the_whole(homes: dict[str, list[Any]], h
             assert found[column] == pytest.approx(values, rel=1e-5, abs=1e-12), column
 
 
+def test_the_noise_scale_is_that_of_the_ranks_own_gradients(homes: dict[str, list[Any]]) -> None:
+    """Alike on both ranks and equal to float64 by hand; no value where a step has several backwards."""
+    first, second = homes["noise scale"]
+    assert first["found"] == second["found"]
+    values = [
+        (one, other)
+        for one, other in zip(first["found"], first["expected"], strict=True)
+        if other is not None
+    ]
+    assert [one for one, _ in values] == pytest.approx([other for _, other in values], rel=1e-4)
+    assert len(values) == sum(one is not None for one in first["found"]) >= 2
+    assert first["errors"] == {}
+    assert first["hash"] == second["hash"]
+
+
 def test_an_action_on_a_local_column_is_refused(homes: dict[str, list[Any]]) -> None:
     """Before training starts, with the rule, the column and what to do instead."""
     for home in homes["on the local norm"]:

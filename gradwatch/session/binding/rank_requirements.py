@@ -11,7 +11,7 @@ from gradwatch.distributed.handshake import RankRequirements
 from gradwatch.engine import Engine
 from gradwatch.engine.strictest_clip import Clipping
 from gradwatch.engine.unsupported_rules import Refusal, only_at
-from gradwatch.records.columns import RANK_COLUMNS, is_observed, scalar_name
+from gradwatch.records.columns import COMPARING_RANKS, is_observed, scalar_name
 from gradwatch.records.snapshot import Sites
 from gradwatch.rules.impossible_actions import clip_places
 
@@ -36,9 +36,9 @@ def rank_requirements(engine: Engine) -> RankRequirements:
     return RankRequirements(
         rules=(engine.ruleset.digest or repr(sorted(rule.id for rule in rules))) + _armed(engine),
         acts=clip is not None or any(rule.acts for rule in rules),
-        facts=bool(RANK_COLUMNS & engine.columns)
+        facts=bool(COMPARING_RANKS & engine.columns)
         or any(rule.acts and any(map(_reduced, rule.detect.columns)) for rule in rules),
-        ranked=bool(RANK_COLUMNS & engine.columns),
+        ranked=bool(COMPARING_RANKS & engine.columns),
         averaged=("loss", *sorted(scalar_name(name) for name in filter(is_observed, engine.columns))),
         costly=tuple(sorted(engine.needs.only(READER_COLUMNS).columns)),
         refused="\n".join(one.sentence(engine.ruleset) for one in _on_local(engine)),
@@ -47,7 +47,7 @@ def rank_requirements(engine: Engine) -> RankRequirements:
 
 def _reduced(column: str) -> bool:
     """True of a column that differs from rank to rank and is judged after a reduction; scalars are averaged."""
-    return column in RANK_COLUMNS or column == "loss" or is_observed(column)
+    return column in COMPARING_RANKS or column == "loss" or is_observed(column)
 
 
 def refused_on_ranks(engine: Engine, world_size: int) -> list[Refusal]:

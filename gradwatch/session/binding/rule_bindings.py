@@ -27,7 +27,7 @@ from gradwatch.engine import BoundEngine, Engine
 from gradwatch.engine.actions.backward_clips import asks_backward, at_step, drops_micro
 from gradwatch.engine.series import matching
 from gradwatch.errors import AttachError
-from gradwatch.records.columns import RANK_COLUMNS
+from gradwatch.records.columns import COMPARING_RANKS, NOISE_SCALE, RANK_COLUMNS
 from gradwatch.records.snapshot import Sites
 from gradwatch.session.binding.backward_actions import clipper_of, micro_drop_of, own_sites
 from gradwatch.session.binding.optimizer_rules import OptimizerRules, clip_section_of
@@ -86,7 +86,7 @@ class RuleBindings:
         """Hear local norms, if a rule asks for them, until captures take them over: the first backward counts too."""
         if self.in_backward or self._drops:
             self._remove_scale_listeners.append(grad_scaler.listen_scale(self._scaled))
-        several = self._ranks.several and bool(RANK_COLUMNS & self._engine.columns)
+        several = self._ranks.several and bool(COMPARING_RANKS & self._engine.columns)
         if several or "norm_local" in self._engine.columns:
             self._before_captures = LocalNorms(wanted, self._activity.failed)
 
@@ -219,7 +219,9 @@ class RuleBindings:
     ) -> LocalNorms | None:
         """Local norms, where a rule asks for them; the hooks before them hand over what they measured."""
         former = self._before_captures if before is None or before.local is None else before.local
-        local = LocalNorms(taps, self._activity.failed, former) if bound.needs.columns & LOCAL else None
+        compared = self._ranks.several and NOISE_SCALE in self._engine.columns
+        asked = compared or bool(bound.needs.columns & LOCAL)
+        local = LocalNorms(taps, self._activity.failed, former) if asked else None
         if former is not None and former is not self._before_captures:
             former.close()
         return local
