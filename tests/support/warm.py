@@ -28,6 +28,7 @@ import subprocess
 import sys
 import threading
 import warnings
+import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -213,6 +214,10 @@ def serve(number: int) -> NoReturn:
         for name in LIBRARIES:
             importlib.import_module(name)
         _made.extend(warm_modules.MadeModules() for _ in range(STARTS))
+    _forget_modules()  # here, so that no forked process looks at each name and copies its page
+    sys.path_importer_cache.clear()
+    for each in weakref.finalize._registry:  # type: ignore[attr-defined]
+        each.atexit = False  # torch's libraries of operators: their end is half of the time of a short script
     gc.freeze()  # a collection in a process forked from this one looks at what that one has made, and copies no page
     gc.enable()
 
@@ -264,6 +269,7 @@ def _be_python(request: Mapping[str, Any], streams: Sequence[int], path: Sequenc
             _start(words, env, path)
             _end(0)
         except Replaced as replaced:
+            _forget_modules()
             words, env = replaced.words, replaced.env
         except SystemExit as end:
             if not isinstance(end.code, int | None):
@@ -302,11 +308,14 @@ def _replace(file: str, words: Sequence[str], env: Mapping[str, str]) -> NoRetur
     raise Replaced(words[1:], env)
 
 
-def _start(words: Sequence[str], env: Mapping[str, str], path: Sequence[str]) -> None:
-    """What an interpreter does from its start to the end of its script."""
+def _forget_modules() -> None:
     fresh = {"gradwatch", "tests", "sitecustomize"}
     for name in [name for name in sys.modules if name.partition(".")[0] in fresh]:
         del sys.modules[name]
+
+
+def _start(words: Sequence[str], env: Mapping[str, str], path: Sequence[str]) -> None:
+    """What an interpreter does from its start to the end of its script."""
     sys.meta_path[:] = [one for one in sys.meta_path if not isinstance(one, warm_modules.MadeModules)]
     if _made:
         sys.meta_path.insert(0, _made.pop())
