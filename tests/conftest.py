@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
+
+from tests.support.examples import register_profiles
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # at least one worker per core: more threads only wait for each other
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -25,11 +26,7 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "0")
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Time decides no test: neither how long one example takes nor how long it takes to think of one.
-settings.register_profile(
-    "gradwatch", max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
-settings.load_profile("gradwatch")
+register_profiles()
 
 # What is imported and collected stays to the end: looked at by no collection of garbage, not now and not in a test.
 gc.disable()

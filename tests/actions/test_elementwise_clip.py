@@ -19,6 +19,7 @@ from gradwatch.policies.agc import by_rows
 from gradwatch.policies.centralize import centralized
 from gradwatch.policies.gradient_rows import row_norms
 from gradwatch.policies.value import clamped
+from tests.support.examples import examples
 
 POLICIES: tuple[ElementwisePolicy, ...] = (
     ClipByValue(0.3),
@@ -43,7 +44,7 @@ def cases(draw: st.DrawFn) -> tuple[Tensor, Tensor, list[ElementwisePolicy], flo
 
 
 @given(cases())
-@settings(max_examples=100)
+@settings(max_examples=examples(50))
 def test_each_element_takes_the_smallest_candidate(
     case: tuple[Tensor, Tensor, list[ElementwisePolicy], float],
 ) -> None:
@@ -65,7 +66,7 @@ def test_each_element_takes_the_smallest_candidate(
 
 
 @given(cases(), st.sampled_from([math.nan, math.inf, -math.inf]), st.integers(0, 1000))
-@settings(max_examples=100)
+@settings(max_examples=examples(50))
 def test_what_is_not_finite_spreads_to_no_other_row(
     case: tuple[Tensor, Tensor, list[ElementwisePolicy], float], bad: float, where: int
 ) -> None:
@@ -84,7 +85,7 @@ def test_what_is_not_finite_spreads_to_no_other_row(
 
 
 @given(cases(), st.sampled_from([2.0**-8, 1024.0, 65536.0]))
-@settings(max_examples=100)
+@settings(max_examples=examples(50))
 def test_a_loss_scale_changes_nothing_but_the_scale(
     case: tuple[Tensor, Tensor, list[ElementwisePolicy], float], scale: float
 ) -> None:
@@ -134,7 +135,7 @@ def test_rows_that_need_nothing_keep_every_bit() -> None:
     st.booleans(),
     st.integers(0, 1000),
 )
-@settings(max_examples=200)
+@settings(max_examples=examples(100))
 def test_a_gradient_is_passed_over_only_if_nothing_would_change(
     policy: ElementwisePolicy, norm: float, shape: tuple[int, int], lonely: bool, seed: int
 ) -> None:

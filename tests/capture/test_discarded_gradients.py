@@ -15,6 +15,7 @@ from torch import nn
 
 import gradwatch
 from gradwatch.rules.files import parse_rules
+from tests.support.examples import examples
 from tests.support.kept import Kept
 from tests.support.recorder import Recorder, norms_of, seen
 
@@ -137,7 +138,7 @@ DEEDS = st.lists(
 )
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(30))
 @given(DEEDS)
 def test_whatever_a_loop_does_arrivals_are_those_still_there(deeds: list[str]) -> None:
     """In any order of backwards, clears, steps and failing steps: numbers in order, arrivals and norms right."""

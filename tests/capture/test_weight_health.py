@@ -21,6 +21,7 @@ from gradwatch.reading import device
 from gradwatch.sinks.log import LogSink
 from tests.reading.test_device import WAITING, Operations
 from tests.support.acting_cases import Training, run_folder, watched
+from tests.support.examples import examples
 from tests.support.kept import Kept
 
 QUIET = "rules: {r: {detect: {kind: nonfinite}, severity: warning}}"
@@ -200,7 +201,7 @@ def test_a_jump_that_only_the_weights_confirm_is_an_event(rate: float, asked: bo
     assert (resolved.step, resolved.kind) == (6, "resolved")
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 @given(st.lists(st.sampled_from([0.0, 0.1, 0.5, 3.0, 12.0, 400.0, math.nan, 1e25]), min_size=3, max_size=3))
 def test_the_bound_is_ten_times_its_own_or_the_models(scales: list[float]) -> None:
     """Against a plain restatement, for three parameters of other sizes; sums of squares beyond float32 included."""

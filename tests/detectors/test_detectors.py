@@ -38,6 +38,7 @@ from gradwatch.detectors import (
 from gradwatch.errors import GradwatchError
 from gradwatch.testing import LAWS, Law, check_detector
 from tests.detectors import reference
+from tests.support.examples import examples
 
 REQUIRED: dict[str, dict[str, Any]] = {"above": {"threshold": 2.0}, "below": {"threshold": 0.5}}
 
@@ -96,7 +97,8 @@ def assert_close(found: list[float], expected: list[float], tolerance: float) ->
 @pytest.mark.parametrize("detector", VARIANTS, ids=repr)
 def test_every_registered_detector_obeys_every_law(detector: Detector, law: Law) -> None:
     """A new detector is tested by existing."""
-    law(detector, 0)
+    for seed in range(examples(1)):
+        law(detector, seed)
 
 
 class Forgetful(Spike):
@@ -123,7 +125,7 @@ def test_the_laws_catch_a_broken_detector(broken: Detector) -> None:
         check_detector(broken)
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(75))
 @given(values_of_one_series, st.sampled_from([3, 20, 100]), st.sampled_from([1, 5, 20, 40]))
 def test_spike_is_its_formula(series: list[float | None], half_life: int, warmup: int) -> None:
     """The vectorised float32 recursion agrees with the plain one in float64."""
@@ -132,7 +134,7 @@ def test_spike_is_its_formula(series: list[float | None], half_life: int, warmup
     assert_close(scores(Spike(half_life=half_life, warmup=warmup), series), expected, 1e-3)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(25))
 @given(st.integers(0, 10**6), st.sampled_from([10, 100]))
 def test_spike_is_its_formula_over_long_runs(seed: int, half_life: int) -> None:
     """Rounding does not build up: 600 samples, with outliers and holes, through the fast path."""
@@ -150,7 +152,7 @@ def test_spike_is_its_formula_over_long_runs(seed: int, half_life: int) -> None:
             assert_close([float(fast[0])], [exact], 2e-3)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(50))
 @given(values_of_one_series)
 def test_loss_spike_is_spike_on_asinh(series: list[float | None]) -> None:
     """Also for losses that are zero or negative."""
@@ -161,7 +163,7 @@ def test_loss_spike_is_spike_on_asinh(series: list[float | None]) -> None:
     assert_close(scores(LossSpike(), signed), [slow(value) for value in as_float32(signed)], 1e-3)
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(50))
 @given(values_of_one_series)
 def test_drift_is_its_formula(series: list[float | None]) -> None:
     """exp(EW10 - EW500) of ln value."""
@@ -169,7 +171,7 @@ def test_drift_is_its_formula(series: list[float | None]) -> None:
     assert_close(scores(Drift(), series), [slow(value) for value in as_float32(series)], 1e-3)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(30))
 @given(st.integers(0, 10**6), st.integers(1, 9))
 def test_drop_is_its_formula(seed: int, size: int) -> None:
     """Shares of the median, with zeros, NaN and holes."""
@@ -186,7 +188,7 @@ def test_drop_is_its_formula(seed: int, size: int) -> None:
         state = detector.learn(state, sample)
 
 
-@settings(max_examples=60)
+@settings(max_examples=examples(30))
 @given(st.lists(st.integers(0, 2), min_size=1, max_size=40))
 def test_stale_and_never_are_their_formulas(calls: list[int]) -> None:
     """Counted by hand."""
@@ -203,7 +205,7 @@ rows = st.lists(
 )
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(75))
 @given(rows)
 def test_all_zero_and_depth_ratio_are_their_formulas(row: list[float | None]) -> None:
     """One step over many sites."""
@@ -214,7 +216,7 @@ def test_all_zero_and_depth_ratio_are_their_formulas(row: list[float | None]) ->
         assert_close(DepthRatio(ends=ends).score((), sample).tolist(), expected, 1e-6)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(100))
 @given(
     st.lists(
         st.sampled_from([65536.0, 4096.0, 2048.0, 1024.0, 512.0, 1.0, 0.5, 0.0, math.nan, None]), max_size=40
@@ -233,7 +235,7 @@ def test_scale_collapse_is_its_formula(
     assert scores(detector, series) == pytest.approx(want, rel=1e-6, nan_ok=True)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(100))
 @given(st.one_of(st.floats(), st.floats(-2, 2)), st.floats(-2, 2))
 def test_above_and_below_agree_with_nan_safe_predicates(value: float, threshold: float) -> None:
     """`above` is `not (x <= threshold)`, so NaN trips it; `below` says nothing of NaN."""
@@ -243,7 +245,7 @@ def test_above_and_below_agree_with_nan_safe_predicates(value: float, threshold:
     assert bool(breaches(low, low.score((), sample))[0]) is (value < threshold)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(100))
 @given(rows)
 def test_calm_bounds_never_hide_a_breach(row: list[float | None]) -> None:
     """Where `calm(low, high)` holds for the values present, no score breaches."""

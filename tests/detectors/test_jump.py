@@ -17,6 +17,7 @@ from gradwatch.errors import RuleFileError
 from gradwatch.rules.files import load_rules, parse_rules
 from gradwatch.rules.rule_set import RuleSet
 from tests.engine.cases import SKIP, OptimizerRules, bound, make_sites, rule
+from tests.support.examples import examples
 
 Pair = tuple[float | None, float | None]
 
@@ -62,7 +63,7 @@ totals = st.one_of(st.none(), st.floats(1e-6, 1e12), st.sampled_from([0.0, math.
 losses = st.one_of(st.none(), st.floats(-1e6, 1e6), st.sampled_from([math.nan, math.inf, 0.0]))
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(50))
 @given(st.lists(st.tuples(totals, losses), max_size=40))
 def test_jump_is_its_formula(pairs: list[Pair]) -> None:
     """Against a plain restatement."""
@@ -81,7 +82,7 @@ def test_jump_is_its_formula(pairs: list[Pair]) -> None:
     assert jumps(pairs) == expected
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=examples(30), deadline=None)
 @given(st.integers(0, 10**6))
 def test_the_glance_says_what_the_whole_judgement_says(seed: int) -> None:
     """Steps that the fast path leaves out changed nothing; a state through JSON goes on alike."""

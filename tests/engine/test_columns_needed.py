@@ -14,6 +14,7 @@ from torch import nn
 import gradwatch
 from gradwatch.errors import RuleFileError
 from gradwatch.rules.files import parse_rules
+from tests.support.examples import examples
 from tests.support.kept import Kept
 
 HEAD = "version: 1\nrules:\n"
@@ -59,7 +60,7 @@ def trained(rules: Mapping[str, str], steps: int = 24, size: int = 100) -> list[
     ]
 
 
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=examples(5), deadline=None)
 @given(st.sets(st.sampled_from(sorted(SOME)), min_size=1, max_size=4), st.data())
 def test_no_rule_changes_what_another_sees(names: set[str], data: st.DataObject) -> None:
     """Breaches, events, values and scores of a rule beside others are those of the rule alone."""

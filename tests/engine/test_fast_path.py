@@ -43,6 +43,7 @@ from tests.engine.cases import (
     make_snapshot,
     rule,
 )
+from tests.support.examples import examples
 
 SIZE = 8
 STEPS = 260
@@ -169,7 +170,7 @@ def bind(rules: tuple[Rule, ...]) -> BoundEngine:
 
 
 @pytest.mark.parametrize("pack", packs())
-@settings(max_examples=3)
+@settings(max_examples=examples(3))
 @given(st.integers(0, 10**6), st.sampled_from([mostly_healthy, with_faults_that_stay]))
 def test_a_glance_sees_what_judging_sees(pack: str, seed: int, run: Callable[[int], list[Any]]) -> None:
     """Same verdict, same decision, bit-equal state, at every step."""

@@ -38,6 +38,7 @@ from tests.engine.cases import (
     make_snapshot,
     rule,
 )
+from tests.support.examples import examples
 
 SIZE = 6
 STEPS = 70
@@ -126,7 +127,7 @@ def test_the_trace_exercises_every_rule() -> None:
     assert any(stop for *_, stop in said)
 
 
-@settings(max_examples=10)
+@settings(max_examples=examples(5))
 @given(st.integers(0, 10**6), st.randoms(use_true_random=False))
 def test_the_order_of_rules_in_the_file_never_matters(seed: int, random: Any) -> None:
     """Same events, same masks, same decisions."""
@@ -136,7 +137,7 @@ def test_the_order_of_rules_in_the_file_never_matters(seed: int, random: Any) ->
     assert told(OptimizerRules(engine(tuple(shuffled))), steps) == told(OptimizerRules(engine()), steps)
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(7))
 @given(st.integers(0, 10**6), st.randoms(use_true_random=False))
 def test_permuting_sites_permutes_the_verdict(seed: int, random: Any) -> None:
     """Rules per parameter do not care where a parameter stands; scalars, not at all."""
@@ -168,7 +169,7 @@ def test_permuting_sites_permutes_the_verdict(seed: int, random: Any) -> None:
         assert left.decision == right.decision
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(7))
 @given(st.integers(0, 10**6), st.lists(st.integers(0, STEPS), min_size=1, max_size=4))
 def test_resume_is_as_if_nothing_had_happened(seed: int, cuts: list[int]) -> None:
     """P28: cut anywhere, as often as one likes, through JSON; no event twice, none lost."""
@@ -245,7 +246,7 @@ def test_decisions_join_as_a_semilattice(a: Decision, b: Decision, c: Decision) 
     assert all(reduce(or_, order) == a | b | c for order in permutations([a, b, c]))
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(100))
 @given(
     st.lists(st.lists(st.sampled_from("bqm-"), min_size=3, max_size=3), min_size=1, max_size=40),
     st.integers(1, 4),
@@ -292,7 +293,7 @@ def slow_breaches(steps: list[dict[str, Any]], kind: str) -> list[list[bool]]:
     return out
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(10))
 @given(st.integers(0, 10**6), st.sampled_from([1, 2]), st.sampled_from([0, 2]))
 def test_the_engine_agrees_with_one_site_at_a_time(seed: int, for_: int, keep: int) -> None:
     """Breaches and firing of five kinds, through faults and holes, rule by rule and site by site."""

@@ -43,6 +43,7 @@ from gradwatch.records.snapshot import Column, Sites
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.sinks.journal import JournalSink
 from tests.support.alphabet import UNICODE
+from tests.support.examples import examples
 from tests.support.sink_records import make_event, make_record, make_run, make_sites, skip
 
 AWKWARD = (float("nan"), float("inf"), float("-inf"), -0.0, 5e-324, 1e-45, 1.5)
@@ -200,7 +201,7 @@ def test_awkward_numbers_keep_their_bits(tmp_path: Path, value: float) -> None:
         st.text(UNICODE, max_size=8),
     ),
 )
-@settings(max_examples=60)
+@settings(max_examples=examples(30))
 def test_payloads_round_trip(arrays: dict[str, Any], fields: dict[str, str]) -> None:
     """Any arrays and any fields come back bit for bit."""
     decoded = decode_payload(encode_payload("x", fields, arrays))
@@ -212,7 +213,7 @@ def test_payloads_round_trip(arrays: dict[str, Any], fields: dict[str, str]) -> 
 
 
 @given(st.binary(max_size=64), st.binary(max_size=200))
-@settings(max_examples=300)
+@settings(max_examples=examples(150))
 def test_a_foreign_payload_is_refused_not_run(head: bytes, rest: bytes) -> None:
     """Decoding arbitrary bytes gives an entry or a ValueError, nothing else (P34)."""
     for data in (head + rest, len(head).to_bytes(4, "little") + head + rest):

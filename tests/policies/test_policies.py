@@ -40,6 +40,7 @@ from gradwatch.records.snapshot import BoolArray
 from gradwatch.rules.files import parse_rules
 from gradwatch.rules.rule_set import ClipPolicy
 from gradwatch.testing import ELEMENTWISE_LAWS, POLICY_LAWS, PolicyLaw, check_policy
+from tests.support.examples import examples
 
 torch = pytest.importorskip("torch")
 Tensor = torch.Tensor
@@ -132,7 +133,8 @@ def coefficient_policies() -> list[Policy]:
 @pytest.mark.parametrize("policy", coefficient_policies(), ids=repr)
 def test_every_policy_keeps_every_law(policy: Policy, law: PolicyLaw) -> None:
     """Pure, float32 and finite, resumable through JSON, permutable; NaN gets 1, is never learned, never spreads."""
-    law(policy, 0)
+    for seed in range(examples(1)):
+        law(policy, seed)
 
 
 @pytest.mark.parametrize("law", ELEMENTWISE_LAWS, ids=lambda law: law.__name__.removeprefix("law_shape_"))
@@ -145,7 +147,8 @@ def test_every_elementwise_policy_keeps_every_law(
     policy: ElementwisePolicy, law: Callable[[ElementwisePolicy, int], None]
 ) -> None:
     """Writes to no argument, keeps what is not finite, bounds unless it transforms, and knows the loss scale."""
-    law(policy, 0)
+    for seed in range(examples(1)):
+        law(policy, seed)
 
 
 class Broken(ElementwisePolicy):

@@ -18,6 +18,7 @@ from gradwatch.capture.snapshot_assembly import Extras, assemble
 from gradwatch.reading.batched import FLOAT32_MAX
 from gradwatch.records.snapshot import Sites, Snapshot
 from tests.precision.loops import norms_in, watched
+from tests.support.examples import examples
 from tests.support.recorder import as_on_device
 
 DTYPES = (
@@ -143,7 +144,7 @@ def test_float64_gradients_beyond_the_squares_of_float64() -> None:
             assert not seen.columns["nonfinite"].values.any()
 
 
-@settings(max_examples=150)
+@settings(max_examples=examples(75))
 @given(
     arrays(
         np.float32, st.integers(1, 40), elements=st.floats(width=32, allow_nan=False, allow_infinity=False)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import gradwatch
 from gradwatch.rules.files import parse_rules
+from tests.support.examples import examples
 from tests.support.kept import Kept
 
 MANY = 20  # gradients a backward
@@ -130,7 +131,7 @@ specs = st.lists(
 SLOW = [HealthCheck.too_slow, HealthCheck.data_too_large]
 
 
-@settings(max_examples=10, suppress_health_check=SLOW)
+@settings(max_examples=examples(5), suppress_health_check=SLOW)
 @given(specs)
 def test_no_gradient_is_touched(specs: list[Spec]) -> None:
     """A sample of the kinds below: hooks return None, and every bit of every gradient is as without us."""

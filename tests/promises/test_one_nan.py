@@ -14,6 +14,7 @@ from gradwatch.engine import EngineState
 from gradwatch.rules.rule_set import Action, Rule
 from tests.engine.cases import SKIP, OptimizerRules, bound, rule
 from tests.support.acting_cases import Training, watched
+from tests.support.examples import examples
 
 CLIP = (Action("clip", {"to": "baseline", "at": "step", "local": False}),)
 SIZE = 4
@@ -38,7 +39,7 @@ def baselines(state: EngineState) -> Any:
 broken = st.sampled_from([math.nan, math.inf])
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(15))
 @given(
     seed=st.integers(0, 10_000),
     at=st.integers(0, 70),
@@ -71,7 +72,7 @@ def test_one_nan_one_event_no_extra_skip_baselines_as_if_it_had_not_been(
     assert baselines(hurt.state) == baselines(spared.state)
 
 
-@settings(max_examples=20)
+@settings(max_examples=examples(10))
 @given(seed=st.integers(0, 10_000), hits=st.lists(st.booleans(), min_size=80, max_size=80), value=broken)
 def test_any_number_of_nans_are_skipped_and_nothing_is_learned_of_them(
     seed: int, hits: list[bool], value: float
@@ -101,7 +102,7 @@ rules:
 """
 
 
-@settings(max_examples=8)
+@settings(max_examples=examples(5))
 @given(seed=st.integers(0, 1000), at=st.integers(0, 39), value=broken)
 def test_training_with_one_nan_is_training_without_that_step(seed: int, at: int, value: float) -> None:
     """Real hooks: weights and optimizer state end bit-identical to a run in which that batch never was a step."""

@@ -19,6 +19,7 @@ from gradwatch.records.snapshot import Column, Snapshot
 from gradwatch.rules.files import load_rules, parse_rules
 from gradwatch.session.binding.rank_requirements import rank_requirements, refused_on_ranks, refused_on_shards
 from tests.engine.cases import make_sites, make_snapshot
+from tests.support.examples import examples
 
 SIZE, WORLD = 6, 4
 
@@ -50,7 +51,7 @@ def step_of(engine: BoundEngine, step: int, norms: Any, ranks: Any, mismatch: An
     )
 
 
-@settings(max_examples=5)
+@settings(max_examples=examples(5))
 @given(st.integers(0, 10**6))
 def test_a_glance_sees_what_judging_sees(seed: int) -> None:
     """Same events and bit-equal states at every step, whatever ranks do."""

@@ -18,6 +18,7 @@ from gradwatch.reading.batched import FLOAT32_MAX, Detail
 from gradwatch.reading.cpu import CpuNorms
 from gradwatch.records.snapshot import Column
 from tests.engine.cases import make_sites
+from tests.support.examples import examples
 
 K = 4
 
@@ -52,7 +53,7 @@ def spoken(layouts: list[Layout], windows: list[WindowNorms], **more: object) ->
     return ReducedFacts(layouts[0], np.sum(vectors, axis=0))
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(25))
 @given(st.integers(1, 9), st.integers(0, 10**6))
 def test_shards_add_up_to_the_whole(world: int, seed: int) -> None:
     """Norms, calls and total of a parameter cut into pieces are those of the uncut one."""
@@ -117,7 +118,7 @@ def test_columns_of_whole_tensors_add_up() -> None:
     np.testing.assert_allclose(found["second_moment_near_zero"].values, 0.4, rtol=1e-6)
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(25))
 @given(st.integers(2, 40), st.integers(0, 10**6))
 def test_one_bit_on_one_rank_is_found(world: int, seed: int) -> None:
     """The rank and the parameter whose norm differs in its last bit; equal norms, NaN included, are equal."""

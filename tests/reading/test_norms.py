@@ -24,6 +24,7 @@ from gradwatch.reading.read_plan import SMALL
 from gradwatch.reading.row_sums import ROW, UNDERFLOW, RowBuffer, divided
 from gradwatch.reading.row_sums_by_blas import SquareRows
 from gradwatch.reading.row_sums_by_torch import NormRows
+from tests.support.examples import examples
 
 KINDS = pytest.mark.parametrize(
     "kind", [NormRows, SquareRows]
@@ -83,7 +84,7 @@ def make(shape: tuple[int, ...], dtype: torch.dtype, layout: str, scale: float, 
     return grad
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(150))
 @given(SHAPES, DTYPES, LAYOUTS, st.sampled_from([1e-4, 1.0, 1e3]), st.integers(0, 9))
 def test_norm_of_any_gradient(
     shape: tuple[int, ...], dtype: torch.dtype, layout: str, scale: float, seed: int
@@ -94,7 +95,7 @@ def test_norm_of_any_gradient(
 
 
 @KINDS
-@settings(max_examples=50)
+@settings(max_examples=examples(25))
 @given(st.lists(st.tuples(SHAPES, DTYPES, LAYOUTS), min_size=1, max_size=30), st.data())
 def test_batched_read_equals_one_by_one(
     kind: type[RowBuffer], specs: list[tuple[tuple[int, ...], torch.dtype, str]], data: st.DataObject
@@ -207,7 +208,7 @@ def test_a_small_gradient_that_is_missing_costs_no_other_its_norm(kind: type[Row
     assert reader.read(grads).squares().tolist() == usual
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(100))
 @given(
     st.lists(st.floats(width=32, allow_nan=True, allow_infinity=True), min_size=1, max_size=200),
 )
@@ -222,7 +223,7 @@ def test_second_look_is_exact(values: list[float]) -> None:
         assert detail.norm == pytest.approx(math.hypot(*exact), rel=1e-9)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(100))
 @given(st.integers(1, 3000), st.floats(-44, 37), st.integers(0, 5))
 def test_unsuspicious_norms_are_right(numel: int, exponent: float, seed: int) -> None:
     """Over the whole range of float32: whatever is not looked at twice is within 1e-5."""
@@ -233,7 +234,7 @@ def test_unsuspicious_norms_are_right(numel: int, exponent: float, seed: int) ->
 
 
 @KINDS
-@settings(max_examples=80)
+@settings(max_examples=examples(40))
 @given(st.lists(st.tuples(SHAPES, DTYPES, st.floats(-44, 4)), min_size=1, max_size=12), st.data())
 def test_what_a_glance_lets_pass_is_right(
     kind: type[RowBuffer], specs: list[tuple[tuple[int, ...], torch.dtype, float]], data: st.DataObject

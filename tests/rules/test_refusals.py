@@ -18,6 +18,7 @@ from gradwatch.rules.packs import pack_directory, pack_names
 from gradwatch.rules.problem_codes import CODES, explain
 from gradwatch.rules.yaml.size_limits import MAX_BYTES, MAX_DEPTH, MAX_LINES, MAX_NODES
 from tests.support.alphabet import UNICODE
+from tests.support.examples import examples
 
 HERE = Path(__file__).parent / "rulefiles"
 FIXTURES = sorted(path.name for path in HERE.glob("*.bad.yaml"))
@@ -302,14 +303,14 @@ def test_mutants_in_full() -> None:
     assert assault(50_000, seed=2025) > 0
 
 
-@settings(max_examples=300)
+@settings(max_examples=examples(150))
 @given(st.text(UNICODE, max_size=200) | st.lists(st.sampled_from(ALPHABET), max_size=60).map("".join))
 def test_any_text_is_accepted_or_refused(text: str) -> None:
     """Arbitrary unicode and arbitrary strings of YAML's own signs never raise anything but RuleFileError."""
     problems_of(text)
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(100))
 @given(st.binary(max_size=300))
 def test_any_bytes_are_accepted_or_refused(tmp_path_factory: pytest.TempPathFactory, content: bytes) -> None:
     """Arbitrary bytes in a file are refused with a place."""

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from gradwatch.records.snapshot import Sites
 from gradwatch.sinks.parameter_selection import REVIEW_STEPS, ParamsMode, Selection, SeriesBudget
+from tests.support.examples import examples
 from tests.support.sink_records import make_event, make_record, make_sites
 
 
@@ -121,7 +122,7 @@ def test_the_deepest_non_finite_gradients_are_in_at_once() -> None:
     assert exported(selection) == [f"layers.{i}.weight" for i in range(35, 40)]
 
 
-@settings(max_examples=50)
+@settings(max_examples=examples(25))
 @given(st.integers(0, 30), st.integers(0, 12), st.integers(0, 2**32 - 1))
 def test_there_are_never_more_series_than_allowed(max_series: int, top_k: int, seed: int) -> None:
     """Over the whole life of a run, however many parameters misbehave; those left out are counted."""

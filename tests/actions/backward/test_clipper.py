@@ -20,6 +20,7 @@ from gradwatch.records.decision import Decision
 from gradwatch.rules.files import parse_rules
 from tests.reading.test_device import WAITING, Operations
 from tests.support.backward_jobs import BASELINE, CONSTANT, METHODS, POLICY, Job, X, same
+from tests.support.examples import examples
 from tests.support.kept import Kept
 
 # -- what is done --------------------------------------------------------------------------------------------
@@ -296,7 +297,7 @@ def test_a_rule_on_a_device_clips_without_waiting_and_is_told(monkeypatch: pytes
     job.close()
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=examples(15), deadline=None)
 @given(
     st.integers(1, 300),
     st.booleans(),

@@ -13,6 +13,7 @@ import gradwatch
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.rules.files import parse_rules
 from tests.promises.test_hook_returns import SLOW, Injected, Spec, gradient, specs
+from tests.support.examples import examples
 from tests.support.kept import Kept
 
 RULES = """
@@ -69,7 +70,7 @@ def acted(made: list[Spec], method: str) -> tuple[int, int]:
 
 @pytest.mark.parametrize("on_device", [False, True])
 @pytest.mark.parametrize("method", METHODS)
-@settings(max_examples=5, suppress_health_check=SLOW)
+@settings(max_examples=examples(5), suppress_health_check=SLOW)
 @given(made=specs)
 def test_a_gradient_stays_what_it_is(method: str, on_device: bool, made: list[Spec]) -> None:
     """A sample of dtypes, forms and contents, on the host and on the path of a device; no fault, no abort."""

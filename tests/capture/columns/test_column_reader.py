@@ -21,6 +21,7 @@ from gradwatch.engine.columns_needed import AFTER_A_STEP, EVERY_STEP, OF_UPDATES
 from gradwatch.engine.staggering import Staggering
 from gradwatch.records.snapshot import Sites
 from gradwatch.rules.files import load_rules
+from tests.support.examples import examples
 
 READ = COLUMNS - {COSINE}
 """Columns of one tensor; the cosine of two is tested with the optimizers that keep one of them."""
@@ -57,7 +58,7 @@ def test_due_at_each_rule_s_own_steps() -> None:
     assert [step for step in range(9) if needs.due("update_ratio", step, phases) is not None] == [4, 8]
 
 
-@settings(max_examples=15)
+@settings(max_examples=examples(7))
 @given(
     st.dictionaries(
         st.sampled_from(sorted(COLUMNS)), st.frozensets(st.integers(1, 12), min_size=1, max_size=2)

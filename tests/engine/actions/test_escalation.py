@@ -22,6 +22,7 @@ from gradwatch.rules.files import parse_rules
 from gradwatch.rules.rule_set import Action
 from tests.engine.cases import OptimizerRules, bound, rule
 from tests.support.acting_cases import Training, kinds, orders, watched
+from tests.support.examples import examples
 
 LADDER = """
 rules:
@@ -221,7 +222,7 @@ def test_escalated_skips_are_not_learned() -> None:
     assert found[0] == found[1]
 
 
-@settings(max_examples=30)
+@settings(max_examples=examples(15))
 @given(st.text(alphabet="0123456789 in", max_size=12))
 def test_what_is_no_pace_is_refused_with_its_place(after: str) -> None:
     """`after:` is `k in n` with k <= n, anything else an error at its line."""

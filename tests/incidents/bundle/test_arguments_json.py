@@ -17,6 +17,7 @@ from torch import Tensor
 from gradwatch.localise.replay.arguments_json import DEPTH, TreeError, decode, encode, missing
 from gradwatch.localise.replay.bundle_replay import strided
 from tests.support.alphabet import UNICODE
+from tests.support.examples import examples
 
 plain = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(UNICODE))
 keys = st.one_of(st.text(UNICODE), st.integers())
@@ -124,7 +125,7 @@ def test_depth_is_bounded_both_ways() -> None:
         decode(tree, refused, "args")
 
 
-@settings(max_examples=200)
+@settings(max_examples=examples(100))
 @given(anything)
 def test_any_json_is_a_value_or_refused(tree: Any) -> None:
     """Nothing but TreeError ever comes of a stranger's tree."""

@@ -24,6 +24,7 @@ from gradwatch.errors import MissingDependencyError
 from gradwatch.incidents.bundle.bundle_reader import BundleError, load_tensors, read_document, read_tensors
 from gradwatch.incidents.bundle.incident_json import Document
 from tests.incidents.bundle.cases import Run, build, rules, seeded
+from tests.support.examples import examples
 
 FILES = ("incident.json", "tensors.safetensors")
 
@@ -262,7 +263,9 @@ def mutated(raw: bytes, dice: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("name", FILES)
-@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@settings(
+    max_examples=examples(75), suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None
+)
 @given(seed=st.integers(0, 1 << 32))
 def test_spoilt_bytes_are_read_or_refused(name: str, seed: int, whole: Path, tmp_path: Path) -> None:
     """Truncated, flipped, zeroed, overwritten, duplicated: a value, or a BundleError that names the file."""

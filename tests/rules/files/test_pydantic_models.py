@@ -21,6 +21,7 @@ from gradwatch.rules.action_kinds import ACTIONS
 from gradwatch.rules.files import json_schema, parse_rules
 from gradwatch.rules.files.sink_kinds import SINKS
 from gradwatch.rules.packs import pack_directory
+from tests.support.examples import examples
 
 SHAPE = {"GW006", "GW101", "GW102", "GW103", "GW104", "GW105", "GW106", "GW107", "GW201", "GW203", "GW204"}
 """What a schema can see; the other codes need the rest of the file, or the text itself."""
@@ -218,7 +219,7 @@ def test_shipped_packs_fit_the_schema(pack: Path) -> None:
     VALIDATOR.validate(YAML(typ="safe", pure=True).load(pack.read_text(encoding="utf-8")))
 
 
-@settings(max_examples=100)
+@settings(max_examples=examples(50))
 @given(documents())
 def test_schema_and_loader_agree(document: dict[str, Any]) -> None:
     """A changed document is refused for its shape by both or by neither."""

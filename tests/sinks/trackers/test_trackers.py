@@ -25,6 +25,7 @@ from gradwatch.sinks.prometheus.run_totals import RunTotals
 from gradwatch.sinks.trackers.points import MOST_OPTIMIZERS, Point, Points
 from gradwatch.sinks.trackers.tracker import MAX_QUEUE, Tracker
 from tests.support import warm
+from tests.support.examples import examples
 from tests.support.sink_records import RULES, make_event, make_record, make_run, make_sites, skip
 
 SITES = make_sites(4)
@@ -72,7 +73,7 @@ def steps(points: Sequence[Point]) -> list[int]:
     skipped=st.sets(st.integers(0, 59)),
     fired=st.sets(st.integers(0, 59)),
 )
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=examples(50), deadline=None)
 def test_thinning_hides_no_step_of_note(
     every: int, norms: list[float], skipped: set[int], fired: set[int]
 ) -> None:
