@@ -6,6 +6,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 from gradwatch.records.columns import (
+    BATCH_HASH,
     COSTLY_COLUMNS,
     OBSERVED,
     OF_SCALER,
@@ -28,6 +29,7 @@ NEVER_CAME = {
     "loss_scale": "no GradScaler was seen",
     "scaler_skip": "no GradScaler was seen",
     "norm_local": "needs several ranks",
+    BATCH_HASH: "nothing that a watched model was called with is held until the step (a rule with `localise` does)",
     "noise_scale": "needs several ranks that are replicas (DDP), and steps of one backward",
     "moment_norm": NO_FIRST_MOMENT,
     "moment_cosine": NO_FIRST_MOMENT,

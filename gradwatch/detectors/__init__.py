@@ -27,6 +27,7 @@ from gradwatch.detectors.loss_scale import ScaleCollapse
 from gradwatch.detectors.missing_gradients import AllZero, Never, Stale, Stuck
 from gradwatch.detectors.nonfinite import LossNonFinite, NonFinite, NormOverflow
 from gradwatch.detectors.rank_outlier import RankMismatch, RankOutlier
+from gradwatch.detectors.same_batch import SameBatch
 from gradwatch.detectors.share_and_depth import DepthRatio, Drop
 from gradwatch.detectors.spike import LossSpike, Spike
 from gradwatch.detectors.thresholds import Above, Below, Dead, UpdateRatio
@@ -51,6 +52,7 @@ __all__ = [
     "NormOverflow",
     "RankMismatch",
     "RankOutlier",
+    "SameBatch",
     "Sample",
     "ScaleCollapse",
     "Scope",

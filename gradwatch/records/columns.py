@@ -5,7 +5,7 @@ Every set of names that depends on a property of columns is made from it.
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 Of = Literal["parameter", "module", "rank", "step"]
 Grouped = Literal[
@@ -20,6 +20,7 @@ Reads = Literal[
     "optimizer state and gradient",
     "output",
     "running statistics",
+    "batch",
 ]
 Ranks = Literal["sum of squares", "root mean square", "sum", "mean by elements", "mean", "same on all", ""]
 
@@ -48,6 +49,8 @@ class ColumnInfo(NamedTuple):
 CONFIRMED_JUMP, CONFIRMED_NORM = "confirmed_jump", "confirmed_norm"
 """Scalars of the step at which a check of the weights confirms that an earlier step ruined them: the factor by which
 the total norm of that step jumped, and the norm."""
+BATCH_HASH: Final = "batch_hash"
+"""Scalar of steps whose batch is held, where a rule asks for it."""
 NOISE_SCALE = "noise_scale"
 """Scalar of steps at which replicas have measured the norms of their own gradients, one backward each."""
 OBSERVED_ONLY = "observed_only"
@@ -202,6 +205,7 @@ CATALOGUE: tuple[ColumnInfo, ...] = (
     _step("total_norm", "‖g‖", "L2 norm of all gradients of the optimizer together", "sum of squares", True),
     _step("loss", "", "the value that backward was called on, or that was observed", "mean"),
     _step("lr", "", "learning rate of the first parameter group", "same on all"),
+    _step(BATCH_HASH, "", "a hash of what the model was called with", "")._replace(reads="batch"),
     _step("loss_scale", "", "the GradScaler's scale, which is divided out of everything else", "same on all"),
     _step(
         NOISE_SCALE,

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from gradwatch.capture.columns.batch_hash import batch_hash
 from gradwatch.capture.columns.batch_norm_statistics import RunningStatistics
 from gradwatch.capture.columns.module_statistics import ModuleTaps
 from gradwatch.capture.fsdp1 import FlatTaps
@@ -24,7 +25,8 @@ from gradwatch.engine.actions.backward_clips import asks_backward, drops_micro
 from gradwatch.engine.unsupported_rules import Refusal
 from gradwatch.errors import AttachError
 from gradwatch.incidents.bundle.snapshot_rules import refused_snapshots, snapshots
-from gradwatch.reading.device import capturing
+from gradwatch.reading.device import Number, capturing
+from gradwatch.records.columns import BATCH_HASH
 from gradwatch.records.event import Event
 from gradwatch.records.run_info import RunInfo
 from gradwatch.records.snapshot import Sites
@@ -187,9 +189,9 @@ class Attached:
             notices,
             self.note_inactive,
         )
-        self.extra_columns = ExtraColumns(
-            self.taps, capture.spent.news, deferral_allowed(engine, self.rule_bindings), activity.failed
-        )
+        defers = deferral_allowed(engine, self.rule_bindings)
+        batch = self._batch if BATCH_HASH in engine.columns and self.causes is not None else None
+        self.extra_columns = ExtraColumns(self.taps, capture.spent.news, defers, activity.failed, batch)
         sources = Sources(
             capture, self.statistics, self.checkpoints, self.causes, self._bundles, notices, on_escalate
         )
@@ -271,6 +273,15 @@ class Attached:
         self._containers.clear()
 
     # -- what taps report --------------------------------------------------------------------------------
+
+    def _batch(self) -> Number | None:
+        """The hash of what the models were called with for this step; None where not all of it is held as it was."""
+        try:
+            given = [] if self.causes is None else self.causes.batch()
+            return None if given is None else batch_hash(given)
+        except Exception as error:
+            self._activity.failed("columns", error)
+            return None
 
     def _bind(self, captured: OptimizerCapture) -> None:
         self.binder.bind(captured)

@@ -17,8 +17,8 @@ from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.snapshot_assembly import Extras
 from gradwatch.capture.window_norms import WindowNorms
 from gradwatch.errors import AttachError
-from gradwatch.reading.device import host_value, is_ready, start_copy
-from gradwatch.records.columns import OBSERVED_ONLY, RESERVED_NAMES
+from gradwatch.reading.device import Number, host_value, is_ready, start_copy
+from gradwatch.records.columns import BATCH_HASH, OBSERVED_ONLY, RESERVED_NAMES
 from gradwatch.session.binding.optimizer_rules import ORDINARY, Clock, OptimizerRules
 from gradwatch.session.optimizer_context import OptimizerContext
 
@@ -56,6 +56,7 @@ class ExtraColumns:
     `taps` are those on modules, whose sites belong to the first optimizer; `spent` gives the seconds that watching has
     cost since it was last asked; `defers`: no rule needs the verdict of an ordinary step before the step is taken.
     `failed` is called with what a column could not be read for: it costs that column, and no rule on others.
+    `batch` hashes the batch of the step, where a rule asks for that.
     """
 
     def __init__(
@@ -64,8 +65,10 @@ class ExtraColumns:
         spent: Callable[[], float],
         defers: bool,
         failed: Callable[[str, BaseException], None],
+        batch: Callable[[], Number | None] | None = None,
     ) -> None:
         self._taps = taps
+        self._batch = batch
         self._spent = spent
         self._defers = defers
         self._failed = failed
@@ -118,6 +121,8 @@ class ExtraColumns:
             scalars["loss"] = without_scale(window.loss, window.loss_scale)
         if captured.without_optimizer:
             scalars[OBSERVED_ONLY] = 1.0
+        elif self._batch is not None and (seen := self._batch()) is not None:
+            scalars[BATCH_HASH] = seen
         if optimizer is not None:
             lr = optimizer.param_groups[0].get("lr", 0.0)
             # A capturable optimizer's is a tensor: copied without waiting.

@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradwatch.incidents.bundle.snapshot_rules import snapshots
+from gradwatch.localise.diagnosis.tensor_values import tensors
 from gradwatch.localise.hold.calls_before_attach import PreAttachRecorder
 from gradwatch.localise.hold.recorded_call import Call
 from gradwatch.localise.localiser import Ask, Localiser, Suspicion
@@ -73,6 +74,21 @@ class Causes:
     def held(self) -> list[tuple[nn.Module, Call]]:
         """The forward calls of the present step, in their order."""
         return self._localiser.held()
+
+    def batch(self) -> list[Tensor] | None:
+        """The tensors that the calls of the present step were given, but for what is computed from parameters.
+
+        None where some are not held, or have been written to since.
+        """
+        found: list[Tensor] = []
+        if self.dropped:
+            return None
+        for _, call in self.held():
+            given = tensors((call.args, call.kwargs))
+            if call.reason or [tensor._version for tensor in given] != call.versions:
+                return None
+            found += [tensor for tensor in given if not tensor.requires_grad]
+        return found
 
     def models(self) -> list[nn.Module]:
         """The watched models that are still alive."""

@@ -11,11 +11,11 @@ from gradwatch.distributed.handshake import RankRequirements
 from gradwatch.engine import Engine
 from gradwatch.engine.strictest_clip import Clipping
 from gradwatch.engine.unsupported_rules import Refusal, only_at
-from gradwatch.records.columns import COMPARING_RANKS, is_observed, scalar_name
+from gradwatch.records.columns import BATCH_HASH, COMPARING_RANKS, is_observed, scalar_name
 from gradwatch.records.snapshot import Sites
 from gradwatch.rules.impossible_actions import clip_places
 
-LOCAL_COLUMNS = MODULE_COLUMNS | {"norm_local"}
+LOCAL_COLUMNS = MODULE_COLUMNS | {"norm_local", BATCH_HASH}
 """Columns that differ from rank to rank and are not reduced: an action on them would part the ranks."""
 REPLICA_DIVERGENCE = (
     "which differs from rank to rank, so that an action on it would make the replicas diverge"

@@ -1,0 +1,88 @@
+"""The same batch again: a loader that stands still, or a loop that never asks it for the next one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from gradwatch.detectors.detector import (
+    STRICT,
+    Comparison,
+    Detector,
+    Sample,
+    State,
+    register_detector,
+)
+from gradwatch.records.columns import BATCH_HASH
+
+Batches = Annotated[int, Field(ge=1, le=10_000)]
+
+
+class BatchState(NamedTuple):
+    """Of K series: `seen[within, K]` the latest hashes (NaN = none yet), `place[K]` the slot the next one takes."""
+
+    seen: NDArray[np.float64]
+    place: NDArray[np.int32]
+
+
+@register_detector
+@dataclass(frozen=True, slots=True)
+class SameBatch(Detector):
+    """The batch of a step is one of the `within` batches before it, byte by byte.
+
+    With `within: 1` (default) it is the one of the step before: three times in a row by default. A larger `within` also
+    finds a sampler that draws with replacement from few samples, or an epoch that is shorter than it should be.
+
+    Score: 1 where the batch was seen within that many, else 0; it breaches at 1. The value is how many batches ago.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+    kind: ClassVar[str] = "same_batch"
+    default_for: ClassVar[int] = 3
+
+    of: Literal["batch_hash"] = BATCH_HASH
+    within: Batches = 1
+
+    @property
+    def comparison(self) -> Comparison:
+        """A batch that was seen breaches."""
+        return "at_least"
+
+    @property
+    def fires_at(self) -> float:
+        """The score of a batch that was seen."""
+        return 1.0
+
+    def init(self, size: int) -> State:
+        """No batch seen."""
+        return BatchState(np.full((self.within, size), np.nan), np.zeros(size, np.int32))
+
+    def score(self, state: Any, sample: Sample) -> NDArray[np.float64]:
+        """float64[K]: 1 or 0; NaN where there is no hash."""
+        return np.where(_known(sample), (self.shown(state, sample) > 0).astype(np.float64), np.nan)
+
+    def shown(self, state: Any, sample: Sample) -> NDArray[np.float64]:
+        """float64[K]: how many batches ago it was seen last; 0 = not within `within`."""
+        slots = np.arange(self.within)[:, None]
+        ago = (state.place - 1 - slots) % self.within + 1
+        here = state.seen == sample.values.astype(np.float64)
+        nearest = np.where(here, ago, self.within + 1).min(axis=0)
+        return np.where(nearest <= self.within, nearest, 0).astype(np.float64)
+
+    def learn(self, state: Any, sample: Sample) -> State:
+        """The state with this batch as the latest."""
+        known, columns = _known(sample), np.arange(len(sample.values))
+        seen = state.seen.copy()
+        seen[state.place, columns] = np.where(known, sample.values, seen[state.place, columns])
+        return BatchState(
+            seen, np.where(known, (state.place + 1) % self.within, state.place).astype(np.int32)
+        )
+
+
+def _known(sample: Sample) -> NDArray[np.bool_]:
+    known: NDArray[np.bool_] = sample.present & np.isfinite(sample.values)
+    return known

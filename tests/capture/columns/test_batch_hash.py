@@ -1,0 +1,163 @@
+"""The hash of a batch: equal for equal bytes only, whatever the tensors are, and heard in a training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+import gradwatch
+from gradwatch.capture.columns import batch_hash as hashing
+from gradwatch.capture.columns.batch_hash import batch_hash
+from gradwatch.reading.device import host_value
+from gradwatch.rules.files import parse_rules
+from gradwatch.session.watch import session_of
+from tests.reading.test_device import WAITING, Operations
+from tests.support.kept import Kept
+
+AGAIN = "version: 1\nrules:\n  again: {detect: {kind: same_batch}}\n"
+RULES = f"{AGAIN}  cause: {{detect: {{kind: nonfinite}}, do: [localise]}}\n"
+
+
+def numbers(*tensors: Tensor) -> float:
+    """The hash as a number."""
+    found = batch_hash(tensors)
+    assert found is not None
+    return host_value(found)
+
+
+@pytest.fixture(params=["host", "device"])
+def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Operations of the host, or those that leave the numbers on a device."""
+    if request.param == "device":
+        monkeypatch.setattr(hashing, "on_host", lambda tensor: False)
+    return str(request.param)
+
+
+@pytest.mark.usefixtures("where")
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
+)
+def test_every_element_counts(dtype: torch.dtype) -> None:
+    """A copy has the same hash; with one element changed, or two exchanged, it has another."""
+    torch.manual_seed(0)
+    batch = torch.randn(7, 5).mul(3).to(dtype) if dtype is not torch.bool else torch.randn(7, 5) > 0
+    whole = numbers(batch)
+    assert whole == numbers(batch.clone()) == numbers(batch.t().contiguous().t())
+    seen = {whole}
+    for k in range(batch.numel()):
+        other = batch.clone()
+        other.view(-1)[k] = ~other.view(-1)[k] if dtype is torch.bool else other.view(-1)[k] + 1
+        seen.add(numbers(other))
+    assert len(seen) == 1 + batch.numel()
+    first, second = batch.view(-1)[0].item(), batch.view(-1)[1].item()
+    exchanged = batch.clone()
+    exchanged.view(-1)[:2] = exchanged.view(-1)[:2].flip(0)
+    assert (numbers(exchanged) == whole) == (first == second)
+
+
+@pytest.mark.usefixtures("where")
+@settings(max_examples=30)
+@given(st.lists(st.lists(st.integers(0, 2), max_size=20), min_size=2, max_size=8))
+def test_small_numbers_do_not_collide(rows: list[list[int]]) -> None:
+    """Batches of tokens that differ have hashes that differ, though their sums are alike; no float is made of them."""
+    hashes = {tuple(row): numbers(torch.tensor(row, dtype=torch.int64)) for row in rows if row}
+    assert len(set(hashes.values())) == len(hashes)
+    assert all(float(int(value)) == value for value in hashes.values())
+
+
+def test_more_than_one_part_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of a large tensor give the sum of the whole, and nothing waits."""
+    batch = torch.randn(1001)
+    monkeypatch.setattr(hashing, "on_host", lambda tensor: False)
+    whole = numbers(batch)
+    monkeypatch.setattr(hashing, "AT_ONCE", 100)
+    with Operations() as operations:
+        parts = batch_hash([batch])
+    assert parts is not None
+    assert host_value(parts) == whole
+    assert not [name for name in operations.names if name in WAITING]
+
+
+@pytest.mark.parametrize(
+    "odd",
+    [torch.eye(3).to_sparse(), torch.empty(2, device="meta"), nn.Parameter(torch.zeros(2)), None],
+    ids=["sparse", "meta", "subclass", "nothing"],
+)
+def test_what_cannot_be_read_has_no_hash(odd: Any) -> None:
+    """Nor has a batch of which only a part can be read."""
+    assert batch_hash([] if odd is None else [torch.ones(3), odd]) is None
+
+
+def trained(tmp_path: Path, batches: Callable[[int], Tensor], steps: int = 8, rules: str = RULES) -> Any:
+    """The events of one training, its hashes, and the rules without data."""
+    torch.manual_seed(0)
+    model, kept = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 1)), Kept()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with gradwatch.watch(model, optimizer, rules=parse_rules(rules), run_dir=tmp_path, sinks=[kept]) as gw:
+        for step in range(steps):
+            optimizer.zero_grad()
+            model(batches(step)).square().mean().backward()
+            optimizer.step()
+        reasons = dict(session_of(gw).account().no_data)
+    events = [event for record in kept.records for event in record.verdict.events]
+    hashes = [record.snapshot.scalars.get("batch_hash") for record in kept.records]
+    assert gw.health.errors() == {}
+    return events, hashes, reasons
+
+
+def test_a_loop_that_never_asks_for_the_next_batch_is_told(tmp_path: Path) -> None:
+    """At the third step with the batch of the one before; other batches, or augmented ones, are not."""
+    torch.manual_seed(1)
+    data = torch.randn(8, 4, 6)
+    events, hashes, reasons = trained(tmp_path / "a", lambda step: data[min(step, 3)])
+    assert [(event.rule, event.step, event.value) for event in events if event.kind == "firing"] == [
+        ("again", 6, 1.0)
+    ]
+    assert len(set(hashes)) == 4
+    assert "again" not in reasons
+    events, hashes, _ = trained(tmp_path / "b", lambda step: data[step])
+    assert not events
+    assert len(set(hashes)) == 8
+    events, _, _ = trained(tmp_path / "c", lambda step: data[0] + 1e-6 * step)
+    assert not events
+
+
+def test_batches_that_come_again_later_are_found_within_so_many(tmp_path: Path) -> None:
+    """`within` looks back; the value is how many batches ago it was."""
+    torch.manual_seed(1)
+    data = torch.randn(4, 4, 6)
+    rules = RULES.replace("same_batch", "same_batch, within: 5")
+    events, _, _ = trained(tmp_path, lambda step: data[step % 4], 12, rules)
+    fired = [(event.step, event.value) for event in events if event.kind == "firing"]
+    assert fired == [(6, 4.0)]
+
+
+def test_without_held_calls_it_says_so(tmp_path: Path) -> None:
+    """Where no rule holds what the model was called with there is no hash, and the account says why."""
+    _, hashes, reasons = trained(tmp_path, lambda step: torch.ones(4, 6), 4, AGAIN)
+    assert set(hashes) == {None}
+    assert "is held until the step" in reasons["again"]
+
+
+def test_a_batch_that_was_written_to_since_has_no_hash(tmp_path: Path) -> None:
+    """It would be that of other numbers than the model was given."""
+    torch.manual_seed(0)
+    model, kept = nn.Linear(6, 1), Kept()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with gradwatch.watch(model, optimizer, rules=parse_rules(RULES), run_dir=tmp_path, sinks=[kept]):
+        for step in range(4):
+            batch = torch.randn(4, 6)
+            optimizer.zero_grad()
+            model(batch).square().mean().backward()
+            if step % 2:
+                batch.zero_()
+            optimizer.step()
+    held = [record.snapshot.scalars.get("batch_hash") is not None for record in kept.records]
+    assert held == [True, False, True, False]
