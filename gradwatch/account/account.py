@@ -60,6 +60,7 @@ COUNTS = (
     "rejected",
     "unowned",
     "cleared",
+    "replaced",
     "provisional",
     "unjudged",
     "optimizers",
@@ -74,7 +75,8 @@ class Watched:
     `steps` optimizer steps taken, `backwards` those that reached a watched parameter (parts of one count, too),
     `rejected` those that a GradScaler kept from the optimizer, `unowned` windows of
     gradients that belong to no torch optimizer (observed only), `cleared` windows whose gradients were cleared before a
-    step was seen; `provisional` and `unjudged` steps of those watched. `optimizers` of which a step, taken or
+    step was seen, `replaced` windows without an optimizer of which no step is known, since others unlike theirs took
+    their place; `provisional` and `unjudged` steps of those watched. `optimizers` of which a step, taken or
     rejected, was watched; `parameters` watched at one time, at most (those of an optimizer that is gone until another
     one takes its place); `coverage` 0..1 of the parameters that want a gradient. `own_seconds` of `seconds` were
     gradwatch's.
@@ -85,6 +87,7 @@ class Watched:
     rejected: int = 0
     unowned: int = 0
     cleared: int = 0
+    replaced: int = 0
     provisional: int = 0
     unjudged: int = 0
     optimizers: int = 0

@@ -52,7 +52,9 @@ class SessionCounts:
         """Records that every rule could judge."""
         return self.records - self.provisional - self.unjudged
 
-    def watched(self, steps: int, backwards: int, optimizers: int, parameters: int) -> Watched:
+    def watched(
+        self, steps: int, backwards: int, optimizers: int, parameters: int, replaced: int = 0
+    ) -> Watched:
         """The totals of now; several Records may belong to one of the `steps`."""
         own_seconds, seconds = self.own_time.share()
         return Watched(
@@ -63,6 +65,7 @@ class SessionCounts:
             provisional=self.provisional,
             unjudged=self.unjudged,
             unowned=self.unowned,
+            replaced=replaced,
             optimizers=optimizers,
             parameters=parameters,
             coverage=self.coverage,

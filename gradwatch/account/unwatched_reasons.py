@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from gradwatch.account.account import Account
 
 MADE_ANEW = "tensors that are made anew for every backward cannot be distinguished from inputs"
+REPLACED = "parameters of another shape, dtype or class had taken the place of theirs before weights were seen to move"
 
 
 def gaps(account: Account) -> tuple[str, ...]:
@@ -76,6 +77,8 @@ def _without_steps(account: Account) -> Iterator[str]:
         )
     elif seen.unowned:
         yield f"{_many(seen.unowned, 'window')} of gradients belong to no torch optimizer: observed, never acted on"
+    if seen.replaced:
+        yield f"{_many(seen.replaced, 'window')} of gradients without an optimizer not watched: {REPLACED}"
     lost = taken.backwards - seen.backwards
     # Backwards of steps that were not watched are in another gap; without any watched one there is nothing to compare.
     if seen.backwards and lost > max(0, taken.steps - seen.steps):

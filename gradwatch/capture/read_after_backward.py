@@ -84,8 +84,18 @@ class Capture:
             self.drop_dead()
         self.slots.add_loose(loose, by_hand=not optimizers)
         # Without an optimizer it is for models, perhaps known ones, that hold what is not watched.
-        if not (optimizers and self.slots.of.keys() >= set(map(id, params_of(*optimizers)))):
+        if not optimizers:
+            self.scan_without_optimizer()
+        elif not self.slots.of.keys() >= set(map(id, params_of(*optimizers))):
             self.slots.scan()
+
+    def scan_without_optimizer(self) -> None:
+        """Scan for what was put into models; the loops without an optimizer have it, where no other trains here."""
+        known = set(self.slots.of.values())
+        self.slots.scan()
+        if self._by_hand and all(captured.without_optimizer for captured in self.captures):
+            # From this backward on, and no optimizer could be given them.
+            self.coverage.measured_by_loop(known.symmetric_difference(self.slots.of.values()))
 
     def holds(self, optimizer: Optimizer) -> bool:
         """True if an optimizer owns a parameter of the watched models, also one that joined them unseen."""

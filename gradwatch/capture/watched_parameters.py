@@ -77,11 +77,11 @@ class Slots:
         alive = self.models()
         known = set(map(id, alive))
         added = [model for model in models if id(model) not in known]
-        disturbed = self._scanned != self._registrations[0]
+        disturbed = self.disturbed
         self.model_refs = list(map(weakref.ref, (*alive, *added)))
-        if disturbed:
-            self.scan()
         if added:
+            if disturbed:  # else `_scan` would hide it
+                self.scan()
             self._scan((*alive, *added), added)
         return added
 

@@ -264,6 +264,7 @@ class Session:
             self._activity.pauses,
             rule_bindings.most_parameters,
             rule_bindings.warming_up(),
+            boundary.windows_replaced,
         )
 
     def observed_only(self) -> list[int]:

@@ -21,7 +21,8 @@ _concluded: list[Account] = []  # of the sessions closed so far, put together in
 class Counted:
     """Optimizer steps, backwards, optimizers and pauses after internal errors of a session, and what rules wait for.
 
-    `parameters` is the most that the optimizers have held together, `warming_up` why a rule has had no data yet.
+    `parameters` is the most that the optimizers have held together, `warming_up` why a rule has had no data yet,
+    `replaced` windows without an optimizer whose parameters made way for others unlike them.
     """
 
     steps: int = 0
@@ -30,6 +31,7 @@ class Counted:
     pauses: int = 0
     parameters: int = 0
     warming_up: Mapping[str, str] = field(default_factory=dict)
+    replaced: int = 0
 
 
 class Accounting:
@@ -64,7 +66,9 @@ class Accounting:
             taken=after.since(self._before, self._elsewhere() - self._steps_elsewhere),
             before=self._before,
             after=after,
-            watched=totals.watched(counted.steps, counted.backwards, counted.optimizers, counted.parameters),
+            watched=totals.watched(
+                counted.steps, counted.backwards, counted.optimizers, counted.parameters, counted.replaced
+            ),
             ended="stopped" if totals.stopped else ended,
             fired=dict(totals.fired),
             actions=dict(totals.actions),

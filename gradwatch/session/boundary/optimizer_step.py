@@ -97,6 +97,11 @@ class Boundary:
         """True if this optimizer is watched now."""
         return not self._activity.idle() and self._ownership.includes(optimizer, self._capture)
 
+    @property
+    def windows_replaced(self) -> int:
+        """Windows of loops without an optimizer whose parameters made way for others unlike them."""
+        return self._without_optimizer.windows_replaced
+
     def flush(self) -> None:
         """Judge every step that waits: its numbers were on their way from a device, or nothing was urgent."""
         for ctx in self._contexts:

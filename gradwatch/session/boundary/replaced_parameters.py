@@ -41,30 +41,33 @@ class ReplacedParameters:
             return False
         return any(self._exchange(loop, slot, value) for loop in self._loops() if slot in loop[0].position)
 
-    def look(self) -> None:
-        """Before a backward: find what has come in other ways, and watch what was added."""
+    def look(self) -> bool:
+        """Before a backward: find what has come in other ways, and watch what was added; True if anything has."""
         slots, places = self._capture.slots, self._capture.coverage.places
         registrations = self._capture.coverage.registrations[0]
         changed, self._looked = self._looked != registrations, registrations
         for loop in self._loops():
             position = loop[0].position
             if position and places.left(next(iter(position))):
+                changed = True
                 self._take_over(loop)
             elif not changed:  # no hook sees a write to `_parameters`
                 changed = any(places.lost(slot, slots.params[slot]) for slot in self._next(position))
         if not changed:
-            return
+            return False
         for loop in self._loops():
             for slot in loop[0].position:
                 place = places.at(slot)
                 if place is not None and places.lost(slot, slots.params[slot]):
                     self._exchange(loop, slot, place[0]._parameters.get(place[1]))
         if slots.disturbed:
-            known = set(slots.of.values())
-            slots.scan()
-            if all(captured.without_optimizer for captured in self._capture.captures):
-                # The loop has them from this backward on, and no optimizer could be given them.
-                self._capture.coverage.measured_by_loop(known.symmetric_difference(slots.of.values()))
+            self._capture.scan_without_optimizer()
+        return True
+
+    def lost(self, slots: Iterable[int]) -> list[int]:
+        """Those of these slots whose parameter nothing has succeeded, though its place is another's, or gone."""
+        lost, params = self._capture.coverage.places.lost, self._capture.slots.params
+        return [slot for slot in slots if lost(slot, params[slot])]
 
     def _next(self, slots: Mapping[int, int]) -> Iterable[int]:
         """Some of these slots, others at each look: all of a small model, of a large one all in some backwards."""

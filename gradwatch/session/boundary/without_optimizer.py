@@ -60,6 +60,8 @@ class LoopsWithoutOptimizer:
         # When it was last looked whether the loops' captures stand.
         self._unowned: frozenset[int] = frozenset()
         self._ending = False  # a step is being ended, for which everything is asked to be settled
+        self._changed = False  # parameters were replaced, or added, since the backward before
+        self.windows_replaced = 0  # whose parameters were all replaced by others unlike them
         capture.unowned = lambda touched, root: self._guarded(lambda: self._arrived(touched, root))
         capture.before_drop = self.flush  # a model may be gone before another backward begins
         self._replaced = ReplacedParameters(
@@ -152,11 +154,31 @@ class LoopsWithoutOptimizer:
     def _begins(self, call: backward_entry.BackwardCall) -> None:
         if call.accumulates and not (call.nested or _tracing()):
             if self._loops:
-                self._guarded(self._replaced.look)
+                self._guarded(self._look)
             if self._capture.has_dead():
                 self._capture.drop_dead()  # their parameters may be updated by the script's own code from now on
             if self._loops:
                 self._guarded(self._next_backward)
+            if self._changed:
+                self._guarded(self._let_go)
+
+    def _look(self) -> None:
+        self._changed = self._replaced.look()
+
+    def _let_go(self) -> None:
+        """Parameters that others, unlike them, have taken the place of: they are held no longer than the next backward.
+
+        An open window of theirs is no step's: it is not known whether they would have moved.
+        """
+        self._changed = False
+        for loop in self._loops:
+            position, lost = loop.captured.position, self._replaced.lost(loop.captured.position)
+            self.windows_replaced += bool(lost) and loop.captured.backwards > 0
+            if len(lost) == len(position):
+                self._loops = [one for one in self._loops if one is not loop]
+        held = {slot for loop in self._loops for slot in loop.captured.position}
+        if self._replaced.lost(self._capture.unowned_slots() - held):
+            self._capture.drop_dead()
 
     def _next_backward(self) -> None:
         thread = threading.get_ident()

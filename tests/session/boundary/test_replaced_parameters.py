@@ -12,8 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import gradwatch
+from gradwatch.account.unwatched_reasons import gaps
 from gradwatch.rules.files import parse_rules
 from gradwatch.session.boundary.replaced_parameters import AT_ONCE
+from gradwatch.session.watch import session_of
 from gradwatch.sinks.log import LogSink
 from tests.support.kept import Kept
 from tests.support.launch_cases import bare_and_watched
@@ -310,3 +312,64 @@ def test_of_a_large_model_each_parameter_is_looked_at_in_turn(tmp_path: Path) ->
     assert last >= 12
     assert seen[last] == pytest.approx(norms[last], rel=1e-5)
     assert sum(step not in seen for step in range(5, last)) <= -(-200 // AT_ONCE) + 1
+
+
+def wider_linears(model: nn.Sequential, step: int) -> None:
+    """Both layers are replaced by wider ones, whose parameters are unlike those before."""
+    model[0], model[1] = nn.Linear(4, 5 + step), nn.Linear(5 + step, 4)
+
+
+def new_class(model: nn.Sequential, step: int) -> None:
+    """Every parameter is replaced by one of a class that is made for it."""
+    for module in model:
+        for name, param in list(module.named_parameters()):
+            assert param.grad is not None
+            setattr(module, name, type("Own", (nn.Parameter,), {})(param.detach() - LR * param.grad))
+
+
+def wider_weights(model: nn.Sequential, step: int) -> None:
+    """The weights of one layer are replaced by wider ones, the other layer's stay as they are."""
+    first, second = model[0], model[1]
+    assert isinstance(first, nn.Linear)
+    assert isinstance(second, nn.Linear)
+    first.weight, first.bias = nn.Parameter(torch.ones(5 + step, 4)), nn.Parameter(torch.ones(5 + step))
+    second.weight = nn.Parameter(torch.ones(4, 5 + step))
+
+
+@pytest.mark.parametrize("replace", [wider_linears, new_class, wider_weights])
+def test_parameters_that_make_way_for_others_unlike_them_are_freed_and_accounted_for(
+    replace: Callable[[nn.Sequential, int], None],
+) -> None:
+    """None is held longer than until the next backward, and the account says why there are no windows of them."""
+    torch.manual_seed(0)
+    model, seen = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), list[weakref.ref[Tensor]]()
+    with gradwatch.watch(model, sinks=[], strict=True) as gw:
+        for step in range(STEPS):
+            model(torch.ones(2, 4)).square().mean().backward()
+            seen += map(weakref.ref, model.parameters())
+            replace(model, step)
+        model(torch.ones(2, 4)).square().mean().backward()
+        alive = {id(one()) for one in seen} - {id(None)} - set(map(id, model.parameters()))
+        assert not alive
+        assert gw.coverage == 1.0
+        account = session_of(gw).account()
+    assert account.watched.replaced >= STEPS - 1
+    assert any("another shape, dtype or class" in gap for gap in gaps(account))
+
+
+NEW_SHAPES = """
+import torch, weakref
+torch.manual_seed(0)
+seen = []
+for width in range(30):
+    model = torch.nn.Sequential(torch.nn.Linear(4, 8 + width), torch.nn.Linear(8 + width, 1))
+    model(torch.randn(8, 4)).square().mean().backward()
+    seen += map(weakref.ref, model.parameters())
+print(sum(one() is not None for one in seen) <= 8)
+"""
+
+
+def test_models_of_other_shapes_that_are_gone_are_freed(tmp_path: Path) -> None:
+    """A new model for each backward, each wider than the one before: of the models before none is held."""
+    _, watched = bare_and_watched(NEW_SHAPES, tmp_path)
+    assert watched.stdout.startswith("True")
