@@ -23,7 +23,7 @@ NO_FIRST_MOMENT = (
 NO_SECOND_MOMENT = f"{NO_MOMENT.format('second')} (`exp_avg_sq` as of Adam, or `square_avg` as of RMSprop)"
 NO_STATISTICS = "none of the tapped modules keeps a running mean and variance (BatchNorm, InstanceNorm)"
 NO_CALL = "no tapped {} was called in training mode and outside `torch.compile`"
-NO_OUTPUT = NO_CALL.format("module")
+NO_OUTPUT = NO_CALL.format("module") + "; outputs that are quantized, or hold no values, are not read"
 NEVER_CAME = {
     "loss": "no loss was observed (a backward started from C++ exposes none: pass it with `gw.observe(loss=…)`)",
     "loss_scale": "no GradScaler was seen",

@@ -199,7 +199,7 @@ def test_an_empty_output_has_no_values() -> None:
 
 
 class Shapes(nn.Module):
-    """Gives out a tensor of shapes only, beside what is trained."""
+    """Gives out a tensor of shapes only, or a quantized one, beside what is trained."""
 
     def __init__(self, device: str) -> None:
         super().__init__()
@@ -208,13 +208,16 @@ class Shapes(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if self.device == "meta":
             return torch.empty_like(x, device="meta")
+        if self.device == "quantized":
+            return torch.quantize_per_tensor(x.detach(), 0.1, 0, torch.qint8)
         with FakeTensorMode():
             return torch.empty(x.shape)
 
 
-@pytest.mark.parametrize("device", ["meta", "fake"])
+@pytest.mark.parametrize("device", ["meta", "fake", "quantized"])
+@pytest.mark.filterwarnings("ignore:.*quantiz:UserWarning", "ignore:.*quantiz:DeprecationWarning")
 def test_outputs_that_hold_no_values_cost_no_other_module_its_own(device: str) -> None:
-    """Every step was unjudged with a meta tensor among the outputs; a FakeTensor gave numbers of unwritten memory."""
+    """A meta or quantized tensor among the outputs was an internal error, a FakeTensor gave unwritten memory."""
     model = nn.ModuleList([nn.Linear(3, 3), Shapes(device)])
     taps = taps_on(model, "output")
     for step in range(2):
