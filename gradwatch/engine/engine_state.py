@@ -53,6 +53,13 @@ class EngineState:
         ]
         return f"EngineState({len(self.plan.rules)} rules, {len(self.plan.sites)} sites, not idle: {firing})"
 
+    @property
+    def armed(self) -> bool:
+        """True if a rule with a `do` is pending or firing, or where that is not known."""
+        if not self.awake:
+            return self.awake is None
+        return any(self.plan.rules[number].rule.do for number in self.awake)
+
     def with_learned(self, baselines: tuple[State, ...], lr: float | None) -> EngineState:
         """The state after a step that changed no rule; nothing was in turn, as far as this says."""
         done = self.done if self.done == self.plan.may_be_done else self.plan.done(baselines)

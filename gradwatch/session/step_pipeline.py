@@ -307,13 +307,13 @@ class StepPipeline:
         step.bound_rules.column_reader.moved(stepped, zero, step.window.step)
 
     def _note_ordinary(self, step: StepContext, verdict: Verdict, snapshot: Snapshot) -> None:
-        """Count ordinary steps; reinstall hooks where the few left have miscounted."""
+        """Count ordinary steps, on which nothing changes; reinstall hooks where the few left have miscounted."""
         captured, bound_rules, window = step.captured, step.bound_rules, step.window
         if captured.pruning.pruned and window.pruned is not None and not window.pruned.right:
             self._sources.capture.restore(captured)
         looked_twice = step.shared.window.raw.details
-        unusual = verdict.events or verdict.breaching or looked_twice or snapshot.provisional
-        if unusual or bound_rules.state.ordinary is None:
+        unusual = verdict.events or verdict.acting or looked_twice or snapshot.provisional
+        if unusual or bound_rules.state.armed:
             bound_rules.ordinary_steps = (
                 ORDINARY - ORDINARY_AGAIN if bound_rules.ordinary_steps >= ORDINARY - ORDINARY_AGAIN else 0
             )

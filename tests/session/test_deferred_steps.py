@@ -288,6 +288,30 @@ def test_a_loop_whose_norm_comes_and_goes_is_calm_all_the_same(
     assert len(at_once) <= 2 * (120 - LEARNED) / MOST
 
 
+@pytest.mark.parametrize("do", ["", ", do: [localise]"], ids=["observing", "with a do"])
+def test_a_rule_that_fires_on_and_on_changes_nothing_any_more(
+    do: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once it has fired its steps are put off like calm ones; not where it has something to do on each of them."""
+    monkeypatch.setattr(deferred_steps, "LONGEST", 60.0)
+    model, optimizer = build()
+    sink, judged = Kept(), []
+    rules = parse_rules(
+        f"version: 1\nrules: {{small: {{detect: {{kind: below, of: norm, threshold: 1e9}}, for: 3{do}}}}}\n"
+    )
+    with gradwatch.watch(model, optimizer, rules=rules, sinks=[sink], strict=True, run_dir=tmp_path):
+        for _ in steps(model, optimizer, 120):
+            judged.append(len(sink.records))
+    assert [event.kind for record in sink.records for event in record.verdict.events][:2] == [
+        "pending",
+        "firing",
+    ]
+    assert all("small" in record.verdict.breaching for record in sink.records)
+    put_off = [step for step in range(LEARNED, 120) if judged[step] < step + 1]
+    assert bool(put_off) == (not do)
+    assert [record.snapshot.step for record in sink.records] == list(range(120))
+
+
 @pytest.mark.parametrize(
     ("jumps", "layers"), [(False, 2), (True, SENTINELS)], ids=["every mark", "sentinels, jumps"]
 )

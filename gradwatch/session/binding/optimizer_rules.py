@@ -50,7 +50,7 @@ class OptimizerRules:
     captured: OptimizerCapture
     last_step: float | None = None
     observed: int = 0
-    ordinary_steps: int = 0  # judged steps in a row on which nothing was pending, firing or out of the usual
+    ordinary_steps: int = 0  # judged in a row without events, or anything about to act, or out of the usual
     record: Record | None = field(default=None)
     clip_section: ClipSection | None = None  # what `clip:` asks of it beside the total
     clipper: BackwardClipper | None = None
