@@ -11,11 +11,12 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.capture.columns.gradient_histogram import PendingHistograms
+from gradwatch.capture.columns.histograms import PendingHistograms
 from gradwatch.capture.window_norms import WindowNorms
 from gradwatch.reading.batched import FLOAT32_MAX, Detail
 from gradwatch.reading.device import host_value
 from gradwatch.reading.row_sums_by_blas import silently
+from gradwatch.records.histogram import Histogram
 from gradwatch.records.snapshot import Column, Sites, Snapshot
 
 TINY = float(np.finfo(np.float32).smallest_subnormal)
@@ -54,17 +55,18 @@ class Measured(Protocol):
 class Extras:
     """Columns read beside the norms: of the K parameters, of the M modules, and of the ranks.
 
-    Histograms are of whole gradients that this rank holds.
+    Histograms are of whole gradients, and of activations, that this rank holds.
     """
 
     params: tuple[Measured, ...] = ()
     modules: tuple[Measured, ...] = ()
     ranks: tuple[Measured, ...] = ()
     histograms: PendingHistograms | None = None
+    module_histograms: PendingHistograms | None = None
 
     def ready(self) -> bool:
         """True if all of it is on the host."""
-        arrived = self.histograms is None or self.histograms.ready()
+        arrived = all(one is None or one.ready() for one in (self.histograms, self.module_histograms))
         return arrived and all(pending.ready() for pending in (*self.params, *self.modules))
 
 
@@ -117,7 +119,7 @@ def assemble(
         micro=window.micro,
         provisional=window.provisional,
         coverage=coverage,
-        histograms={} if extras.histograms is None else extras.histograms.histograms(),
+        histograms=_histograms(extras, count),
     )
 
 
@@ -182,6 +184,14 @@ def _take_columns(columns: dict[str, Column], extras: Extras, count: int, missin
         for name, column in measured.columns().items():
             before = count + missing - len(column.values)
             columns[name] = Column(_lead(column.values, before), _lead(column.present, before))
+
+
+def _histograms(extras: Extras, count: int) -> dict[int, Histogram]:
+    """By site: those of `count` parameters, and of the modules behind them."""
+    found = {} if extras.histograms is None else extras.histograms.histograms()
+    if extras.module_histograms is not None:
+        found |= {count + m: one for m, one in extras.module_histograms.histograms().items()}
+    return found
 
 
 def _suspicions(

@@ -26,7 +26,7 @@ MOMENTS, WEIGHT_MOMENTS = frozenset({"mean", "std"}), frozenset({"weight_mean", 
 WITH_GRADIENT = tuple(one.name for one in CATALOGUE if one.reads == "optimizer state and gradient")
 """Columns of moments that are read together with the gradient."""
 HISTOGRAM = "histogram"
-"""Stands for the histograms of gradients, which are no column."""
+"""Stands for histograms, which are no column."""
 COMPARED = 2
 """Passes over a weight whose update is read: of the weight, and of its copy."""
 MOST_STEPS = 5_000
@@ -69,10 +69,13 @@ def cadence(rule: Rule) -> str:
     return f"each every {rule.every} steps" if rule.staggered else f"all every {rule.every} steps"
 
 
-def histogram_cost(histograms: Histograms) -> ColumnCost:
-    """Histograms, as if they were a column that a rule asks for."""
+def histogram_costs(histograms: Histograms) -> list[ColumnCost]:
+    """Histograms, as if they were columns that a rule asks for."""
     cadences = "all at each step" if histograms.every == 1 else f"each every {histograms.every} steps"
-    return ColumnCost(HISTOGRAM, "gradient", (cadences,), ("histograms:",))
+    reads = {"gradients": "gradient", "activations": "output"}
+    return [
+        ColumnCost(HISTOGRAM, reads[of], (cadences,), ("histograms:",)) for of in dict.fromkeys(histograms.of)
+    ]
 
 
 def step_cost(plan: Plan, element_bytes: NDArray[np.int64], histograms: Histograms | None = None) -> StepCost:
@@ -93,7 +96,7 @@ def step_cost(plan: Plan, element_bytes: NDArray[np.int64], histograms: Histogra
 
 
 def _with_histograms(needs: Needs, plan: Plan, histograms: Histograms | None) -> Needs:
-    if histograms is None:
+    if histograms is None or "gradients" not in histograms.of:
         return needs
     chosen = matching(plan.sites, histograms.params)
     staggered = {**needs.staggered, HISTOGRAM: frozenset({histograms.every})}

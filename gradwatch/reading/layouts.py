@@ -26,6 +26,19 @@ def dense(grad: Tensor) -> Tensor:
     return torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
 
 
+def elements(tensor: Tensor) -> Tensor:
+    """A dense tensor of the elements; of a nested one those of all its components."""
+    return dense(tensor.values() if tensor.is_nested else tensor)
+
+
+def has_values(tensor: Tensor) -> bool:
+    """False on the meta device, and of a stand-in that only traces shapes (FakeTensor), whose memory is there.
+
+    Nor has a quantized tensor values that could be read as they are: torch has few operations for it.
+    """
+    return not tensor.is_quantized and tensor.untyped_storage().device.type != "meta"
+
+
 def alias(grad: Tensor) -> Tensor | None:
     """`grad.detach()`, which may be kept: autograd can still steal the buffer of the original.
 

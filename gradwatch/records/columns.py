@@ -96,7 +96,8 @@ def _modules(name: str, unit: str, means: str, grouped: Grouped) -> ColumnInfo:
 
 
 def _activation(name: str, unit: str, means: str, grouped: Grouped = "mean by elements") -> ColumnInfo:
-    return _modules(name, unit, means, grouped)._replace(at_cadence=True)
+    measured = "capture.columns.activation_reader"
+    return _modules(name, unit, means, grouped)._replace(at_cadence=True, measured=measured)
 
 
 def _running(name: str, unit: str, means: str, grouped: Grouped) -> ColumnInfo:

@@ -1,4 +1,4 @@
-"""The histogram of one gradient: how many of its elements have a magnitude in each octave."""
+"""The histogram of one tensor: how many of its elements have a magnitude in each octave."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 LOWEST, BINS = -48, 64
-"""Bin k counts the elements with 2^(LOWEST + k) <= |g| < 2^(LOWEST + k + 1): the octaves from 2^-48 to 2^16."""
+"""Bin k counts the elements with 2^(LOWEST + k) <= magnitude < 2^(LOWEST + k + 1): the octaves from 2^-48 to 2^16."""
 
 
 class Histogram(NamedTuple):
-    """Elements of one gradient: exact zeros, by octave, NaN and Inf. Together they are all of its elements.
+    """Elements of one tensor: exact zeros, by octave, NaN and Inf. Together they are all of its elements.
 
     `counts[BINS]`: the first bin holds smaller magnitudes too, the last one larger ones.
     """

@@ -87,7 +87,8 @@ class Snapshot:
     weights, and under a GradScaler `scaler_skip`, 1 where it rejected the step (gradients overflowed, the optimizer
     did not move) and 0 where not. `provisional`: the numbers may be
     post-clip because the loop was not learned yet; exported, never learned. `coverage` is parameters
-    measurable / expected, 0..1. `histograms` are of the gradients of some sites, by their index.
+    measurable / expected, 0..1. `histograms` are, by the index of the site, of gradients of parameters and of
+    activations of modules.
     """
 
     optimizer: int

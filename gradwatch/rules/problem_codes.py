@@ -257,8 +257,9 @@ _ENTRIES = (
     Code(
         "GW215",
         "cannot be carried out",
-        "An action that means nothing for what its rule judges, or that no hook could do where it is asked for; a sink"
-        " that cannot be made of its options, or whose library is not installed here. `gradwatch run` refuses it too.",
+        "An action that means nothing for what its rule judges, or that no hook could do where it is asked for;"
+        " histograms of activations without module taps; a sink that cannot be made of its options, or whose library is"
+        " not installed here. `gradwatch run` refuses it too.",
         "rules: {r: {detect: {kind: rank_outlier}, do: [clip: {to: 1.0}]}}",
         "The message names the alternative: another action, another option, or what to install.",
     ),

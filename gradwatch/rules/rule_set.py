@@ -20,6 +20,7 @@ Scope = Literal["param", "group", "total"]
 Mode = Literal["act", "shadow"]
 ClipAt = Literal["step", "backward"]
 Tap = Literal["output", "full_backward"]
+HistogramOf = Literal["gradients", "activations"]
 
 NOT_BUILT: frozenset[str] = frozenset()
 """Actions that parse and validate but that this version cannot carry out: refused by name at attach."""
@@ -91,10 +92,16 @@ class Modules:
 
 @dataclass(frozen=True, slots=True)
 class Histograms:
-    """Histograms of the gradients of parameters whose name matches one of `params`, each every `every` steps."""
+    """Histograms, each every `every` steps, of what `of` lists.
+
+    That is gradients of the parameters whose name matches one of `params`, and activations of the tapped modules whose
+    name matches one of `modules`.
+    """
 
     every: int = 100
     params: tuple[str, ...] = ("*",)
+    of: tuple[HistogramOf, ...] = ("gradients",)
+    modules: tuple[str, ...] = ("*",)
 
 
 @dataclass(frozen=True, slots=True)

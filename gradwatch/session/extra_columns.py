@@ -110,8 +110,9 @@ class ExtraColumns:
         scale = 1.0 if window.loss_scale is None else window.loss_scale
         if bound_rules.local is not None:
             params.append(bound_rules.local.collect(scale))
-        modules = []
+        modules, module_histograms = [], None
         if self._taps is not None and not captured.index:
+            module_histograms = self._taps.take_histograms()
             modules.append(self._taps.collect(window.step, scale, modules_overdue))
         histograms = None
         if bound_rules.histograms is not None:
@@ -133,8 +134,11 @@ class ExtraColumns:
             window.deferrable = not (params or modules or histograms) and self._deferrable(
                 ctx, bound_rules, window, scalars
             )
-        any_extras = params or modules or histograms is not None
-        extras = Extras(tuple(params), tuple(modules), histograms=histograms) if any_extras else NOTHING
+        extras = NOTHING
+        if params or modules or histograms is not None:
+            extras = Extras(
+                tuple(params), tuple(modules), histograms=histograms, module_histograms=module_histograms
+            )
         now = time.perf_counter()
         before, bound_rules.last_step = bound_rules.last_step, now
         clock = Clock(self._spent(), None if before is None else now - before, time.time())

@@ -128,7 +128,7 @@ histograms: {params: ["nowhere"]}
             optimizers[0].step()
         assert session_of(gw).account().no_data == {
             "a": "`gw.observe(accuracy=…)` gave no number before a step; observed: acc",
-            "histograms:": "`histograms: params:` matches no parameter",  # the section, not the rule
+            "histograms:gradients": "`histograms: params:` matches no parameter",  # the section, not the rule
         }
 
 

@@ -163,6 +163,14 @@ def test_check_says_what_columns_cost(
     said = capsys.readouterr().out
     assert "histogram      gradient           each every 50 steps  histograms:" in said
     assert "for these columns 0.84 MB on average" in said
+    (tmp_path / "h.yaml").write_text(
+        "version: 1\nextends: [default]\nmodules: {tap: output}\nhistograms: {of: [activations]}\n"
+    )
+    assert main(["rules", "check", "h.yaml", "--cost", "--model", "made:build"]) == 0
+    said = capsys.readouterr().out
+    assert "histogram      output             each every 100 steps  histograms:" in said
+    assert "for these columns 0.8 MB on average" in said
+    assert "without what is read of modules" in said
     for words in (
         ["--cost", "--model", "made:size"],
         ["--cost", "--model", "made:none"],

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from gradwatch.capture.columns.column_reader import COLUMNS, ColumnReader
-from gradwatch.capture.columns.gradient_histogram import HistogramReader
+from gradwatch.capture.columns.histograms import HistogramReader, HistogramTurns
 from gradwatch.engine import Engine, read_cost
 from gradwatch.engine.read_cost import column_costs, step_cost
 from gradwatch.engine.series import matching
@@ -30,7 +30,8 @@ rules:
   h: {detect: {kind: above, of: second_moment_near_zero, threshold: 0.9}, every: 2}
   i: {detect: {kind: below, of: moment_cosine, threshold: -0.5}, every: 3}
 groups: {some: {params: ["p1", "p3"]}}
-histograms: {every: 6, params: ["p2", "p3", "p4"]}
+modules: {tap: output}
+histograms: {of: [activations, gradients], every: 6, params: ["p2", "p3", "p4"]}
 """
 
 
@@ -69,9 +70,8 @@ def test_what_is_announced_is_read(rules: str, monkeypatch: pytest.MonkeyPatch) 
         reader.collect(step, params, lambda: params, optimizer=optimizer)
         if ruleset.histograms is not None:
             of = ruleset.histograms
-            HistogramReader(of.every, plan.staggering.phases(of.every), matching(sites, of.params)).collect(
-                step, lambda: params, 1.0
-            )
+            turns = HistogramTurns(of.every, plan.staggering.phases(of.every), matching(sites, of.params))
+            HistogramReader(turns).collect(step, lambda: params, 1.0)
         reader.moved(np.ones(len(params), np.bool_), np.zeros(len(params), np.bool_), step)
         found.append(read[0])
     cost = step_cost(plan, np.full(len(params), 4), ruleset.histograms)

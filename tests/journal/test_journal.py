@@ -18,6 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra.numpy import arrays
 
+from gradwatch.capture.snapshot_assembly import with_modules
 from gradwatch.journal import (
     EndEntry,
     JournalReader,
@@ -141,11 +142,11 @@ def test_everything_comes_back(tmp_path: Path) -> None:
 
 
 def test_histograms_come_back(tmp_path: Path) -> None:
-    """Those of some sites, counts beyond float32 included, with the norms of their step; a step without has none."""
+    """Those of some sites, a module too, counts beyond float32 included, with the norms of their step; or none."""
     counts = np.zeros(BINS, np.int64)
     counts[[0, 5, BINS - 1]] = 1, 2**40 + 1, 7
     histograms = {2: Histogram(4, counts, 1), 0: Histogram(0, counts[::-1].copy(), 0)}
-    sites = make_sites(3)
+    sites = with_modules(make_sites(2), ("layers",))
     written = [make_record(sites, step=0, histograms=histograms), make_record(sites, step=1)]
     first, second = (found.record.snapshot.histograms for found in journal(tmp_path, written).records())
     assert list(first) == [2, 0]

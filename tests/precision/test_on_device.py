@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.capture import parameter_names as site_names
+from gradwatch.capture.columns import activation_reader, module_statistics
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.policies.norm import clip_coefficient
 from gradwatch.reading import device, pinned_buffers
@@ -164,6 +165,8 @@ def test_taps_and_local_norms_on_meta(
 
     monkeypatch.setattr(device, "POOL", Wire())
     monkeypatch.setattr(site_names, "valueless", lambda param: False)
+    for reads in (module_statistics, activation_reader):
+        monkeypatch.setattr(reads, "has_values", lambda tensor: True)
     names: list[list[str]] = []
     for rules in (TAPPED, "version: 1\nrules: {}"):
         with torch.device("meta"):

@@ -86,7 +86,7 @@ SITES: dict[str, tuple[Any, str, str]] = {
     "advance": (captured.OptimizerCapture, "advance", "boundary"),
     "prunable": (hook_pruning.HookPruning, "due", "boundary"),
     "norm_local": (norm_local, "exact_norm", "norm_local"),
-    "tap": (module_statistics, "dense", "modules"),
+    "tap": (module_statistics, "elements", "modules"),
     "inspect": (cpu, "inspect", "capture"),
     "prometheus": (PrometheusSink, "write", "prometheus"),
     "journal": (JournalSink, "write", "journal"),

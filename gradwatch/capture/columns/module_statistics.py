@@ -15,15 +15,19 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gradwatch.capture.columns.activation_values import STATISTICS
+from gradwatch.capture.columns import activation_reader
+from gradwatch.capture.columns.activation_reader import ActivationReader
+from gradwatch.capture.columns.histograms import HistogramTurns, PendingHistograms
 from gradwatch.capture.columns.pending_columns import NO_SITES_OVERDUE, OverdueSites, PendingColumns
 from gradwatch.capture.columns.running_statistics import RUNNING_COLUMNS, RunningStatisticsReader
 from gradwatch.capture.parameter_names import named_modules
 from gradwatch.engine.columns_needed import Needs
+from gradwatch.engine.series import matching
 from gradwatch.engine.staggering import Staggering
 from gradwatch.reading.device import AsyncCopy, Number, capturing
-from gradwatch.reading.layouts import alias, dense
-from gradwatch.records.snapshot import BoolArray, Sites
+from gradwatch.reading.layouts import alias, elements, has_values
+from gradwatch.records.snapshot import Sites
+from gradwatch.rules.rule_set import Histograms
 from gradwatch.taps import dispatch_modes, module_calls, nested_containers
 from gradwatch.taps.dynamo import untraced
 from gradwatch.taps.graph.full_backward import FullBackward, preflight
@@ -31,9 +35,7 @@ from gradwatch.taps.muted_forwards import is_muted
 
 TapKind = Literal["output", "full_backward"]
 GRADIENT_COLUMNS = frozenset({"grad_output_norm", "grad_input_norm"})
-ACTIVATION_COLUMNS = frozenset(STATISTICS)
-TAPPED = GRADIENT_COLUMNS | ACTIVATION_COLUMNS
-COLUMNS = TAPPED | RUNNING_COLUMNS
+COLUMNS = GRADIENT_COLUMNS | activation_reader.COLUMNS | RUNNING_COLUMNS
 INSTEAD = (
     "Use `tap: output` (it is safe with in-place operations), or exclude these modules from `modules.names`."
 )
@@ -45,18 +47,29 @@ def taps_on(
     tap: TapKind,
     needs: Needs,
     failed: Callable[[str, BaseException], None],
+    histograms: Histograms | None = None,
 ) -> ModuleTaps:
     """Taps on the modules whose name matches one of the globs (see `Sites.select`); on none where none matches.
 
-    Raises `AttachError` where `preflight` refuses the tap.
+    `histograms` are of the activations of these modules, where they are asked for. Raises `AttachError` where
+    `preflight` refuses the tap.
     """
     named = list(named_modules(models))
     zeros = np.zeros(len(named), np.int64)
     names = tuple(name for name, _ in named)
     sites = Sites(names, ("module",) * len(names), zeros, zeros, np.arange(len(names)))
-    chosen = np.logical_or.reduce([sites.select(glob) for glob in globs])
+    chosen = matching(sites, tuple(globs))
     pairs = [pair for pair, keep in zip(named, chosen, strict=True) if keep]
-    return ModuleTaps(pairs, tap, needs, failed)
+    turns = None
+    if histograms is not None:
+        every, counted = histograms.every, matching(sites, histograms.modules)[chosen]
+        turns = HistogramTurns(every, _staggering(len(pairs)).phases(every), counted)
+    return ModuleTaps(pairs, tap, needs, failed, turns)
+
+
+def _staggering(count: int) -> Staggering:
+    """The phases of so many modules, which take turns by count, whatever they put out."""
+    return Staggering(np.zeros(count, np.int64))
 
 
 class GradInputBounds(Protocol):
@@ -78,21 +91,21 @@ class ModuleTaps:
         tap: TapKind,
         needs: Needs,
         failed: Callable[[str, BaseException], None],
+        turns: HistogramTurns | None = None,
     ) -> None:
         if tap == "full_backward":
             preflight(modules, INSTEAD)
         self.names = tuple(name for name, _ in modules)
-        self._needs = needs
-        self._staggering = Staggering(np.zeros(len(modules), np.int64))
-        wanted = self._wanted = needs.columns
-        self._running = RunningStatisticsReader([module for _, module in modules], needs, self._staggering)
+        staggering = _staggering(len(modules))
+        self._wanted = needs.columns
+        self._running = RunningStatisticsReader([module for _, module in modules], needs, staggering)
+        self._activations = ActivationReader(needs, staggering, turns)
         self._failed = failed
-        self._collected: dict[str, dict[int, Tensor]] = {column: {} for column in TAPPED}
+        self._collected: dict[str, dict[int, Tensor]] = {column: {} for column in GRADIENT_COLUMNS}
         self._ignore: list[Callable[[], None]] = []
         self.bounds: GradInputBounds | None = None  # where a rule acts on what the modules pass on
-        self._due = self._due_at(0)
         for m, (_, module) in enumerate(modules):
-            if ACTIVATION_COLUMNS & wanted or (tap == "output" and "grad_output_norm" in wanted):
+            if self._activations.wanted or (tap == "output" and "grad_output_norm" in self._wanted):
                 self._ignore.append(module_calls.listen(module, after=self._forward(m, tap)))
             if tap == "full_backward":
                 around = FullBackward(self._backward(m), failed)
@@ -104,20 +117,24 @@ class ModuleTaps:
         `overdue` bool[M] are modules that are read at the next step whatever it is, if they are called; their running
         statistics are read at this one.
         """
-        self._due = self._due_at(step + 1)
-        for columns, mask in overdue.items():
-            for name in ACTIVATION_COLUMNS.intersection(columns):
-                self._due[name] = mask | self._due.get(name, False)
-        pending = PendingColumns(len(self.names))
-        taken = {column: dict(found) for column, found in self._collected.items() if found}
+        gradients = {column: dict(found) for column, found in self._collected.items() if found}
         for found in self._collected.values():
             found.clear()  # before anything can fail: the next step starts with none
-        for column, found in taken.items():
-            _put(pending, column, found, scale if column in GRADIENT_COLUMNS else 1.0)
+        activations = self._activations.take_statistics()
+        self._activations.schedule(step + 1, overdue)
+        pending = PendingColumns(len(self.names))
+        for column, found in gradients.items():
+            _put(pending, column, found, scale)
+        for column, found in activations.items():
+            _put(pending, column, found, 1.0)
         self._running.read(pending, step, overdue)
         if self.bounds is not None:
             self._bounded(self.bounds.taken(), pending)
         return pending
+
+    def take_histograms(self) -> PendingHistograms | None:
+        """Histograms of activations since the last step boundary; called before `collect`, which begins a step."""
+        return self._activations.take_histograms()
 
     def _bounded(self, factors: Mapping[int, float | Tensor], pending: PendingColumns) -> None:
         """Put the factors into `pending` by which hooks have multiplied what modules pass on."""
@@ -128,15 +145,6 @@ class ModuleTaps:
             stack = torch.stack([torch.as_tensor(factors[int(m)]) for m in positions])
             pending.parts["coef"] = AsyncCopy([stack], positions, len(self.names))
             pending.present["coef"] = present
-
-    def _due_at(self, step: int) -> dict[str, BoolArray]:
-        """bool[M] of each column of activations that is due at a step."""
-        due = {}
-        for name in ACTIVATION_COLUMNS & self._wanted:
-            at = self._needs.due(name, step, self._staggering)
-            if at is not None:
-                due[name] = at
-        return due
 
     def close(self) -> None:
         """Notice no further call of the modules."""
@@ -151,15 +159,10 @@ class ModuleTaps:
             try:
                 if is_muted() or capturing():
                     return
-                due = [name for name, at in self._due.items() if at[m]] if module.training else []
-                if not (due or gradients):
-                    return
-                leaves = [leaf for leaf in nested_containers.leaves(output) if isinstance(leaf, Tensor)]
-                if leaves and due:
-                    self._activation(m, module, leaves[0], due)
+                self._activations.read(m, module, output)
                 if gradients and torch.is_grad_enabled():
-                    for leaf in leaves:
-                        if leaf.requires_grad:
+                    for leaf in nested_containers.leaves(output):
+                        if isinstance(leaf, Tensor) and leaf.requires_grad:
                             leaf.register_hook(self._adder("grad_output_norm", m))
             except Exception as error:
                 self._failed("modules", error)
@@ -191,8 +194,8 @@ class ModuleTaps:
         def add_square(grad: Tensor) -> None:
             kept = alias(grad)
             if kept is not None:
-                values = _elements(kept)
-                if _has_values(values):
+                values = elements(kept)
+                if has_values(values):
                     square = torch.linalg.vector_norm(values.float()).square()
                     collected[m] = (
                         square if m not in collected else collected[m] + square.to(collected[m].device)
@@ -207,30 +210,6 @@ class ModuleTaps:
                 failed("modules", error)
 
         return add
-
-    def _activation(self, m: int, module: nn.Module, output: Tensor, due: Sequence[str]) -> None:
-        with torch.no_grad():
-            found = _elements(output.detach())
-            if not (found.numel() and _has_values(found)):
-                return
-            values = found if found.dtype is torch.float64 else found.float()
-            for column in due:
-                statistic = STATISTICS[column](module, values, output.dtype)
-                if statistic is not None:
-                    self._collected[column][m] = statistic
-
-
-def _elements(tensor: Tensor) -> Tensor:
-    """A dense tensor of the elements; of a nested one those of all its components."""
-    return dense(tensor.values() if tensor.is_nested else tensor)
-
-
-def _has_values(tensor: Tensor) -> bool:
-    """False on the meta device, and of a stand-in that only traces shapes (FakeTensor), whose memory is there.
-
-    Nor has a quantized tensor values that could be read as they are: torch has few operations for it.
-    """
-    return not tensor.is_quantized and tensor.untyped_storage().device.type != "meta"
 
 
 def _put(pending: PendingColumns, column: str, found: Mapping[int, Tensor], scale: Number) -> None:

@@ -15,11 +15,11 @@ if TYPE_CHECKING:
 
 def cost_of(ruleset: RuleSet, model: nn.Module | None) -> dict[str, Any]:
     """`columns`: those that rules read of whole tensors; with a model also `model`: the bytes of its steps."""
-    from gradwatch.engine.read_cost import column_costs, histogram_cost
+    from gradwatch.engine.read_cost import column_costs, histogram_costs
 
     columns = column_costs(ruleset.rules)
     if ruleset.histograms is not None:
-        columns.append(histogram_cost(ruleset.histograms))
+        columns += histogram_costs(ruleset.histograms)
     found: dict[str, Any] = {"columns": [one._asdict() for one in columns]}
     return found if model is None else {**found, "model": _bytes_of(ruleset, model)}
 

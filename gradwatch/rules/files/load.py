@@ -104,6 +104,7 @@ def _judge_unused(document: Map, item: Map, problems: Problems) -> None:
     rules = item.get("rules")
     for rule_id in rules.entries if isinstance(rules, Map) else ():
         resolver.one(rule_id)
+    _histograms(changed, problems)
     clip(item.get("clip"), names, problems)
 
 
@@ -120,7 +121,7 @@ def _resolve(document: Map, problems: Problems) -> RuleSet:
         rules=rules,
         clip=clips,
         modules=_modules(document.get("modules")),
-        histograms=_histograms(document.get("histograms")),
+        histograms=_histograms(document, problems),
         sinks=None if listed is None else sinks(listed, problems),
         origins=resolver.origins | _origins_of_groups(section),
         inactive=resolver.inactive,
@@ -160,12 +161,21 @@ def _modules(node: Node | None) -> Modules | None:
     return Modules(written.get("tap", "output"), tuple(names) if isinstance(names, list) else ())
 
 
-def _histograms(node: Node | None) -> Histograms | None:
-    """As far as it is right; what is wrong was reported by `check_sections_of_file`."""
+def _histograms(document: Map, problems: Problems) -> Histograms | None:
+    """The section, as far as its shape is right: what is wrong with that was reported by `check_sections_of_file`."""
+    node = document.get("histograms")
     if not isinstance(node, Map):
         return None
-    written = data(node)
-    usual = Histograms()
-    every, params = written.get("every", usual.every), written.get("params", list(usual.params))
-    right = isinstance(every, int) and isinstance(params, list)
-    return Histograms(every, tuple(params)) if right else None
+    written, usual = data(node), Histograms()
+    every = written.get("every", usual.every)
+    lists = [written.get(key, list(getattr(usual, key))) for key in ("params", "of", "modules")]
+    if not isinstance(every, int) or not all(isinstance(one, list) for one in lists):
+        return None
+    params, of, modules = map(tuple, lists)
+    if "activations" in of and document.get("modules") is None:
+        message = "histograms of activations are read by module taps only"
+        problems.add(node.key_mark("of"), "GW215", message, "add `modules: {tap: output}` to the file")
+    elif "modules" in written and "of" not in written:
+        message = "'modules' chooses among activations, and these histograms are of gradients"
+        problems.add(node.key_mark("modules"), "GW208", message, "add `of: [gradients, activations]`")
+    return Histograms(every, params, of, modules)

@@ -17,8 +17,9 @@ from gradwatch.policies import AnyPolicy, Policy
 from gradwatch.records.decision import OnError
 from gradwatch.records.event import Severity
 from gradwatch.rules.field_types import CONFIG, Count, Glob, Globs, Model, Names, Steps, Words, unset
-from gradwatch.rules.rule_set import ClipAt, Mode, Scope, Tap
+from gradwatch.rules.rule_set import ClipAt, HistogramOf, Mode, Scope, Tap
 
+HistogramsOf = Annotated[list[HistogramOf], Field(min_length=1)]
 MOST_FILES = 16
 MOST_OVERRIDES = 32
 
@@ -38,7 +39,9 @@ class Document(Model):
     rules: dict[str, Any] = unset("Rules by id.")
     clip: dict[str, Any] = unset("Clipping policies applied at every step; the strictest wins, applied once.")
     modules: dict[str, Any] = unset("Opt-in taps on modules.")
-    histograms: dict[str, Any] = unset("Opt-in histograms of gradients, for experiment trackers.")
+    histograms: dict[str, Any] = unset(
+        "Opt-in histograms of gradients and activations, for experiment trackers."
+    )
     sinks: list[Any] = unset("Where results go.")
     overrides: list[dict[str, Any]] = unset(
         "Changes for some runs, in order, on top of everything else.", max_length=MOST_OVERRIDES
@@ -121,10 +124,14 @@ class ModulesEntry(Model):
 
 
 class HistogramsEntry(Model):
-    """Opt-in histograms of gradients over octaves of magnitude, for experiment trackers."""
+    """Opt-in histograms of gradients and activations over octaves of magnitude, for experiment trackers."""
 
-    every: Count = unset("Each parameter every N steps (100), in turns.")
-    params: Globs = unset("Case-sensitive shell globs on parameter names.")
+    of: HistogramsOf = unset(
+        "gradients (left out: only these), activations (of the modules that are tapped)."
+    )
+    every: Count = unset("Each parameter or module every N steps (100), in turns.")
+    params: Globs = unset("Gradients of the parameters whose names match these case-sensitive shell globs.")
+    modules: Globs = unset("Activations of the tapped modules whose names match these globs.")
 
 
 class ClipEntry(Model):

@@ -14,7 +14,7 @@ from gradwatch.actions.clip_section import ClipSection, NormBound
 from gradwatch.actions.drop_micro import MicroDrop
 from gradwatch.actions.elementwise_clip import Elementwise
 from gradwatch.capture.columns.column_reader import ColumnReader
-from gradwatch.capture.columns.gradient_histogram import HistogramReader
+from gradwatch.capture.columns.histograms import HistogramReader
 from gradwatch.capture.columns.norm_local import LocalNorms
 from gradwatch.capture.columns.pending_columns import NO_SITES_OVERDUE, OverdueSites
 from gradwatch.capture.optimizer_capture import OptimizerCapture

@@ -49,15 +49,18 @@ class Fitting:
         models: list[nn.Module],
         failed: Callable[[str, BaseException], None],
     ) -> ModuleTaps | None:
-        """The module taps that rules ask for; None where no rule does, or where they are off.
+        """The module taps that rules or histograms ask for; None where none do, or where they are off.
 
         Raises `UnfitRulesError` where the modules cannot be tapped so, unless `lenient`.
         """
         asked, needs = engine.ruleset.modules, engine.needs.only(MODULE_COLUMNS)
-        if asked is None or not needs.columns:
+        histograms = engine.ruleset.histograms
+        if histograms is not None and "activations" not in histograms.of:
+            histograms = None
+        if asked is None or not (needs.columns or histograms):
             return None
         try:
-            return taps_on(models, asked.names, asked.tap, needs, failed)
+            return taps_on(models, asked.names, asked.tap, needs, failed, histograms)
         except AttachError as error:
             if not self.lenient:
                 raise UnfitRulesError(str(error)) from None

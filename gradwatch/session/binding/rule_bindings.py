@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -16,7 +17,7 @@ from gradwatch.actions.clip_section import ClipSection
 from gradwatch.actions.drop_micro import MicroDrop
 from gradwatch.capture.columns import column_reader
 from gradwatch.capture.columns.column_reader import ColumnReader
-from gradwatch.capture.columns.gradient_histogram import HistogramReader
+from gradwatch.capture.columns.histograms import HistogramReader, HistogramTurns
 from gradwatch.capture.columns.norm_local import LocalNorms
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.shards import is_shard
@@ -33,7 +34,6 @@ from gradwatch.session.binding.backward_actions import clipper_of, micro_drop_of
 from gradwatch.session.binding.optimizer_rules import OptimizerRules, clip_section_of
 from gradwatch.session.binding.rank_requirements import WHOLE_ROWS, sharded_rows
 from gradwatch.session.binding.rule_data import (
-    HISTOGRAMS,
     NOTHING_CHOSEN,
     OF_PARTS,
     of_histograms,
@@ -179,8 +179,12 @@ class RuleBindings:
             reads = reads_of(bound, unread)
             if captured.without_optimizer and self._ranks.several:
                 reads = {**of_ranks(self._engine), **reads}
-            if self._engine.ruleset.histograms is not None:
-                reads[HISTOGRAMS] = of_histograms(no_histograms)
+            asked = self._engine.ruleset.histograms
+            if asked is not None and "gradients" in asked.of:
+                reads |= of_histograms("gradients", no_histograms)
+            if asked is not None and "activations" in asked.of and not captured.index:
+                chosen = any(fnmatch.fnmatchcase(name, glob) for name in modules for glob in asked.modules)
+                reads |= of_histograms("activations", "" if chosen else NOTHING_CHOSEN["activations"])
             self._totals.without_data.bind(captured.index, reads)
         self.saved_states.take_up(captured, bound_rules)
         self.publish_bounds(bound_rules)
@@ -201,9 +205,9 @@ class RuleBindings:
         own: NDArray[np.intp],
         unread: Mapping[str, str],
     ) -> tuple[HistogramReader | None, str]:
-        """The reader of histograms where they are asked for, or the reason why there is none."""
+        """The reader of histograms of gradients where they are asked for, or the reason why there is none."""
         asked = self._engine.ruleset.histograms
-        if asked is None:
+        if asked is None or "gradients" not in asked.of:
             return None, ""
         if captured.inside_backward or captured.without_optimizer:
             return None, next(iter(unread.values()))  # the same of all columns
@@ -211,8 +215,9 @@ class RuleBindings:
             return None, OF_PARTS
         chosen = matching(captured.sites, asked.params)
         if not chosen.any():
-            return None, NOTHING_CHOSEN
-        return HistogramReader(asked.every, bound.plan.staggering.phases(asked.every)[own], chosen), ""
+            return None, NOTHING_CHOSEN["gradients"]
+        phases = bound.plan.staggering.phases(asked.every)[own]
+        return HistogramReader(HistogramTurns(asked.every, phases, chosen)), ""
 
     def _local(
         self, bound: BoundEngine, taps: Sequence[Tensor | None], before: OptimizerRules | None

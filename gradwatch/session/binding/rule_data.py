@@ -10,6 +10,7 @@ from types import MappingProxyType
 from gradwatch.account.rules_without_data import (
     INSIDE_BACKWARD,
     NO_OPTIMIZER,
+    NO_OUTPUT,
     NOT_COMPARED,
     NOT_READ,
     SHARDED,
@@ -24,17 +25,26 @@ from gradwatch.engine.snapshot_reader import Reader
 from gradwatch.engine.turns import InTurn, Turns
 from gradwatch.records.columns import ALWAYS, RANK_COLUMNS, is_observed
 from gradwatch.records.snapshot import Snapshot
+from gradwatch.rules.rule_set import HistogramOf
 from gradwatch.session.optimizer_context import OptimizerContext
 
 NEVER_POSITIVE = (
     "{} was not positive at any step of the rule, and `{}` takes logarithms; `loss_spike` does not"
 )
 NOTHING_UNREAD: Mapping[str, str] = MappingProxyType({})
-HISTOGRAMS = "histograms:"
-"""Stands among the rules for that section of the rule file; no rule has such a name."""
+HISTOGRAMS = "histograms:{}"
+"""Stands among the rules for what that section of the rule file asks for; no rule has such a name."""
 OF_PARTS = "a histogram is of a whole gradient, and ranks hold parts of these, or different ones"
-NONE_CAME = "no parameter's turn has come, or the loss scale in the gradients is no power of two"
-NOTHING_CHOSEN = "`histograms: params:` matches no parameter"
+NONE_CAME: Mapping[HistogramOf, str] = {
+    "gradients": "no parameter's turn has come, or the loss scale in the gradients is no power of two",
+    "activations": f"no module's turn has come, or {NO_OUTPUT}",
+}
+NOTHING_CHOSEN: Mapping[HistogramOf, str] = {
+    "gradients": "`histograms: params:` matches no parameter",
+    "activations": "`histograms: modules:` matches no tapped module",
+}
+KIND: Mapping[HistogramOf, str] = {"gradients": "param", "activations": "module"}
+"""The kind of the sites that histograms are of."""
 
 
 def unread_columns(ctx: OptimizerContext) -> dict[str, str]:
@@ -59,15 +69,14 @@ def of_ranks(engine: Engine) -> dict[str, Reads]:
     }
 
 
-def of_histograms(why: str) -> Reads:
-    """`histograms:` of the rule file as an entry among the rules: without data until one came, or for this reason."""
-    return Reads(
-        HISTOGRAMS,
-        always=True,
-        why=why,
-        has_value=lambda snapshot, in_turn: bool(snapshot.histograms),
-        valueless=NONE_CAME,
-    )
+def of_histograms(of: HistogramOf, why: str) -> dict[str, Reads]:
+    """Histograms of the rule file as an entry among the rules: without data until one came, or for this reason."""
+    name = HISTOGRAMS.format(of)
+
+    def has_value(snapshot: Snapshot, in_turn: InTurn) -> bool:
+        return any(snapshot.sites.kinds[site] == KIND[of] for site in snapshot.histograms)
+
+    return {name: Reads(name, always=True, why=why, has_value=has_value, valueless=NONE_CAME[of])}
 
 
 def reads_of(bound: BoundEngine, unread: Mapping[str, str] = NOTHING_UNREAD) -> dict[str, Reads]:

@@ -34,6 +34,8 @@ PREFIX = "gradwatch/"
 MOST_OPTIMIZERS = 16
 MOST_GROUPS = 64
 MOST_HISTOGRAMS = 200
+HISTOGRAMS = {"param": "grad_log2", "module": "activation_log2"}
+"""What the histograms of sites of each kind are called."""
 SHOWN = {"loss": "loss", "lr": "learning_rate"}
 _LONGEST_TEXT = 1000
 _REPORTED = ("firing", "resolved", "escalated", "failed")
@@ -92,13 +94,13 @@ class Points:
         self._parameters = None if choice.params == "off" else ParameterSeries(choice, every)
         self._observed_at: dict[tuple[int, str], int] = {}
         self.names_left_out = False  # observed ones, for there are too many
-        # Parameters with a histogram, and those for which there is no room.
-        self._with_histogram: set[tuple[int, str]] = set()
-        self._without_room: set[tuple[int, str]] = set()
+        # By kind, the sites with a histogram; and those for which there is no room.
+        self._with_histogram: dict[str, set[tuple[int, str]]] = {}
+        self._without_room: set[tuple[int, str, str]] = set()
 
     @property
     def without_histogram(self) -> int:
-        """Number of parameters whose histograms are not sent, because there are too many."""
+        """Number of parameters and modules whose histograms are not sent, because there are too many."""
         return len(self._without_room)
 
     @property
@@ -137,12 +139,13 @@ class Points:
     def _histograms(self, snapshot: Snapshot) -> Iterator[tuple[str, Histogram]]:
         """The histograms of a step, by name; they come at a cadence of their own."""
         for site, found in snapshot.histograms.items():
-            key = snapshot.optimizer, snapshot.sites.names[site]
-            if key in self._with_histogram or len(self._with_histogram) < MOST_HISTOGRAMS:
-                self._with_histogram.add(key)
-                yield f"grad_log2/{printable(key[1])}", found
+            name, kind = snapshot.sites.names[site], snapshot.sites.kinds[site]
+            key, shown = (snapshot.optimizer, name), self._with_histogram.setdefault(kind, set())
+            if key in shown or len(shown) < MOST_HISTOGRAMS:
+                shown.add(key)
+                yield f"{HISTOGRAMS[kind]}/{printable(name)}", found
             else:
-                self._without_room.add(key)
+                self._without_room.add((*key, kind))
 
     def _observed(self, snapshot: Snapshot, due: bool) -> Iterator[tuple[str, float]]:
         """Values that the script gave: where a point is `due`, and in between each at most every so many steps."""

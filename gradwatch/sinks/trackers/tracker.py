@@ -25,7 +25,8 @@ _BATCH = 64
 _PERIOD_SECONDS = 1.0
 NO_HISTOGRAMS = "{} keeps no histograms: those that `histograms:` asks for are not sent there"
 TOO_MANY_HISTOGRAMS = (
-    f"histograms of {MOST_HISTOGRAMS} parameters are sent, not of all: see `histograms: params:`"
+    f"histograms of {MOST_HISTOGRAMS} parameters and as many modules are sent, not of all: "
+    "see `histograms:`, `params:` and `modules:`"
 )
 _FULL = BufferError("the tracker does not keep up: points are being dropped")
 

@@ -182,6 +182,11 @@ def test_schema_is_a_schema() -> None:
     [
         ({}, True),
         ({"every": 10, "params": ["*.weight"]}, True),
+        ({"of": ["gradients"]}, True),
+        ({"of": ["gradients", "activations"], "modules": ["*"]}, True),
+        ({"of": "activations"}, False),
+        ({"of": ["weights"]}, False),
+        ({"of": []}, False),
         ({"every": 0}, False),
         ({"params": []}, False),
         ({"bins": 3}, False),
@@ -190,7 +195,7 @@ def test_schema_is_a_schema() -> None:
 )
 def test_histograms_in_the_schema(section: Any, valid: bool) -> None:
     """The section `histograms:` is judged alike by an editor and by the loader."""
-    document = {"version": 1, "rules": {}, "histograms": section}
+    document = {"version": 1, "rules": {}, "histograms": section, "modules": {}}
     assert VALIDATOR.is_valid(document) == (not refused_codes(document)) == valid
 
 

@@ -266,6 +266,24 @@ def test_histograms_are_merged_key_by_key(tmp_path: Path) -> None:
     assert refusals(f"{SPIKE}histograms: {{evry: 9}}\n") == [("GW101", 5)]
 
 
+def test_histograms_of_activations_need_taps(tmp_path: Path) -> None:
+    """Refused at their place without `modules:`, which another file may bring; `modules` without `of` says nothing."""
+    base = f"{SPIKE}histograms: {{every: 7, of: [gradients, activations], modules: ['a.*']}}\n"
+    assert refusals(base) == [("GW215", 5)]
+    assert refusals(f"{SPIKE}modules: {{}}\nhistograms: {{modules: ['a.*']}}\n") == [("GW208", 6)]
+    write(tmp_path, "base.yaml", f"{base}modules: {{tap: full_backward}}\n")
+    top = write(tmp_path, "top.yaml", "version: 1\nextends: [./base.yaml]\nhistograms: {modules: ['b']}\n")
+    assert load_rules(top).histograms == Histograms(7, ("*",), ("gradients", "activations"), ("b",))
+    top = write(tmp_path, "top.yaml", "version: 1\nextends: [./base.yaml]\nhistograms: {of: [gradients]}\n")
+    assert load_rules(top).histograms == Histograms(7, ("*",), ("gradients",), ("a.*",))
+
+
+def test_an_override_with_histograms_does_not_wait_for_its_run_with_its_errors() -> None:
+    """Histograms of activations without taps are refused although the override is for another run."""
+    override = "overrides:\n- {match: {run: other}, histograms: {of: [activations]}}\n"
+    assert refusals(SPIKE + override) == [("GW215", 6)]
+
+
 def test_origins(tmp_path: Path) -> None:
     """Every resolved value says which line of which file set it, or that nothing did."""
     base = write(tmp_path, "base.yaml", "version: 1\nrules:\n  r:\n    detect: {kind: spike}\n    for: 2\n")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch
 from torch import nn
 
 import gradwatch
+from gradwatch.capture.snapshot_assembly import with_modules
 from gradwatch.engine import staggering
 from gradwatch.errors import AttachError
 from gradwatch.records.histogram import BINS, LOWEST, Histogram
@@ -208,6 +210,24 @@ def test_tensorboard_and_wandb_have_the_histograms(tmp_path: Path) -> None:
     assert dict(zip(shown.bins[:-1], shown.histogram, strict=True)) == {
         edge: {-49: 4, -10: 2, -3: 7}.get(edge, 0) for edge in range(-49, 16)
     }
+
+
+def test_histograms_of_activations_stand_beside_those_of_gradients(tmp_path: Path) -> None:
+    """Under a name of their own, and with room of their own: as many modules as parameters have some."""
+    count = MOST_HISTOGRAMS + 5
+    sites = with_modules(make_sites(count), tuple(f"layers.{k}" for k in range(count)))
+    found = {k: histogram(k) for k in range(len(sites))}
+    point = Points(RULES, 1).observe(make_record(sites, histograms=found))
+    assert point is not None
+    kinds = Counter(name.split("/")[1] for name in point.histograms)
+    assert kinds == {"grad_log2": MOST_HISTOGRAMS, "activation_log2": MOST_HISTOGRAMS}
+    assert point.histograms["gradwatch/activation_log2/layers.3"].zeros == count + 3
+    sink = make_sink("tensorboard", {"dir": str(tmp_path / "tb")})
+    sink.open(make_run(tmp_path), Health())
+    sink.write(make_record(sites, step=4, histograms={count + 1: histogram(4, _3=7)}))
+    sink.close()
+    (event,) = read(tmp_path / "tb").Histograms("gradwatch/activation_log2/layers.1")
+    assert (event.step, event.histogram_value.num) == (4, 11.0)
 
 
 def test_histograms_are_bounded_and_mlflow_says_that_it_has_none(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Histograms of gradients over 64 octaves of their magnitude, of parameters that take turns.
+"""Histograms over 64 octaves of magnitude, of gradients and of activations: parameters and modules take turns.
 
 An element's octave is the exponent in its bits, so that nothing is rounded: exponents are counted, on the CPU by
 numpy, on a device by torch without waiting, and the octaves made of them on the host.
@@ -28,19 +28,24 @@ Counts = tuple[NDArray[np.int64], int]
 
 
 class PendingHistograms:
-    """Histograms of one step by the position of the parameter, possibly on their way from a device."""
+    """Histograms of one step by the position of the parameter or module, possibly on their way from a device."""
 
     def __init__(self, scale: Number) -> None:
         self._scale = scale
         self._here: dict[int, Counts] = {}
         self._sent: dict[int, Sending] = {}
 
-    def put(self, position: int, grad: Tensor) -> None:
-        """Count the elements of one gradient."""
-        if on_host(grad):
-            self._here[position] = chunks.exponents(grad)
+    def __contains__(self, position: int) -> bool:
+        return position in self._here or position in self._sent
+
+    def put(self, position: int, tensor: Tensor) -> None:
+        """Count the elements of one tensor, in the place of those that were put there before."""
+        if on_host(tensor):
+            self._sent.pop(position, None)
+            self._here[position] = chunks.exponents(tensor)
         else:
-            self._sent[position] = POOL.send(_exponents(flat(grad)))
+            self._here.pop(position, None)
+            self._sent[position] = POOL.send(_exponents(flat(tensor)))
 
     def ready(self) -> bool:
         """True if `histograms()` would return at once."""
@@ -59,11 +64,11 @@ class PendingHistograms:
         return {k: by_exponent(fields, zeros, exponent - 1) for k, (fields, zeros) in counted.items()}
 
 
-class HistogramReader:
-    """Reads histograms of the gradients of K parameters, each every `every` steps at its own of `phases[K]`.
+class HistogramTurns:
+    """Positions of K whose histograms are due: each of the `chosen` every `every` steps, at its own of `phases[K]`.
 
-    `chosen` are those of which they are read at all. One without a gradient at its turn is read at the first step that
-    has one: of what comes and goes with a period there would be none.
+    One that has nothing to be read at its turn is due at each step until it has: of what comes and goes with a period
+    there would be no histogram.
     """
 
     def __init__(self, every: int, phases: NDArray[np.intp], chosen: BoolArray) -> None:
@@ -73,21 +78,36 @@ class HistogramReader:
             self._at.setdefault(int(phases[k]), []).append(k)
         self._overdue: tuple[int, ...] = ()
 
+    def due(self, step: int) -> tuple[int, ...]:
+        """Positions to be read at this step."""
+        in_turn = self._at.get(step % self._every, ())
+        return tuple(sorted({*in_turn, *self._overdue})) if in_turn else self._overdue
+
+    def missed(self, positions: tuple[int, ...]) -> None:
+        """Note those of the positions that were due of which nothing could be read."""
+        self._overdue = positions
+
+
+class HistogramReader:
+    """Reads histograms of the gradients of K parameters when `turns` says."""
+
+    def __init__(self, turns: HistogramTurns) -> None:
+        self._turns = turns
+
     def collect(
         self, step: int, grads: Callable[[], Sequence[Tensor | None]], scale: Number
     ) -> PendingHistograms | None:
         """The histograms due at this step; None where none is. `scale` is the loss scale still in `grads()`."""
-        in_turn = self._at.get(step % self._every, ())
-        if not (in_turn or self._overdue):
+        due = self._turns.due(step)
+        if not due:
             return None
         gradients = grads()
-        due = tuple(sorted({*in_turn, *self._overdue})) if in_turn else self._overdue
-        here = [k for k in due if gradients[k] is not None]
-        self._overdue = tuple(k for k in due if gradients[k] is None) if here else due
-        if not here:
+        missed = tuple(k for k in due if gradients[k] is None)
+        self._turns.missed(missed)
+        if len(missed) == len(due):
             return None
         pending = PendingHistograms(scale)
-        for k in here:
+        for k in due:
             grad = gradients[k]
             tensor = None if grad is None else dense(grad)
             if tensor is not None and tensor.numel():

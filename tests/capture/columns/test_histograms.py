@@ -1,9 +1,14 @@
-"""Histograms of gradients: every element in its octave, of each parameter in turn, and no part of what is trained."""
+"""Histograms: every element in its octave, of each parameter or module in turn, and no part of what is trained."""
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import math
+import weakref
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,16 +16,20 @@ import torch
 from torch import Tensor, nn
 
 import gradwatch
-from gradwatch.capture.columns import gradient_histogram
-from gradwatch.capture.columns.gradient_histogram import HistogramReader
+from gradwatch.capture.columns import histograms
+from gradwatch.capture.columns.activation_reader import ActivationReader
+from gradwatch.capture.columns.histograms import HistogramReader, HistogramTurns
 from gradwatch.engine import staggering
+from gradwatch.engine.columns_needed import Needs
 from gradwatch.reading import chunks
 from gradwatch.reading.device import start_copy
 from gradwatch.records.histogram import BINS, LOWEST, Histogram
 from gradwatch.records.record import Record
 from gradwatch.rules.files import parse_rules
 from gradwatch.session.watch import session_of
+from gradwatch.taps import module_calls
 from tests.reading.test_device import WAITING, Operations
+from tests.support import odd_activations
 from tests.support.kept import Kept
 
 pytestmark = pytest.mark.filterwarnings("ignore:Sparse invariant checks")  # torch's own
@@ -42,6 +51,11 @@ def equal(found: Histogram, expected: Histogram) -> bool:
     return (found.zeros, found.nonfinite) == (expected.zeros, expected.nonfinite) and np.array_equal(
         found.counts, expected.counts
     )
+
+
+def reader_of(count: int, every: int) -> HistogramReader:
+    """A reader of all of so many parameters, whose turns come at the same step."""
+    return HistogramReader(HistogramTurns(every, np.zeros(count, np.intp), np.ones(count, np.bool_)))
 
 
 def odd() -> dict[str, Tensor]:
@@ -75,12 +89,12 @@ def test_a_large_gradient_on_a_device_is_counted_in_parts(
     at_once: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The numbers made of its elements are as many as those of one part, whatever its size; the counts are the same."""
-    monkeypatch.setattr(gradient_histogram, "AT_ONCE", at_once)
+    monkeypatch.setattr(histograms, "AT_ONCE", at_once)
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         vector = (torch.randn(500) * torch.logspace(-9, 9, 500)).to(dtype)
         wide = vector if dtype is torch.float64 else vector.float()
         counts, zeros = chunks.exponents(wide)
-        assert gradient_histogram._exponents(vector).tolist() == [*counts.tolist(), zeros]
+        assert histograms._exponents(vector).tolist() == [*counts.tolist(), zeros]
 
 
 @pytest.mark.parametrize("scale", [1.0, 2.0**16, 2.0**-5])
@@ -88,9 +102,9 @@ def test_a_large_gradient_on_a_device_is_counted_in_parts(
 def test_each_element_is_in_its_octave(device: bool, scale: float, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of 16 odd gradients, with a loss scale still in them, on the host and by the operations of a device."""
     grads = odd()
-    reader = HistogramReader(1, np.zeros(len(grads), np.intp), np.ones(len(grads), np.bool_))
+    reader = reader_of(len(grads), 1)
     if device:
-        monkeypatch.setattr(gradient_histogram, "on_host", lambda tensor: False)
+        monkeypatch.setattr(histograms, "on_host", lambda tensor: False)
     with Operations() as operations:
         pending = reader.collect(0, lambda: list(grads.values()), scale)
     assert not (device and [name for name in operations.names if name in WAITING and name != "equal"])
@@ -108,7 +122,7 @@ def test_each_element_is_in_its_octave(device: bool, scale: float, monkeypatch: 
 
 def test_a_scale_that_moves_no_octave_gives_none() -> None:
     """A loss scale that is no power of two cannot be divided out of octaves: no histogram, rather than a wrong one."""
-    reader = HistogramReader(1, np.zeros(1, np.intp), np.ones(1, np.bool_))
+    reader = reader_of(1, 1)
     pending = reader.collect(0, lambda: [torch.ones(3)], start_copy(3.0))
     assert pending is not None
     assert pending.histograms() == {}
@@ -182,7 +196,7 @@ def test_under_a_scaler_they_are_of_unscaled_gradients(scale: float, fused: bool
     found = kept.records[-1].snapshot.histograms
     if fused and scale == 1000.0:
         assert found == {}
-        assert "no power of two" in reasons["histograms:"]
+        assert "no power of two" in reasons["histograms:gradients"]
     else:
         assert reasons == {}
         assert set(found) == {0, 1}
@@ -191,7 +205,7 @@ def test_under_a_scaler_they_are_of_unscaled_gradients(scale: float, fused: bool
 
 def test_a_gradient_that_is_absent_at_each_of_its_turns_is_read_at_the_first_step_that_has_it() -> None:
     """Two heads by turns, and `every: 4`: the second never had a gradient when it was its turn."""
-    reader = HistogramReader(4, np.zeros(2, np.intp), np.ones(2, np.bool_))
+    reader = reader_of(2, 4)
     found = []
     for step in range(9):
         grads = [torch.ones(3), None] if step % 2 == 0 else [None, torch.ones(5)]
@@ -210,4 +224,152 @@ def test_training_is_bit_identical(tmp_path: Path) -> None:
 def test_a_choice_that_matches_nothing_says_so(tmp_path: Path) -> None:
     """It stands among what had no data, with the reason."""
     rules = "version: 1\nhistograms: {params: ['encoder.*']}\nrules: {r: {detect: {kind: nonfinite}}}\n"
-    assert trained(rules, tmp_path, 3)[3] == {"histograms:": "`histograms: params:` matches no parameter"}
+    assert trained(rules, tmp_path, 3)[3] == {
+        "histograms:gradients": "`histograms: params:` matches no parameter"
+    }
+
+
+def watched(
+    rules: str, tmp_path: Path, steps: int, sinks: Iterable[Any] = ()
+) -> tuple[list[Record], Any, dict[str, str]]:
+    """Records of the training with odd activations, what `odd_activations.trained` gives, and rules without data."""
+    kept, reasons = Kept(), dict[str, str]()
+
+    def around(model: nn.Module, optimizer: torch.optim.Optimizer, train: Callable[[], None]) -> None:
+        with gradwatch.watch(
+            model, optimizer, rules=parse_rules(rules), run_dir=tmp_path, sinks=[kept, *sinks]
+        ) as gw:
+            train()
+            reasons.update(session_of(gw).account().no_data)
+
+    return kept.records, odd_activations.trained(steps, around), reasons
+
+
+ACTIVATIONS = """version: 1
+modules: {{tap: {tap}}}
+histograms: {{of: [{of}], every: {every}, modules: ["[!e]*", "empty", "evaluated*"]}}
+rules: {{}}
+"""
+
+
+@pytest.mark.parametrize("of", ["activations", "activations, gradients"])
+@pytest.mark.parametrize("every", [1, 3, 10])
+def test_modules_take_turns(every: int, of: str, tmp_path: Path) -> None:
+    """Each every N steps, of its last call with elements; one that has none at its turn, as soon as it has."""
+    rules = ACTIVATIONS.format(tap="output", of=of, every=every)
+    records, (_, outputs, _), reasons = watched(rules, tmp_path, 34)
+    assert reasons == {}
+    sites = records[0].snapshot.sites
+    modules = [k for k, kind in enumerate(sites.kinds) if kind == "module"]
+    phases = staggering.Staggering(np.zeros(len(modules), np.int64)).phases(every)
+    chosen = {
+        k: int(phase) for k, phase in zip(modules, phases, strict=True) if sites.names[k] != "embedding"
+    }
+    overdue: set[int] = set()
+    read: dict[str, int] = {}
+    for record, now in zip(records, outputs, strict=True):
+        step, found = record.snapshot.step, record.snapshot.histograms
+        due = {k for k, phase in chosen.items() if phase == step % every} | overdue
+        overdue = {k for k in due if sites.names[k] not in now}
+        assert {k for k in found if k in chosen} == due - overdue
+        assert "gradients" in of or found.keys() == due - overdue
+        for k in due - overdue:
+            assert equal(found[k], by_hand(now[sites.names[k]])), (step, sites.names[k])
+            read[sites.names[k]] = read.get(sites.names[k], 0) + 1
+    parts = {"pair", "named", "view", "bf16", "f64", "shared", "in_place", "spectrum", "first"}
+    assert read.keys() == parts | {"empty", "sometimes", "Odd"}
+    assert all(read[name] >= 34 // every for name in parts)
+    assert ({*found} & {k for k, kind in enumerate(sites.kinds) if kind == "param"} != set()) == (
+        of != "activations" and every == 1
+    )
+
+
+@pytest.mark.parametrize("tap", ["output", "full_backward"])
+def test_training_is_bit_identical_under_histograms_of_activations(tap: str, tmp_path: Path) -> None:
+    """Weights end as without a watch, under either tap."""
+    model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Dropout(), nn.Linear(8, 2))
+    ended = []
+    for rules in (None, ACTIVATIONS.format(tap=tap, of="activations", every=1)):
+        torch.manual_seed(3)
+        twin = copy.deepcopy(model)
+        optimizer = torch.optim.SGD(twin.parameters(), 0.1)
+        kept = Kept()
+        with (
+            gradwatch.watch(twin, optimizer, rules=parse_rules(rules), run_dir=tmp_path, sinks=[kept])
+            if rules
+            else contextlib.nullcontext()
+        ):
+            for _ in range(5):
+                optimizer.zero_grad()
+                twin(torch.randn(4, 6)).square().sum().backward()
+                optimizer.step()
+        assert rules is None or all(len(one.snapshot.histograms) == 5 for one in kept.records)
+        ended.append([param.detach() for param in twin.parameters()])
+    assert all(map(torch.equal, *ended))
+
+
+def test_histograms_of_activations_on_a_device_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By the operations of a device, in the forward: the same counts, and nothing that copies a number to the host."""
+    module, turns = nn.Tanh(), HistogramTurns(1, np.zeros(1, np.intp), np.ones(1, np.bool_))
+    reader = ActivationReader(Needs(), staggering.Staggering(np.zeros(1, np.int64)), turns)
+    monkeypatch.setattr(histograms, "on_host", lambda tensor: False)
+    for x in (torch.randn(3, 5), torch.randn(7, 5)):
+        with Operations() as operations:
+            reader.read(0, module, x)
+        assert not [name for name in operations.names if name in WAITING]
+    found = reader.take_histograms()
+    assert found is not None
+    assert equal(found.histograms()[0], by_hand(x))
+    assert reader.take_histograms() is None
+
+
+def test_nothing_is_read_of_modules_that_no_histogram_is_asked_of(tmp_path: Path) -> None:
+    """Without activations among `of`, calls of modules are not even noticed."""
+    model = nn.Sequential(nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for of, noticed in (("gradients", False), ("activations", True)):
+        rules = parse_rules(ACTIVATIONS.format(tap="output", of=of, every=10))
+        with gradwatch.watch(model, optimizer, rules=rules, run_dir=tmp_path, sinks=[Kept()]):
+            assert module_calls.noticed(model[0]) is noticed
+
+
+def test_no_tensor_outlives_its_step(tmp_path: Path) -> None:
+    """Outputs whose histograms were taken are freed with the script's own references."""
+    model = nn.Sequential(nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    rules = parse_rules(ACTIVATIONS.format(tap="output", of="activations", every=1))
+    with gradwatch.watch(model, optimizer, rules=rules, run_dir=tmp_path, sinks=[Kept()]):
+        out = model(torch.ones(4, 3))
+        out.sum().backward()
+        gone = weakref.ref(out)
+        del out
+        assert gone() is None
+        optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("modules", "trains", "reason"),
+    [
+        ("nowhere", True, "`histograms: modules:` matches no tapped module"),
+        ("*", False, "was called in training mode"),
+    ],
+)
+def test_activations_that_never_come_are_listed(
+    modules: str, trains: bool, reason: str, tmp_path: Path
+) -> None:
+    """With the reason, beside histograms of gradients that did come."""
+    model = nn.Sequential(nn.Linear(3, 2)).train(trains)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    rules = parse_rules(f"""version: 1
+modules: {{tap: output}}
+histograms: {{of: [gradients, activations], every: 1, modules: ["{modules}"]}}
+rules: {{}}
+""")
+    with gradwatch.watch(model, optimizer, rules=rules, run_dir=tmp_path, sinks=[Kept()]) as gw:
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(4, 3)).sum().backward()
+            optimizer.step()
+        (listed,) = dict(session_of(gw).account().no_data).items()
+    assert listed[0] == "histograms:activations"
+    assert reason in listed[1]
