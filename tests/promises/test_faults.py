@@ -75,7 +75,7 @@ SITES: dict[str, tuple[Any, str, str]] = {
     "maintain_hooks": (read_after_backward.Capture, "maintain_hooks", "boundary"),
     "adopt": (changed_parameters.CurrentContexts, "renewed", "boundary"),
     "measure": (judging.StepPipeline, "measure", "boundary"),
-    "sample": (column_reader.ColumnReader, "collect", "boundary"),
+    "sample": (column_reader.ColumnReader, "collect", "columns"),
     "local_collect": (norm_local.LocalNorms, "collect", "boundary"),
     "taps_collect": (module_statistics.ModuleTaps, "collect", "boundary"),
     "assemble": (judging, "assemble", "boundary"),
