@@ -154,7 +154,7 @@ def test_a_fault_of_ours_is_counted_and_harmless(
     gw.close()
     assert errors.get(component, 0) >= 1, errors
     # A broken sink changes nothing at all; a broken watch is an absent one.
-    acted = component in ("prometheus", "journal", "log", "norm_local", "modules")
+    acted = component in ("prometheus", "journal", "log", "norm_local", "modules", "columns")
     want = trained_bare(acted or site in ("advance", "prunable"))
     if site not in ("inspect", "read", "hear", "due", "clock"):
         assert all(
