@@ -26,11 +26,11 @@ from gradwatch.runtime.locks import ForkSafeLock
 
 FACTOR = 10.0
 """A root mean square beyond this many times the larger of its own and the model's is no training any more."""
-SHARE = 100.0
-"""Looks that were not asked for are this many times their own cost apart: 1 % of the time at most."""
+SHARE = 1000.0
+"""Looks that were not asked for are this many times their own cost apart: 0.1 % of the time at most."""
 LEAST_SECONDS = 1.0
-BYTES_PER_SECOND = 1e9
-"""Of weights read unasked on a device, whose time the host does not see: 1 % of 100 GB/s."""
+BYTES_PER_SECOND = 1e8
+"""Of weights read unasked on a device, whose time the host does not see: 0.1 % of 100 GB/s."""
 NAMED = 3
 UNREADABLE = "the weights cannot be checked now (meta device, or a CUDA graph being captured)"
 
