@@ -23,7 +23,7 @@ NO_FIRST_MOMENT = (
 NO_SECOND_MOMENT = f"{NO_MOMENT.format('second')} (`exp_avg_sq` as of Adam, or `square_avg` as of RMSprop)"
 NO_STATISTICS = "none of the tapped modules keeps a running mean and variance (BatchNorm, InstanceNorm)"
 NO_CALL = "no tapped {} was called in training mode and outside `torch.compile`"
-NO_OUTPUT = NO_CALL.format("module") + "; outputs that are quantized, or hold no values, are not read"
+NO_OUTPUT = NO_CALL.format("module") + "; outputs of integers, quantized, or without values are not read"
 NEVER_CAME = {
     "loss": "no loss was observed (a backward started from C++ exposes none: pass it with `gw.observe(loss=…)`)",
     "loss_scale": "no GradScaler was seen",
@@ -60,6 +60,8 @@ OFF_VALUE = "none was observed for a step at which it is evaluated (every: {})"
 NOT_OBSERVED = "`gw.observe({}=…)` gave no number before a step"
 OTHERS = "; observed: {}"
 MOST_NAMES = 8
+MOST_CAME = 512
+"""Columns of which it is known that they came; names of observed values may be made up without end."""
 NOT_JUDGED = "every step was rejected by a GradScaler, or provisional"
 NO_VALUE = "none of what it is about had a value of {}"
 
@@ -126,13 +128,14 @@ class RulesWithoutData:
         ):
             return
         waiting = self._waiting.get(snapshot.optimizer, {})
-        self._scalars |= snapshot.scalars.keys()
         came = {*map(_column, snapshot.scalars), *snapshot.columns}
         if snapshot.loss_scale is not None:
             came.add("loss_scale")
-        came_first = not self._came.issuperset(came)
+        remembered = self._remembered(came)
+        came_first = not self._came.issuperset(remembered)
         if came_first:
-            self._came |= came
+            self._came |= remembered
+        self._scalars |= {name for name in snapshot.scalars if _column(name) in self._came}
         had = {
             rule: reads.has_value(snapshot, in_turn)
             for rule, reads in waiting.items()
@@ -149,6 +152,13 @@ class RulesWithoutData:
                     for each, left in self._waiting.items()
                 }
             )
+
+    def _remembered(self, came: set[str]) -> set[str]:
+        """Those of these columns that are to be known later: of observed values that no rule reads only so many."""
+        if len(self._came) < MOST_CAME:
+            return came
+        wanted = {reads.column for rules in self._waiting.values() for reads in rules.values()}
+        return {column for column in came if not is_observed(column) or column in wanted}
 
     def reasons(self) -> dict[str, str]:
         """The reason why a rule was never evaluated, by rule; of several optimizers, that of one that has stepped."""

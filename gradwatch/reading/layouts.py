@@ -32,11 +32,8 @@ def elements(tensor: Tensor) -> Tensor:
 
 
 def has_values(tensor: Tensor) -> bool:
-    """False on the meta device, and of a stand-in that only traces shapes (FakeTensor), whose memory is there.
-
-    Nor has a quantized tensor values that could be read as they are: torch has few operations for it.
-    """
-    return not tensor.is_quantized and tensor.untyped_storage().device.type != "meta"
+    """False on the meta device, and of a stand-in that only traces shapes (FakeTensor), whose memory is there."""
+    return tensor.untyped_storage().device.type != "meta"
 
 
 def alias(grad: Tensor) -> Tensor | None:

@@ -22,6 +22,8 @@ from gradwatch.records.columns import BATCH_HASH, OBSERVED_ONLY, RESERVED_NAMES
 from gradwatch.session.binding.optimizer_rules import ORDINARY, Clock, OptimizerRules
 from gradwatch.session.optimizer_context import OptimizerContext
 
+MOST_KEPT = 1024
+"""Names whose last value is kept for optimizers that have not stepped since; those that no step has are kept all."""
 NOTHING = Extras()
 """Of a step on which nothing was measured but norms."""
 
@@ -73,7 +75,7 @@ class ExtraColumns:
         self._defers = defers
         self._failed = failed
         self._observed: dict[str, tuple[int, Any]] = {}  # by name: when it was observed last, and the value
-        self._count = 0
+        self._count = self._taken = 0  # observed, and of these up to which a step has them
 
     def observe(self, name: str, value: float | Tensor) -> None:
         """Keep a one-per-step value for the next step of every optimizer.
@@ -85,7 +87,11 @@ class ExtraColumns:
                 f"observe({name}=…) is not used: gradwatch measures {name!r} itself; choose another name"
             )
         self._count += 1
+        self._observed.pop(name, None)  # the oldest stands first
         self._observed[name] = (self._count, start_copy(value))
+        oldest = next(iter(self._observed))
+        if len(self._observed) > MOST_KEPT and self._observed[oldest][0] <= self._taken:
+            del self._observed[oldest]  # a script that makes up a name a step
 
     def measure(self, ctx: OptimizerContext, bound_rules: OptimizerRules, window: WindowNorms) -> Measurement:
         """Read everything about a window that must be read now.
@@ -165,5 +171,5 @@ class ExtraColumns:
         fresh = {
             name: value for name, (count, value) in self._observed.items() if count > bound_rules.observed
         }
-        bound_rules.observed = self._count
+        bound_rules.observed = self._taken = self._count
         return fresh

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import tracemalloc
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import gradwatch
 from gradwatch.account.rules_without_data import RulesWithoutData
 from gradwatch.detectors import DETECTORS
 from gradwatch.engine import Engine
+from gradwatch.records.record import Record
 from gradwatch.rules.files import parse_rules
 from gradwatch.rules.files.pydantic_models import detector_model
 from gradwatch.rules.files.validation import TAKEN_BY
@@ -187,3 +190,41 @@ def test_one_form() -> None:
     """The rule keeps the name as it is written, as one value for the whole optimizer."""
     rule: Rule = rules(r="kind: above, of: observed.val/acc, threshold: 1").rule("r")
     assert (rule.detect.of, rule.scope) == ("observed.val/acc", "total")
+
+
+def test_names_without_end_take_no_room() -> None:
+    """A name of its own at each step: what is kept of them is bounded, and a rule on a late one has its value."""
+    ruleset = rules(known="kind: below, of: observed.last, threshold: 0.5")
+    model, sink = nn.Linear(4, 1), Last()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+
+    def step(**values: float) -> None:
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).square().sum().backward()
+        gw.observe(**values)
+        optimizer.step()
+
+    with gradwatch.watch(model, optimizer, rules=ruleset, sinks=[sink]) as gw:
+        for number in range(2000):
+            step(**{f"value {number}": number})
+        assert "observed: value 0, value 1, " in session_of(gw).account().no_data["known"]
+        gc.collect()
+        tracemalloc.start()
+        for number in range(2000, 4000):
+            step(**{f"value {number}": number})
+        gc.collect()
+        grown, _ = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert grown < 2000 * 150  # of a dictionary of which half is replaced: it was 480 a step
+        step(last=0.1)
+        gw.flush()
+        assert session_of(gw).account().no_data == {}
+        assert sink.firing == ["known"]
+
+
+class Last(Kept):
+    """Keeps which rules fire at the last step, and no Record."""
+
+    def write(self, record: Record) -> None:
+        """Take the rules that fire."""
+        self.firing = list(record.verdict.firing)

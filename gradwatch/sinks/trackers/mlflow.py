@@ -6,6 +6,7 @@ import math
 import os
 import re
 import sys
+import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from typing import Any
@@ -69,6 +70,8 @@ class MLflowSink(Tracker):
         self._run_id = ""
         self._owns = False
         self._flagged: set[str] = set()
+        self._keys: dict[str, str] = {}
+        self._names: dict[str, str] = {}  # by key
 
     def load(self, run: RunInfo) -> None:
         """Import MLflow; see which run is active, and make the experiment in a folder, which only this thread can."""
@@ -111,7 +114,8 @@ class MLflowSink(Tracker):
         texts = {note.rule: note.text for point in points for note in point.notes}
         if texts:
             tags = [
-                RunTag(_key(f"gradwatch.rule.{rule}"), text[:_LONGEST_TAG]) for rule, text in texts.items()
+                RunTag(self._key(f"gradwatch.rule.{rule}"), text[:_LONGEST_TAG])
+                for rule, text in texts.items()
             ]
             self._client.log_batch(self._run_id, tags=tags)
 
@@ -128,12 +132,24 @@ class MLflowSink(Tracker):
 
     def _metrics(self, point: Point) -> Iterator[tuple[str, float]]:
         for name, value in point.values.items():
-            key, finite = _key(name), math.isfinite(value)
+            key, finite = self._key(name), math.isfinite(value)
             yield key, value
             if not finite:
                 self._flagged.add(name)
             if name in self._flagged:
-                yield _key(f"{point.prefix}nonfinite/{name.removeprefix(point.prefix)}"), float(not finite)
+                flag = self._key(f"{point.prefix}nonfinite/{name.removeprefix(point.prefix)}")
+                yield flag, float(not finite)
+
+    def _key(self, name: str) -> str:
+        """A key of this name alone: the plain one for the first that it is made of, with a hash for any other."""
+        key = self._keys.get(name)
+        if key is None:
+            key = _accepted(name)
+            if key in self._names:
+                key = f"{key[: _LONGEST_KEY - 9]}-{zlib.crc32(name.encode(errors='replace')):08x}"
+            self._keys[name] = key
+            self._names[key] = name
+        return key
 
 
 @contextmanager
@@ -152,7 +168,7 @@ def _without_telemetry() -> Iterator[None]:
             os.environ.pop(_TELEMETRY, None)
 
 
-def _key(name: str) -> str:
+def _accepted(name: str) -> str:
     """Name that MLflow accepts: letters, digits and `_-. /`, no more than 250 of them, and a path in normal form.
 
     One that it refuses costs the whole batch: `a//b`, `a/` or `a/../b`, too, which names of the script's may hold.

@@ -5,13 +5,14 @@ from __future__ import annotations
 import copy
 import pickle
 import warnings
+from collections.abc import Callable
 
 import pytest
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gradwatch.capture.columns.module_statistics import COLUMNS, INSTEAD, ModuleTaps
+from gradwatch.capture.columns.module_statistics import COLUMNS, INSTEAD, ModuleTaps, TapKind
 from gradwatch.capture.columns.pending_columns import PendingColumns
 from gradwatch.capture.parameter_names import named_modules
 from gradwatch.engine.columns_needed import EVERY_STEP, Needs
@@ -26,8 +27,11 @@ def fail(component: str, error: BaseException) -> None:
     raise AssertionError(component) from error
 
 
-def taps_on(model: nn.Module, kind: str) -> ModuleTaps:
-    return ModuleTaps(list(named_modules([model])), kind, Needs(dict.fromkeys(COLUMNS, EVERY_STEP), {}), fail)  # type: ignore[arg-type]
+def taps_on(
+    model: nn.Module, kind: TapKind, failed: Callable[[str, BaseException], None] = fail
+) -> ModuleTaps:
+    needs = Needs(dict.fromkeys(COLUMNS, EVERY_STEP), {})
+    return ModuleTaps(list(named_modules([model])), kind, needs, failed)
 
 
 def values(sampled: PendingColumns, taps: ModuleTaps, column: str) -> dict[str, float]:
@@ -218,8 +222,8 @@ class Shapes(nn.Module):
 @pytest.mark.filterwarnings("ignore:.*quantiz:UserWarning", "ignore:.*quantiz:DeprecationWarning")
 def test_outputs_that_hold_no_values_cost_no_other_module_its_own(device: str) -> None:
     """A meta or quantized tensor among the outputs was an internal error, a FakeTensor gave unwritten memory."""
-    model = nn.ModuleList([nn.Linear(3, 3), Shapes(device)])
-    taps = taps_on(model, "output")
+    model, faults = nn.ModuleList([nn.Linear(3, 3), Shapes(device)]), []
+    taps = taps_on(model, "output", lambda component, error: faults.append(error))
     for step in range(2):
         out = model[0](X)
         model[1](out)
@@ -227,6 +231,7 @@ def test_outputs_that_hold_no_values_cost_no_other_module_its_own(device: str) -
         collected = taps.collect(step, 1.0)
         for column in ("activation_mean", "grad_output_norm"):
             assert list(values(collected, taps, column)) == ["0"]
+    assert not faults
 
 
 class Nested(nn.Module):

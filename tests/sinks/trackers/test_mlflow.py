@@ -212,6 +212,26 @@ def test_no_name_of_the_scripts_costs_the_batch(name: str) -> None:
     """MLflow refuses a whole request where one name in it is no path in normal form."""
     from mlflow.utils.validation import MAX_ENTITY_KEY_LENGTH, _validate_metric_name
 
-    key = sink_module._key(f"gradwatch/observed/{name}")
+    key = sink_module._accepted(f"gradwatch/observed/{name}")
     _validate_metric_name(key, "metric")
     assert len(key) <= MAX_ENTITY_KEY_LENGTH
+
+
+def test_names_that_differ_only_in_what_mlflow_forbids_have_series_of_their_own(
+    store: str, tmp_path: Path
+) -> None:
+    """Both would be `_`, or the same 250 characters: the second has a hash of its own name behind it."""
+    names, health = ["é", "ü", "x" * 300 + "a", "x" * 300 + "b"], Health()
+    sink = MLflowSink(store)
+    sink.open(make_run(tmp_path), health)
+    for step in range(2):
+        for number, name in enumerate(names):
+            scalars = {name: math.nan if step else float(number)}
+            sink.write(make_record(SITES, 1.0, step=100 * step + number, scalars=scalars))
+    assert sink.flush(30)
+    sink.close()
+    assert not health.errors()
+    metrics = runs(store)[0].data.metrics
+    for group in ("gradwatch/observed/", "gradwatch/nonfinite/observed/"):
+        assert len([key for key in metrics if key.startswith(group)]) == len(names)
+    assert "gradwatch/observed/_" in metrics
