@@ -286,10 +286,24 @@ print(len(warnings.filters))
 """
 
 
-@pytest.mark.parametrize("option", [["-W", "error"], []], ids=["error", "default"])
-def test_python_warns_in_a_recorded_step_as_bare(option: list[str], tmp_path: Path) -> None:
+AS_UNDER_ERROR = """
+import sys, warnings
+sys.warnoptions.append("error")
+warnings.simplefilter("error")
+"""
+
+
+@pytest.mark.parametrize(
+    ("option", "first"),
+    [
+        pytest.param(["-W", "error"], "", marks=pytest.mark.soak, id="error"),  # cold Pythons
+        pytest.param([], AS_UNDER_ERROR, id="as under error"),
+        pytest.param([], "", id="default"),
+    ],
+)
+def test_python_warns_in_a_recorded_step_as_bare(option: list[str], first: str, tmp_path: Path) -> None:
     """Nothing is printed for the mode under `-W error` either, and what was shown once is not shown again."""
-    (tmp_path / "x.py").write_text(RAISES)
+    (tmp_path / "x.py").write_text(first + RAISES)
     environ = {**os.environ, "PYTHONPATH": ROOT}
     cold = functools.partial(subprocess.run, capture_output=True, text=True)
     start: Callable[..., subprocess.CompletedProcess[str]] = cold if option else warm.run

@@ -20,7 +20,7 @@ from tests.ranks.trials import watched, weights
 FAULTY = 1  # the rank
 SEEN: list[str] = []  # hashes of what every forward gave, a replayed one's among them
 AT = 4
-STEPS = 8
+STEPS = 6
 Wrap = Callable[[nn.Module], nn.Module]
 
 

@@ -27,7 +27,7 @@ from gradwatch.rules.rule_set import RuleSet
 from gradwatch.session.watch import session_of
 
 WORLD = 2
-STEPS = 7
+STEPS = 5
 CLIP = 0.05
 
 Batch = Callable[[int, int, int], Tensor]

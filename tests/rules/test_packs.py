@@ -216,7 +216,7 @@ JOBS: dict[str, tuple[str, Callable[[int | None], Job], str]] = {
 }
 
 
-HEALTHY = 160
+HEALTHY = 130
 """Steps before a run goes wrong."""
 
 
