@@ -15,7 +15,7 @@ from tests.situations.probe import Loop
 
 YOUNG, LEARNED = 3, 10
 """Turns before which a loop changes: before its marks are thinned, and after."""
-STEPS = 14
+STEPS = 12
 
 
 @dataclass
