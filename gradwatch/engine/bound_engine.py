@@ -14,7 +14,7 @@ from gradwatch.engine.actions.rule_actions import by_rule, orders, rescaled, wit
 from gradwatch.engine.clip_policy_binding import clips_only_total, needs_host
 from gradwatch.engine.columns_needed import Needs, needs_of
 from gradwatch.engine.engine_state import EngineState, empty_state
-from gradwatch.engine.fast_path import FastPaths, Learned
+from gradwatch.engine.fast_path import FastPath, FastPaths, Learned
 from gradwatch.engine.judge import Step, firing_now
 from gradwatch.engine.rule_plan import NO_BANK, Plan, make_plan
 from gradwatch.engine.series import labels
@@ -196,7 +196,7 @@ class BoundEngine:
         """A step that counts: at a glance where that is enough."""
         lr = snapshot.scalars.get("lr", state.lr)
         if state.awake is not None and not snapshot.provisional and not jumped(state.lr, lr):
-            path = self._fast_paths.of(state.awake)
+            path: FastPath | None = self._fast_paths[state.awake]
             learned = None if path is None else path.learn(state, snapshot, in_turn)
             if path is not None and learned is not None:
                 if path.judged_alone or state.ordinary is None:

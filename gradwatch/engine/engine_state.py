@@ -20,6 +20,7 @@ from gradwatch.errors import GradwatchError
 from gradwatch.records.verdict import Verdict
 
 FORMAT = 1
+NOTHING_AWAKE: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)

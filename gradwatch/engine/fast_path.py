@@ -241,30 +241,29 @@ class FastPath:
         return Learned(tuple(after), reader, results)
 
 
-class FastPaths:
-    """The `FastPath` for each set of rules that are awake, as far as one pays; `facts` are rules on finiteness."""
+class FastPaths(dict[AbstractSet[int], FastPath]):
+    """The `FastPath` for each set of rules that are awake, as far as one pays; `facts` are rules on finiteness.
+
+    A set that is not there gives None where rules on finiteness are among it, and at the first step with it.
+    """
 
     MOST = 8
 
-    __slots__ = ("_facts", "_known", "_plan", "_seen")
-
     def __init__(self, plan: Plan, facts: frozenset[int]) -> None:
-        self._plan = plan
+        super().__init__({frozenset(): FastPath(plan)})
         self._facts = facts
-        self._known: dict[AbstractSet[int], FastPath] = {frozenset(): FastPath(plan)}
-        self._seen: AbstractSet[int] = frozenset()  # at the last step that asked for one that is not known
+        self._plan = plan
+        self._seen: AbstractSet[int] = frozenset()  # at the last step that asked for one that is not there
 
-    def of(self, awake: frozenset[int]) -> FastPath | None:
-        """The one beside these; None where rules on finiteness are among them, or at the first step with this set."""
-        path = self._known.get(awake)
-        if path is not None or not self._facts.isdisjoint(awake):
-            return path
+    def __missing__(self, awake: AbstractSet[int]) -> FastPath | None:
+        if not self._facts.isdisjoint(awake):
+            return None
         if self._seen != awake:  # laying one out costs as much as judging a step or two
             self._seen = awake
             return None
-        if len(self._known) == self.MOST:
-            del self._known[next(key for key in self._known if key)]
-        path = self._known[awake] = FastPath(self._plan, awake)
+        if len(self) == self.MOST:
+            del self[next(key for key in self if key)]
+        path = self[awake] = FastPath(self._plan, awake)
         return path
 
 
