@@ -18,15 +18,20 @@ from torch.utils.hooks import RemovableHandle
 
 from gradwatch.reading.device import widest
 from gradwatch.taps.dynamo import untraced
+from gradwatch.taps.swap_tensors import contents, revive
 
 COMPARED = 1024
 """Elements of each that are compared one by one, beside the sums of all."""
 
 
 class _Candidate(NamedTuple):
-    """A tensor as it was when it was looked at; `handle` is of the hook by which it is known again."""
+    """A tensor as it was when it was looked at; `handle` is of the hook by which it is known again.
+
+    `contents` is what it stood for: a script may swap it (`swap_tensors`).
+    """
 
     handle: RemovableHandle
+    contents: int
     values: Tensor
 
 
@@ -54,10 +59,13 @@ class TensorsByHand:
         trained = any(_differ(_values(leaf), then.values) for leaf, then in same)
         self.reset()
         if trained:
+            for leaf, then in same:
+                if contents(leaf) != then.contents:
+                    revive(leaf, "_post_accumulate_grad_hooks", then.handle.id)
             return [self._name(leaf) for leaf, _ in reversed(same)]  # nearly the order of the forward
         for leaf in leaves:
             self._candidates.append(
-                _Candidate(leaf.register_post_accumulate_grad_hook(_nothing), _values(leaf))
+                _Candidate(leaf.register_post_accumulate_grad_hook(_nothing), contents(leaf), _values(leaf))
             )
         return []
 

@@ -57,6 +57,10 @@ class GradReadyHooks:
         self.put([slot], [param])
         return True
 
+    def swapped(self, slot: int, param: nn.Parameter) -> bool:
+        """True if the hook of a slot no longer fires, since the contents of its parameter were swapped."""
+        return slot in self._handles and self._marked_as[slot][0] != contents(param)
+
     def remove(self, slots: Iterable[int]) -> None:
         """Remove the hooks of these slots, as far as there are any."""
         for slot in slots:

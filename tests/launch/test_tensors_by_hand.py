@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from gradwatch.journal import read_journal
 from gradwatch.journal.entries import NormsEntry, SitesEntry
 from tests.support.launch_cases import bare_and_watched
@@ -201,3 +203,31 @@ def test_a_differentiable_optimizer_does_not_keep_the_others_from_being_watched(
         "15 of 20 optimizer steps not watched: the parameters of a differentiable optimizer are"
         in watched.stderr
     )
+
+
+SWAPPED = """
+import torch
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 1)
+w = model.weight if KIND == "module" else torch.randn(1, 4, requires_grad=True)
+for step in range(20):
+    out = model(torch.ones(8, 4)) if KIND == "module" else torch.ones(8, 4) @ w.t()
+    out.square().mean().backward()
+    moved = (w.detach() - 0.05 * w.grad).requires_grad_()
+    w.grad = None
+    if KIND != "once" or step == 8:
+        torch.utils.swap_tensors(w, torch.nn.Parameter(moved.detach()) if KIND == "module" else moved)
+    else:
+        w.data.copy_(moved.detach())
+    del moved
+print(w.tolist())
+"""
+
+
+@pytest.mark.parametrize("kind", ["module", "always", "once"])
+def test_tensors_whose_contents_are_swapped_keep_their_hook(kind: str, tmp_path: Path) -> None:
+    """Every step from the second backward on is a window of that tensor, and no rule finds its gradient stale."""
+    _, watched = bare_and_watched(f"KIND = {kind!r}\n{SWAPPED}", tmp_path)
+    windows = 20 if kind == "module" else 19
+    assert f"{windows} windows without an optimizer · {1 + (kind == 'module')} parameters" in watched.stderr
+    assert "no rule fired" in watched.stderr

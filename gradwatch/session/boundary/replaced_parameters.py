@@ -1,7 +1,8 @@
 """Loops that replace parameters instead of writing into them: `layer.weight = nn.Parameter(…)`, or a new model a step.
 
 The one that comes takes the slot, and with it name, series and baselines, of the one that it replaces; only in loops
-without an optimizer: where there is one, what it does not hold is not trained. Most are replaced as torch registers
+without an optimizer: where there is one, what it does not hold is not trained. Where the contents of a parameter were
+swapped (`swap_tensors`) it is hooked again. Most are replaced as torch registers
 them, so that the parameter before them is freed as in the bare script; the rest before the next backward.
 """
 
@@ -20,7 +21,7 @@ from gradwatch.capture.read_after_backward import Capture
 Loop = tuple[OptimizerCapture, Callable[[int], None]]
 """The capture of a loop, and what is called before the parameter at a position of it is replaced."""
 AT_ONCE = 64
-"""Parameters that are looked at before each backward, 0.5 µs each, for writes that no hook sees."""
+"""Parameters that are looked at before each backward, under 1 µs each, for writes and swaps that no hook sees."""
 
 
 class ReplacedParameters:
@@ -48,11 +49,15 @@ class ReplacedParameters:
         changed, self._looked = self._looked != registrations, registrations
         for loop in self._loops():
             position = loop[0].position
+            looked_at = list(self._next(position))
+            if any(slots.hooks.swapped(slot, slots.params[slot]) for slot in looked_at):
+                for slot in position:
+                    slots.hooks.rehook(slot, slots.params[slot])
             if position and places.left(next(iter(position))):
                 changed = True
                 self._take_over(loop)
             elif not changed:  # no hook sees a write to `_parameters`
-                changed = any(places.lost(slot, slots.params[slot]) for slot in self._next(position))
+                changed = any(places.lost(slot, slots.params[slot]) for slot in looked_at)
         if not changed:
             return False
         for loop in self._loops():
