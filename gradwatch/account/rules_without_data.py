@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 
 from gradwatch.records.columns import (
     BATCH_HASH,
+    CATALOGUE,
     COSTLY_COLUMNS,
     OBSERVED,
     OF_SCALER,
@@ -23,7 +24,8 @@ NO_FIRST_MOMENT = (
 NO_SECOND_MOMENT = f"{NO_MOMENT.format('second')} (`exp_avg_sq` as of Adam, or `square_avg` as of RMSprop)"
 NO_STATISTICS = "none of the tapped modules keeps a running mean and variance (BatchNorm, InstanceNorm)"
 NO_CALL = "no tapped {} was called in training mode and outside `torch.compile`"
-NO_OUTPUT = NO_CALL.format("module") + "; outputs of integers, quantized, or without values are not read"
+NO_VALUES = NO_CALL.format("module") + "; {} of integers, quantized, or without values are not read"
+NO_OUTPUT, NO_INPUT = NO_VALUES.format("outputs"), NO_VALUES.format("inputs")
 NEVER_CAME = {
     "loss": "no loss was observed (a backward started from C++ exposes none: pass it with `gw.observe(loss=…)`)",
     "loss_scale": "no GradScaler was seen",
@@ -42,6 +44,7 @@ NEVER_CAME = {
     "activation_max": NO_OUTPUT,
     "activation_near_zero": NO_OUTPUT,
     "activation_saturation": NO_CALL.format("Tanh, Sigmoid, Hardtanh, ReLU6 or Hardsigmoid"),
+    **{one.name: NO_INPUT for one in CATALOGUE if one.reads == "input"},
     "running_mean_norm": NO_STATISTICS,
     "running_var_min": NO_STATISTICS,
     "running_var_max": NO_STATISTICS,

@@ -18,6 +18,7 @@ Reads = Literal[
     "weight and a copy",
     "optimizer state",
     "optimizer state and gradient",
+    "input",
     "output",
     "running statistics",
     "batch",
@@ -98,6 +99,10 @@ def _modules(name: str, unit: str, means: str, grouped: Grouped) -> ColumnInfo:
 def _activation(name: str, unit: str, means: str, grouped: Grouped = "mean by elements") -> ColumnInfo:
     measured = "capture.columns.activation_reader"
     return _modules(name, unit, means, grouped)._replace(at_cadence=True, measured=measured)
+
+
+def _input(name: str, unit: str, means: str, grouped: Grouped = "mean by elements") -> ColumnInfo:
+    return _activation(name, unit, means, grouped)._replace(reads="input")
 
 
 def _running(name: str, unit: str, means: str, grouped: Grouped) -> ColumnInfo:
@@ -198,6 +203,11 @@ CATALOGUE: tuple[ColumnInfo, ...] = (
         "0 to 1",
         "elements of the output of Tanh, Sigmoid and others (below) where the slope is below 5 % of its largest",
     ),
+    _input("input_mean", "a", "the mean of a module's input"),
+    _input("input_std", "a", "the standard deviation of a module's input (divided by n)"),
+    _input("input_min", "a", "the smallest element of a module's input", "smallest"),
+    _input("input_max", "a", "the largest element of a module's input", "largest"),
+    _input("input_near_zero", "0 to 1", "elements of a module's input with a magnitude below 1e-6"),
     _running("running_mean_norm", "‖a‖", "L2 norm of a normalisation layer's running mean", _ROOT),
     _running("running_var_min", "a²", "the smallest element of its running variance", "smallest"),
     _running("running_var_max", "a²", "the largest element of its running variance", "largest"),

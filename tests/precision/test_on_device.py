@@ -148,6 +148,7 @@ rules:
   a: {detect: {kind: above, of: norm_local, threshold: 1e30}}
   b: {detect: {kind: above, of: grad_output_norm, threshold: 1e30}}
   c: {detect: {kind: above, of: activation_std, threshold: 1e30}}
+  d: {detect: {kind: above, of: input_max, threshold: 1e30}}
 """
 
 

@@ -35,6 +35,8 @@ rules:
   after: {detect: {kind: above, of: grad_output_norm, threshold: 1e9}}
   before: {detect: {kind: above, of: grad_input_norm, threshold: 1e9}}
   spread: {detect: {kind: above, of: activation_std, threshold: 1e9}}
+  given: {detect: {kind: above, of: input_std, threshold: 1e9}}
+histograms: {of: [activations], every: 1}
 clip: {total: {method: norm, max_norm: 1.0e-3, scope: param}, at: backward}
 """
 RULES = {
@@ -257,6 +259,7 @@ ENTRIES = [
     ("capture/columns/norm_local.py", "observe"),
     ("actions/drop_micro.py", "first"),
     ("capture/columns/module_statistics.py", "observe"),
+    ("capture/columns/module_statistics.py", "given"),
     ("capture/columns/module_statistics.py", "add"),
     ("taps/graph/full_backward.py", "before"),
     ("taps/graph/full_backward.py", "after"),

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
+
+from tests.support.module_calls import ModuleCalls
 
 
 class Pair(nn.Module):
@@ -70,54 +70,25 @@ class Odd(nn.Module):
         return (x.sum() + values.sum() + seen.sum() + size + rest.sum() + self.evaluated(x).sum()) * 0.01
 
 
-Spans = dict[str, Tensor]
-"""By module, a copy of the elements of the last call of a step that had any: as float64 real numbers."""
-
-
 def trained(
     steps: int, around: Callable[[nn.Module, torch.optim.Optimizer, Callable[[], None]], None]
-) -> Any:
-    """(inputs, outputs) of each step, and the weights at the end, of a training that `around` runs.
+) -> tuple[ModuleCalls, list[Tensor]]:
+    """What went through the modules, and the weights at the end, of a training that `around` runs.
 
-    What it is given is the model, its optimizer and the training.
+    What `around` is given is the model, its optimizer and the training.
     """
     torch.manual_seed(0)
     model = Odd()
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    inputs: list[Spans] = []
-    outputs: list[Spans] = []
-
-    def keep(name: str, tree: Any, kept: list[Spans]) -> None:
-        for leaf in pytree.tree_leaves(tree):
-            if isinstance(leaf, Tensor) and (leaf.is_floating_point() or leaf.is_complex()):
-                if leaf.numel():
-                    numbers = torch.view_as_real(leaf) if leaf.is_complex() else leaf
-                    kept[-1][name] = numbers.detach().double().clone()
-                return
-
-    def listen(name: str, module: nn.Module) -> None:
-        def before(module: nn.Module, args: Any, kwargs: Any) -> None:
-            if module.training:
-                keep(name, (args, kwargs), inputs)
-
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            if module.training:
-                keep(name, output, outputs)
-
-        module.register_forward_pre_hook(before, with_kwargs=True)
-        module.register_forward_hook(after)
-
-    for name, module in model.named_modules():
-        listen(name or type(model).__name__, module)
+    calls = ModuleCalls([model])
 
     def train() -> None:
         generator = torch.Generator().manual_seed(7)
         for step in range(steps):
-            inputs.append({})
-            outputs.append({})
+            calls.begin()
             optimizer.zero_grad()
             model(torch.randn(4, 6, generator=generator), step).backward()
             optimizer.step()
 
     around(model, optimizer, train)
-    return inputs, outputs, [param.detach() for param in model.parameters()]
+    return calls, [param.detach() for param in model.parameters()]

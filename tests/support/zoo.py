@@ -103,10 +103,12 @@ EVERY_TAP = """
 version: 1
 extends: [default]
 modules: {tap: output, names: ["*"]}
+histograms: {of: [gradients, activations], every: 2}
 rules:
   local: {detect: {kind: above, of: norm_local, threshold: 1e9}}
   tap: {detect: {kind: above, of: grad_output_norm, threshold: 1e9}}
   activations: {detect: {kind: above, of: activation_std, threshold: 1e9}}
+  inputs: {detect: {kind: above, of: input_std, threshold: 1e9}, every: 3}
   stuck: {detect: {kind: stuck}}
 """
 

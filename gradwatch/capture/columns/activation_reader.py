@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gradwatch.capture.columns.activation_values import STATISTICS
+from gradwatch.capture.columns.activation_values import Statistic
 from gradwatch.capture.columns.histograms import HistogramTurns, PendingHistograms
 from gradwatch.capture.columns.pending_columns import NO_SITES_OVERDUE, OverdueSites
 from gradwatch.engine.columns_needed import Needs
@@ -21,20 +21,26 @@ from gradwatch.engine.staggering import ByResidue, Staggering
 from gradwatch.reading.layouts import elements, has_values
 from gradwatch.taps import nested_containers
 
-COLUMNS = frozenset(STATISTICS)
 Due = Mapping[int, Sequence[str]]
 """Columns to be read, by module."""
 
 
 class ActivationReader:
-    """Reads what `needs` says of the outputs of modules that take turns by `staggering`, and histograms by `turns`.
+    """Reads the inputs of modules, or their outputs: `statistics` as `needs` says, in the turns of `staggering`.
 
-    Of an output that holds several tensors the first of floating or complex numbers is read; of a module that is
-    called several times in a step, the last call that has such elements.
+    Histograms are read when `turns` says. Of several tensors the first of floating or complex numbers is read; of a
+    module that is called several times in a step, the last call that has such elements.
     """
 
-    def __init__(self, needs: Needs, staggering: Staggering, turns: HistogramTurns | None) -> None:
-        self._needs = needs.only(COLUMNS)
+    def __init__(
+        self,
+        statistics: Mapping[str, Statistic],
+        needs: Needs,
+        staggering: Staggering,
+        turns: HistogramTurns | None = None,
+    ) -> None:
+        self._by_column = statistics
+        self._needs = needs.only(statistics)
         self._staggering = staggering
         self._turns = turns
         self.wanted = bool(self._needs.columns) or turns is not None
@@ -69,19 +75,19 @@ class ActivationReader:
             self._turns.missed(tuple(due if taken is None else (m for m in due if m not in taken)))
         return taken
 
-    def read(self, m: int, module: nn.Module, output: Any) -> None:
-        """Read what is due of module m in the forward that has put this out."""
+    def read(self, m: int, module: nn.Module, given: Any) -> None:
+        """Read what is due of module m in the forward that takes this, or has put it out."""
         columns, counted = self._due.get(m, ()), m in self._histograms_due
         if not (columns or counted) or not module.training:
             return
         with torch.no_grad():
-            found = _first_values(output)
+            found = _first_values(given)
             if found is None:
                 return
             if columns:
                 values = found if found.dtype is torch.float64 else found.float()
                 for column in columns:
-                    statistic = STATISTICS[column](module, values, found.dtype)
+                    statistic = self._by_column[column](module, values, found.dtype)
                     if statistic is not None:
                         self._statistics.setdefault(column, {})[m] = statistic
             if counted:

@@ -1,4 +1,4 @@
-"""Columns of the values that a module puts out: mean, spread, extremes, and how many are near zero or saturated.
+"""Columns of the values that go into a module or come out: mean, spread, extremes, shares near zero or saturated.
 
 An element is saturated where the slope of its function is less than 5 % of the largest, so that hardly any gradient
 comes through: of Tanh above 0.975 in magnitude, of Sigmoid within 0.0127 of 0 or 1, of Hardtanh, ReLU6 and Hardsigmoid
@@ -43,12 +43,20 @@ def _saturation(module: nn.Module, values: Tensor, dtype: torch.dtype) -> Tensor
     return None if saturated is None else saturated.float().mean()
 
 
-STATISTICS: Mapping[str, Callable[[nn.Module, Tensor, torch.dtype], Tensor | None]] = {
-    "activation_mean": lambda module, values, dtype: values.mean(),
-    "activation_std": lambda module, values, dtype: values.std(correction=0),
-    "activation_min": lambda module, values, dtype: values.amin(),
-    "activation_max": lambda module, values, dtype: values.amax(),
-    "activation_near_zero": lambda module, values, dtype: (values.abs() < NEAR_ZERO).float().mean(),
+Statistic = Callable[[nn.Module, Tensor, torch.dtype], "Tensor | None"]
+"""The value of a module and its elements: at least one, in float32 or float64, of this type before."""
+
+_STATISTICS: Mapping[str, Statistic] = {
+    "mean": lambda module, values, dtype: values.mean(),
+    "std": lambda module, values, dtype: values.std(correction=0),
+    "min": lambda module, values, dtype: values.amin(),
+    "max": lambda module, values, dtype: values.amax(),
+    "near_zero": lambda module, values, dtype: (values.abs() < NEAR_ZERO).float().mean(),
+}
+OF_INPUTS: Mapping[str, Statistic] = {f"input_{name}": one for name, one in _STATISTICS.items()}
+"""The columns of the inputs of modules."""
+OF_OUTPUTS: Mapping[str, Statistic] = {
+    **{f"activation_{name}": one for name, one in _STATISTICS.items()},
     "activation_saturation": _saturation,
 }
-"""By column, its value of a module and the elements that it put out: at least one, in float32, of this type before."""
+"""The columns of the outputs of modules."""

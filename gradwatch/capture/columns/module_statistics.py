@@ -15,8 +15,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gradwatch.capture.columns import activation_reader
 from gradwatch.capture.columns.activation_reader import ActivationReader
+from gradwatch.capture.columns.activation_values import OF_INPUTS, OF_OUTPUTS
 from gradwatch.capture.columns.histograms import HistogramTurns, PendingHistograms
 from gradwatch.capture.columns.pending_columns import NO_SITES_OVERDUE, OverdueSites, PendingColumns
 from gradwatch.capture.columns.running_statistics import RUNNING_COLUMNS, RunningStatisticsReader
@@ -35,7 +35,7 @@ from gradwatch.taps.muted_forwards import is_muted
 
 TapKind = Literal["output", "full_backward"]
 GRADIENT_COLUMNS = frozenset({"grad_output_norm", "grad_input_norm"})
-COLUMNS = GRADIENT_COLUMNS | activation_reader.COLUMNS | RUNNING_COLUMNS
+COLUMNS = GRADIENT_COLUMNS | OF_INPUTS.keys() | OF_OUTPUTS.keys() | RUNNING_COLUMNS
 INSTEAD = (
     "Use `tap: output` (it is safe with in-place operations), or exclude these modules from `modules.names`."
 )
@@ -99,13 +99,16 @@ class ModuleTaps:
         staggering = _staggering(len(modules))
         self._wanted = needs.columns
         self._running = RunningStatisticsReader([module for _, module in modules], needs, staggering)
-        self._activations = ActivationReader(needs, staggering, turns)
+        self._inputs = ActivationReader(OF_INPUTS, needs, staggering)
+        self._outputs = ActivationReader(OF_OUTPUTS, needs, staggering, turns)
         self._failed = failed
         self._collected: dict[str, dict[int, Tensor]] = {column: {} for column in GRADIENT_COLUMNS}
         self._ignore: list[Callable[[], None]] = []
         self.bounds: GradInputBounds | None = None  # where a rule acts on what the modules pass on
         for m, (_, module) in enumerate(modules):
-            if self._activations.wanted or (tap == "output" and "grad_output_norm" in self._wanted):
+            if self._inputs.wanted:
+                self._ignore.append(module_calls.listen(module, before=self._input(m)))
+            if self._outputs.wanted or (tap == "output" and "grad_output_norm" in self._wanted):
                 self._ignore.append(module_calls.listen(module, after=self._forward(m, tap)))
             if tap == "full_backward":
                 around = FullBackward(self._backward(m), failed)
@@ -120,8 +123,9 @@ class ModuleTaps:
         gradients = {column: dict(found) for column, found in self._collected.items() if found}
         for found in self._collected.values():
             found.clear()  # before anything can fail: the next step starts with none
-        activations = self._activations.take_statistics()
-        self._activations.schedule(step + 1, overdue)
+        activations = self._inputs.take_statistics() | self._outputs.take_statistics()
+        for reader in (self._inputs, self._outputs):
+            reader.schedule(step + 1, overdue)
         pending = PendingColumns(len(self.names))
         for column, found in gradients.items():
             _put(pending, column, found, scale)
@@ -134,7 +138,7 @@ class ModuleTaps:
 
     def take_histograms(self) -> PendingHistograms | None:
         """Histograms of activations since the last step boundary; called before `collect`, which begins a step."""
-        return self._activations.take_histograms()
+        return self._outputs.take_histograms()
 
     def _bounded(self, factors: Mapping[int, float | Tensor], pending: PendingColumns) -> None:
         """Put the factors into `pending` by which hooks have multiplied what modules pass on."""
@@ -152,6 +156,17 @@ class ModuleTaps:
             ignore()
         self._ignore.clear()
 
+    def _input(self, m: int) -> Callable[..., None]:
+        # Before the forward, which may write to its inputs.
+        def given(module: nn.Module, args: Any, kwargs: Any) -> None:
+            try:
+                if not (is_muted() or capturing()):
+                    self._inputs.read(m, module, (args, kwargs))
+            except Exception as error:
+                self._failed("modules", error)
+
+        return given
+
     def _forward(self, m: int, tap: TapKind) -> Callable[..., None]:
         gradients = tap == "output" and "grad_output_norm" in self._wanted
 
@@ -159,7 +174,7 @@ class ModuleTaps:
             try:
                 if is_muted() or capturing():
                     return
-                self._activations.read(m, module, output)
+                self._outputs.read(m, module, output)
                 if gradients and torch.is_grad_enabled():
                     for leaf in nested_containers.leaves(output):
                         if isinstance(leaf, Tensor) and leaf.requires_grad:

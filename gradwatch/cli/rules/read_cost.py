@@ -82,6 +82,8 @@ def lines_of(cost: dict[str, Any]) -> list[str]:
             f"      {of['parameters']} parameters: {norms} of gradients a step for their norms, and for these columns "
             f"{mean} on average, {most} at most"
         )
-        if any(one["reads"] in ("output", "running statistics") for one in cost["columns"]):
-            lines.append("      without what is read of modules, whose outputs depend on the batch")
+        if any(one["reads"] in ("input", "output", "running statistics") for one in cost["columns"]):
+            lines.append(
+                "      without what is read of modules, whose inputs and outputs depend on the batch"
+            )
     return lines

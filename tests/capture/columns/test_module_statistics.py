@@ -164,19 +164,21 @@ FUNCTIONS: dict[str, tuple[nn.Module, float | None]] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_values_and_saturation_equal_float64_by_hand(name: str, dtype: torch.dtype) -> None:
-    """Extremes and moments of the output; saturated is what autograd gives less than 5 % of the largest slope."""
+    """Extremes and moments of output and input; saturated is what autograd gives less than 5 % of the largest slope."""
     function, steepest = FUNCTIONS[name]
     taps = taps_on(nn.Sequential(function), "output")
     x = (torch.randn(5, 400, generator=torch.Generator().manual_seed(5)) * 3).to(dtype)
     out = function(x).double()
     sampled = taps.collect(0, 1.0)
-    by_hand = {
-        "activation_mean": out.mean(),
-        "activation_std": out.std(correction=0),
-        "activation_min": out.min(),
-        "activation_max": out.max(),
-        "activation_near_zero": (out.abs() < 1e-6).double().mean(),
-    }
+    by_hand = {}
+    for side, elements in (("activation", out), ("input", x.double())):
+        by_hand |= {
+            f"{side}_mean": elements.mean(),
+            f"{side}_std": elements.std(correction=0),
+            f"{side}_min": elements.min(),
+            f"{side}_max": elements.max(),
+            f"{side}_near_zero": (elements.abs() < 1e-6).double().mean(),
+        }
     if steepest is not None:
         exact = x.double().requires_grad_()
         (slopes,) = torch.autograd.grad(function(exact).sum(), exact)
