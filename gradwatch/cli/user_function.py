@@ -42,11 +42,16 @@ def load(option: str, reference: str, form: str = "MODULE:FUNCTION") -> Callable
     module, colon, name = reference.partition(":")
     if not colon or not module or not name:
         raise GradwatchError(f"{option} {reference!r} is not {form}, e.g. train:build")
-    if module.endswith(".py"):
-        raise GradwatchError(f"{option} {reference!r}: name the module, not its file: {module[:-3]}:{name}")
+    if module.endswith(".py") or os.sep in module:
+        path = os.path.normpath(module.removesuffix(".py"))
+        folder, stem = os.path.split(path)
+        elsewhere = os.path.isabs(path) or path.startswith(os.pardir)
+        dotted = stem if elsewhere else path.replace(os.sep, ".")
+        instead = f"{dotted}:{name}{f', in the folder {folder}' if elsewhere else ''}"
+        raise GradwatchError(f"{option} {reference!r}: name the module, not its file: {instead}")
     try:
         found = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, ValueError) as error:
+    except (ImportError, AttributeError, ValueError, TypeError) as error:
         raise GradwatchError(f"{option} {reference}: {error}") from None
     if not callable(found):
         raise GradwatchError(f"{option} {reference}: {name} is not a function but a {type(found).__name__}")

@@ -181,8 +181,11 @@ class _Reading:
                 hint = f"give {DERIVED[name]}, of which it is made"
                 self.problems.add(mark, "GW302", f"{quoted(name)} is no input", hint)
             elif name not in COLUMNS and not is_observed(name):
-                message = f"unknown column {quoted(name)}{self.problems.meant(name, COLUMNS)}"
-                self.problems.add(mark, "GW302", message, f"columns: {', '.join(sorted(COLUMNS))}")
+                meant = self.problems.meant(name, COLUMNS)
+                hint = f"columns: {', '.join(sorted(COLUMNS))}"
+                if not meant and name.isidentifier():
+                    hint = f"`observed.{name}` where the script gives it to `observe({name}=…)`; {hint}"
+                self.problems.add(mark, "GW302", f"unknown column {quoted(name)}{meant}", hint)
             elif is_scalar(name):
                 self._scalar(name, node, mark)
             else:

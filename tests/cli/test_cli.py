@@ -141,7 +141,8 @@ def test_check_says_what_columns_cost(
     """`--cost`: cadence and reads of each column, with `--model` in bytes a step; a wrong model is named."""
     (tmp_path / "made.py").write_text(
         "from torch import nn\nbuild = lambda: nn.Linear(1000, 500)\nsize = lambda: 3\n"
-        "bare = lambda: nn.ReLU()\nlazy = lambda: nn.LazyLinear(3)\nwrong = lambda: 1 / 0\n"
+        "bare = lambda: nn.ReLU(); one = lambda: nn.Linear(3, 1, bias=False)\n"
+        "lazy = lambda: nn.LazyLinear(3)\nwrong = lambda: 1 / 0\n"
     )
     monkeypatch.chdir(tmp_path)
     assert main(["rules", "check", "default", "--cost", "--model", "made:build"]) == 0
@@ -151,6 +152,8 @@ def test_check_says_what_columns_cost(
         "2 parameters: 2 MB of gradients a step for their norms, and for these columns 0.8 MB on average"
         in said
     )
+    assert main(["rules", "check", "default", "--cost", "--model", "made:one"]) == 0
+    assert " 1 parameter: " in capsys.readouterr().out
     assert main(["rules", "check", "default", "--cost", "--json"]) == 0
     (report,) = json.loads(capsys.readouterr().out)["files"]
     assert [one["column"] for one in report["cost"]["columns"]] == [

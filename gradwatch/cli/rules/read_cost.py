@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from gradwatch.cli.terminal import table
+from gradwatch.cli.terminal import plural, table
 from gradwatch.errors import GradwatchError
 
 if TYPE_CHECKING:
@@ -79,8 +79,8 @@ def lines_of(cost: dict[str, Any]) -> list[str]:
         of = cost["model"]
         norms, mean, most = (f"{of[name] / 1e6:,.3g} MB" for name in ("norms", "mean", "most"))
         lines.append(
-            f"      {of['parameters']} parameters: {norms} of gradients a step for their norms, and for these columns "
-            f"{mean} on average, {most} at most"
+            f"      {plural(of['parameters'], 'parameter')}: {norms} of gradients a step for their norms, "
+            f"and for these columns {mean} on average, {most} at most"
         )
         if any(one["reads"] in ("input", "output", "running statistics") for one in cost["columns"]):
             lines.append(

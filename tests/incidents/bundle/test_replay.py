@@ -288,6 +288,10 @@ def test_the_command_in_another_process(tmp_path: Path) -> None:
     [
         ("nonsense", "is not MODULE:FUNCTION, e.g. train:build"),
         ("train.py:build", "name the module, not its file: train:build"),
+        ("./sub/train.py:build", "name the module, not its file: sub.train:build"),
+        ("./train:build", "name the module, not its file: train:build"),
+        ("../sub/train.py:build", "name the module, not its file: train:build, in the folder ../sub"),
+        (".train:build", "relative import"),
         ("no.such.module:build", "No module named 'no'"),
         ("tests.incidents.bundle.cases:nothing", "has no attribute 'nothing'"),
         ("tests.incidents.bundle.cases:BAD", "BAD is not a function but a float"),
