@@ -57,6 +57,7 @@ def watch(
     """
     models = _models(model)
     optimizers = _optimizers(optimizer)
+    _check_sinks(sinks)
     settings = Settings.resolve(
         rules=None if rules is None or isinstance(rules, RuleSet) else os.fspath(rules),
         listen=listen,
@@ -99,6 +100,16 @@ def _models(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
     if not models:
         raise AttachError("watch() was given no model")
     return models
+
+
+def _check_sinks(sinks: Sequence[Sink] | None) -> None:
+    """Refuse what is no sink, such as the name of one."""
+    for sink in sinks or ():
+        if not isinstance(sink, Sink):
+            raise AttachError(
+                f"watch(sinks=…) takes objects with open, write, flush and close, not {type(sink).__name__}; "
+                "sinks by their names stand in a rule file: `sinks: [journal, tensorboard]`"
+            )
 
 
 def _listed(given: Any) -> list[Any]:

@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
-from tests.benchmarks import ablations, adoption, memory, overhead, versions
+from tests.benchmarks import ablations, adoption, memory, overhead, small, versions
 from tests.benchmarks.interleave import Sample, Timings, Turns, added_ratio, compare, interleave, pooled
 from tests.benchmarks.loops import Handover, in_turn, training_step
 from tests.benchmarks.peers import (
@@ -446,6 +446,14 @@ def test_what_a_fast_path_saves_is_measured() -> None:
     row = ablations.compared("deferral", versions.CLIPPED, starts=1, rounds=2)
     for saved in (row.wall, row.cpu):
         assert saved.low <= saved.value <= saved.high
+
+
+def test_what_small_steps_cost_is_measured() -> None:
+    """Each of the three has a time, and the rule that is to fire fires."""
+    found = small.measured(8, firing=True, rounds=3, turn=2, settle=30)
+    assert found.shape == (3, 3)
+    assert (found > 0).all()
+    assert small.added(np.array([[1.0, 2.0, 4.0]] * 5)) == (1.0, 3.0, (3.0, 3.0, 3.0))
 
 
 def test_what_a_new_optimizer_costs_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -170,6 +170,8 @@ def test_wrong_arguments_say_what_to_do() -> None:
         gradwatch.watch(swapped, nn.Linear(2, 2))  # type: ignore[arg-type]
     with pytest.raises(AttachError, match=r"torch\.optim\.Optimizer, not float"):
         gradwatch.watch(nn.Linear(2, 2), 0.1)  # type: ignore[arg-type]
+    with pytest.raises(AttachError, match=r"not str; sinks by their names stand in a rule file"):
+        gradwatch.watch(nn.Linear(2, 2), sinks=["journal"])  # type: ignore[list-item]
     with pytest.raises(AttachError, match="no model"):
         gradwatch.watch([])
     with pytest.raises(AttachError, match="nothing to watch"):
