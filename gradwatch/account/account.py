@@ -61,6 +61,7 @@ COUNTS = (
     "unowned",
     "cleared",
     "replaced",
+    "without_histogram",
     "provisional",
     "unjudged",
     "optimizers",
@@ -76,7 +77,8 @@ class Watched:
     `rejected` those that a GradScaler kept from the optimizer, `unowned` windows of
     gradients that belong to no torch optimizer (observed only), `cleared` windows whose gradients were cleared before a
     step was seen, `replaced` windows without an optimizer of which no step is known, since others unlike theirs took
-    their place; `provisional` and `unjudged` steps of those watched. `optimizers` of which a step, taken or
+    their place; `without_histogram` steps at which histograms of gradients were due and whose loss scale is no power of
+    two; `provisional` and `unjudged` steps of those watched. `optimizers` of which a step, taken or
     rejected, was watched; `parameters` watched at one time, at most (those of an optimizer that is gone until another
     one takes its place); `coverage` 0..1 of the parameters that want a gradient. `own_seconds` of `seconds` were
     gradwatch's.
@@ -88,6 +90,7 @@ class Watched:
     unowned: int = 0
     cleared: int = 0
     replaced: int = 0
+    without_histogram: int = 0
     provisional: int = 0
     unjudged: int = 0
     optimizers: int = 0
@@ -108,8 +111,9 @@ class Account:
 
     `fired` times by rule, `actions` times by name; `inactive` why a rule matched nothing, or what of its
     actions is off (`NOT_ARMED`), `no_data` why a rule was
-    never evaluated, by rule; `rules` how many are enabled. `reasons` are what is known to have kept steps from being
-    watched (a watch that failed, or that was closed). `directory` is the run's folder, "" without one.
+    never evaluated, by rule; `never_judged` which parameters a rule has not judged at any step, since nothing of theirs
+    had a value when their turn came; `rules` how many are enabled. `reasons` are what is known to have kept steps from
+    being watched (a watch that failed, or that was closed). `directory` is the run's folder, "" without one.
 
     `told_by` is the process whose printed account includes this one, 0 where it is its own. Where it includes others,
     `processes` is how many of all trained and gave an account; of those that gave none `lost` are gone, `running` run
@@ -127,6 +131,7 @@ class Account:
     actions: Mapping[str, int] = field(default_factory=dict)
     inactive: Mapping[str, str] = field(default_factory=dict)
     no_data: Mapping[str, str] = field(default_factory=dict)
+    never_judged: Mapping[str, str] = field(default_factory=dict)
     rules: int = 0
     reasons: tuple[str, ...] = ()
     directory: str = ""
@@ -172,7 +177,7 @@ class Account:
             known["watched"] = Watched(**_numbers(Watched, document.get("watched", {})))
             for name in ("fired", "actions"):
                 known[name] = {str(key): int(count) for key, count in document.get(name, {}).items()}
-            for name in ("inactive", "no_data"):
+            for name in ("inactive", "no_data", "never_judged"):
                 known[name] = {str(key): str(reason) for key, reason in document.get(name, {}).items()}
             known["reasons"] = tuple(map(str, document.get("reasons", ())))
             for name in ("ended", "directory"):
@@ -204,6 +209,7 @@ def merged(accounts: Iterable[Account], taken: Taken = NOTHING_TAKEN) -> Account
         actions=summed(one.actions for one in found),
         inactive=_in_all([one.inactive for one in found]),
         no_data=_in_all([one.no_data for one in found]),
+        never_judged={rule: names for one in found for rule, names in one.never_judged.items()},
         rules=max(one.rules for one in found),
         reasons=tuple(dict.fromkeys(reason for one in found for reason in one.reasons)),
         directory=next((one.directory for one in reversed(found) if one.directory), ""),

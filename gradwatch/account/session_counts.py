@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gradwatch.account.account import Watched
+from gradwatch.account.never_judged import NeverJudged
 from gradwatch.account.rules_without_data import RulesWithoutData
 from gradwatch.records.columns import OBSERVED_ONLY
 from gradwatch.records.record import Record
@@ -30,6 +31,8 @@ class SessionCounts:
         self.fired: dict[str, int] = {}
         self.actions: dict[str, int] = {}
         self.without_data = RulesWithoutData()
+        self.never_judged = NeverJudged()
+        self.without_histogram = 0  # steps whose loss scale is no power of two
 
     def observe(self, record: Record, in_turn: Mapping[str, Any]) -> None:
         """Add one published Record; `in_turn` are the staggered series in turn at its step."""
@@ -42,6 +45,8 @@ class SessionCounts:
         if OBSERVED_ONLY in snapshot.scalars:
             self.unowned += 1
         self.without_data.observe(snapshot, in_turn)
+        if in_turn:
+            self.never_judged.observe(snapshot, in_turn)
         if self.records == ATTACHING:
             self.own_time.restart()
         if record.verdict.events or record.decision.orders:
@@ -66,6 +71,7 @@ class SessionCounts:
             unjudged=self.unjudged,
             unowned=self.unowned,
             replaced=replaced,
+            without_histogram=self.without_histogram,
             optimizers=optimizers,
             parameters=parameters,
             coverage=self.coverage,

@@ -23,8 +23,22 @@ def _gaps(account: Account) -> Iterator[str]:
         yield f"{1 - seen.coverage:.0%} of the parameters were not measured at the last step"
     if account.unended and account.counted:  # else the line itself is about them
         yield f"{unended(account)}, {recorded(account)}"
+    if seen.without_histogram and "histograms:gradients" not in account.no_data:
+        steps = _many(seen.without_histogram, "step")
+        yield f"{steps} gave no histogram of gradients: the loss scale is no power of two"
+    yield from _never_judged(account)
     if seen.unjudged:
         yield f"{_many(seen.unjudged, 'watched step')} could not be judged (internal errors, see the journal)"
+
+
+def _never_judged(account: Account) -> Iterator[str]:
+    """Parameters that rules have left out, those of several rules once."""
+    rules: dict[str, list[str]] = {}
+    for rule, names in account.never_judged.items():
+        if rule not in account.no_data:  # else its reason is in the line before
+            rules.setdefault(names, []).append(rule)
+    for names, by in rules.items():
+        yield f"never judged by {', '.join(by)}, for nothing of theirs had a value at their turn: {names}"
 
 
 def _steps(account: Account) -> Iterator[str]:

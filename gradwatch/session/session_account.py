@@ -73,6 +73,7 @@ class Accounting:
             fired=dict(totals.fired),
             actions=dict(totals.actions),
             inactive=self._inactive(),
+            never_judged=totals.never_judged.by_rule(),
             no_data={**warming_up, **self.without_data()},
             rules=len(self._run.rules),
             reasons=(PAUSED.format(counted.pauses),) if counted.pauses else (),

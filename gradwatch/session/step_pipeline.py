@@ -205,6 +205,8 @@ class StepPipeline:
         about = captured.index, bound_rules.sites, shared.window
         try:
             found = assemble(*about, shared.extras, shared.values, coverage.ratio)
+            histograms = shared.extras.histograms
+            self._publishing.totals.without_histogram += histograms is not None and not histograms.of_octaves
         except Exception as error:
             if not self._ranks.several:
                 raise

@@ -51,12 +51,16 @@ class PendingHistograms:
         """True if `histograms()` would return at once."""
         return is_ready(self._scale) and all(sent.ready() for sent in self._sent.values())
 
+    @property
+    def of_octaves(self) -> bool:
+        """True if the loss scale is a power of two: only such a scale moves octaves, all that is known, as a whole."""
+        return math.frexp(host_value(self._scale))[0] == 0.5
+
     def histograms(self) -> dict[int, Histogram]:
         """The histograms, the loss scale divided out; none where it is no power of two."""
-        # Elements are known by their octave, which only a power of two moves as a whole.
-        mantissa, exponent = math.frexp(host_value(self._scale))
-        if mantissa != 0.5:
+        if not self.of_octaves:
             return {}
+        _, exponent = math.frexp(host_value(self._scale))
         counted = dict(self._here)
         for k, sent in self._sent.items():
             numbers = sent.numbers()

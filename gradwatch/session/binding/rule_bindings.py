@@ -39,6 +39,7 @@ from gradwatch.session.binding.rule_data import (
     of_histograms,
     of_ranks,
     reads_of,
+    staggered,
     unread_columns,
 )
 from gradwatch.session.optimizer_context import Contexts, OptimizerContext
@@ -186,6 +187,7 @@ class RuleBindings:
                 chosen = any(fnmatch.fnmatchcase(name, glob) for name in modules for glob in asked.modules)
                 reads |= of_histograms("activations", "" if chosen else NOTHING_CHOSEN["activations"])
             self._totals.without_data.bind(captured.index, reads)
+            self._totals.never_judged.bind(captured.index, staggered(bound, unread))
         self.saved_states.take_up(captured, bound_rules)
         self.publish_bounds(bound_rules)
         return ctx

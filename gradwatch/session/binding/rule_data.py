@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from gradwatch.account.never_judged import StaggeredSeries
 from gradwatch.account.rules_without_data import (
     INSIDE_BACKWARD,
     NO_OPTIMIZER,
@@ -97,6 +98,24 @@ def reads_of(bound: BoundEngine, unread: Mapping[str, str] = NOTHING_UNREAD) -> 
         )
         for one in bound.plan.rules
     }
+
+
+def staggered(bound: BoundEngine, unread: Mapping[str, str] = NOTHING_UNREAD) -> dict[str, StaggeredSeries]:
+    """The series of parameters, by key, of which each is judged at a step of its own; without what is never read."""
+    found: dict[str, StaggeredSeries] = {}
+    for one in bound.plan.rules:
+        series = one.series
+        if one.rule.staggered and len(series) and series.column not in unread and _of_params(bound, one):
+            before = found[series.key].rules if series.key in found else ()
+            names = StaggeredSeries(series.column, series.every, series.names, (*before, one.rule.id))
+            found[series.key] = names
+    return found
+
+
+def _of_params(bound: BoundEngine, one: RulePlan) -> bool:
+    """True of sites that are parameters, which those of one series are all or none."""
+    first = 0 if one.series.index is None else int(one.series.index[0])
+    return bound.sites.kinds[first] == "param"
 
 
 def _due(one: RulePlan, turns: Turns, step: int) -> bool:

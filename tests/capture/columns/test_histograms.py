@@ -190,7 +190,9 @@ def test_under_a_scaler_they_are_of_unscaled_gradients(scale: float, fused: bool
             scaler.scale(loss).backward()
             scaler.step(optimizer)
             scaler.update()
-        reasons = dict(session_of(gw).account().no_data)
+        account = session_of(gw).account()
+    reasons = account.no_data
+    assert account.watched.without_histogram == (3 if fused and scale == 1000.0 else 0)
     found = kept.records[-1].snapshot.histograms
     if fused and scale == 1000.0:
         assert found == {}
