@@ -1,7 +1,7 @@
 """A hash of what the model was called with: the same number again is the same batch again.
 
-On the host BLAKE2 over every byte; on a device a sum of its 64-bit words, each by an odd factor of its place and modulo
-2^64, so that it need not be waited for. Both keep 53 bits, which a float holds exactly: of a million different batches
+On the host BLAKE2 over every byte; on a device the sum of its 64-bit words modulo 2^64, each mixed with its place by the
+steps of SplitMix64 (Steele, Lea and Flood 2014), so that it need not be waited for. Both keep 53 bits, which a float holds exactly: of a million different batches
 some two are alike with a chance of 1 in 18,000. Equal hashes are compared within one process only.
 """
 
@@ -17,8 +17,10 @@ from gradwatch.reading.device import NO_FLOAT64, Number, on_host, one_number
 from gradwatch.taps.muted_forwards import batched
 
 AT_ONCE = 1 << 22
-"""Words on a device that are multiplied at a time."""
-ODD = 0x1E3779B97F4A7C15
+"""Words on a device that are mixed at a time."""
+GOLDEN, FIRST, SECOND = (
+    number - (1 << 64) for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
+)
 _LOST = 11  # of 64 bits, for 53 to be left
 
 
@@ -41,7 +43,7 @@ def batch_hash(given: Sequence[Tensor]) -> Number | None:
         return float((of_host >> _LOST) + (1 << 52))
     total = of_devices[0] ^ of_host
     for one in of_devices[1:]:
-        total = total * ODD + one.to(total.device, non_blocking=True)
+        total = total * GOLDEN + one.to(total.device, non_blocking=True)
     return one_number((total >> _LOST).double() + float(1 << 52))
 
 
@@ -57,7 +59,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 
 
 def _of_device(content: Tensor) -> Tensor:
-    """int64: the sum of 64-bit words, each by an odd factor of its place, as a 0-dim tensor."""
+    """int64: the sum of 64-bit words, each mixed with its place, as a 0-dim tensor."""
     spare = -content.numel() % 8
     if spare:
         content = torch.cat([content, content.new_zeros(spare)])
@@ -65,6 +67,8 @@ def _of_device(content: Tensor) -> Tensor:
     total = torch.zeros((), dtype=torch.int64, device=content.device)
     for start in range(0, words.numel(), AT_ONCE):
         part = words[start : start + AT_ONCE]
-        places = torch.arange(start, start + part.numel(), device=part.device).mul_(2).add_(1).mul_(ODD)
-        total = total + places.mul_(part).sum()
+        mixed = torch.arange(start, start + part.numel(), device=part.device).mul_(GOLDEN).add_(part)
+        for shift, factor in ((30, FIRST), (27, SECOND)):
+            mixed.bitwise_xor_(mixed >> shift).mul_(factor)
+        total = total + mixed.bitwise_xor_(mixed >> 31).sum()
     return total
