@@ -1,9 +1,9 @@
 """A hash of what the model was called with: the same number again is the same batch again.
 
 On the host BLAKE2 over every byte; on a device the sum of its 64-bit words modulo 2^64, each mixed with its place by
-the steps of SplitMix64 (Steele, Lea and Flood 2014), so that it need not be waited for. Both keep 53 bits, which a float
-holds exactly: of a million different batches some two are alike with a chance of 1 in 18,000. Equal hashes are compared
-within one process only.
+the steps of SplitMix64 (Steele, Lea and Flood 2014), so that it need not be waited for. Both keep 53 bits, which a
+float holds exactly: of a million different batches some two are alike with a chance of 1 in 18,000. Equal hashes are
+compared within one process only.
 """
 
 from __future__ import annotations
