@@ -31,7 +31,10 @@ NEVER_CAME = {
     "loss_scale": "no GradScaler was seen",
     "scaler_skip": "no GradScaler was seen",
     "norm_local": "needs several ranks",
-    BATCH_HASH: "nothing that a watched model was called with is held until the step (a rule with `localise` does)",
+    BATCH_HASH: (
+        "nothing that a watched model was called with is held until the step (a rule with `localise` does), "
+        "or it came in arrays or objects that are not looked into"
+    ),
     "noise_scale": "needs several ranks that are replicas (DDP), and steps of one backward",
     "moment_norm": NO_FIRST_MOMENT,
     "moment_cosine": NO_FIRST_MOMENT,

@@ -10,10 +10,11 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from torch import Tensor, nn
+from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from gradwatch.incidents.bundle.snapshot_rules import snapshots
-from gradwatch.localise.diagnosis.tensor_values import tensors
+from gradwatch.localise.diagnosis.tensor_values import all_readable, tensors
 from gradwatch.localise.hold.calls_before_attach import PreAttachRecorder
 from gradwatch.localise.hold.recorded_call import Call
 from gradwatch.localise.localiser import Ask, Localiser, Suspicion
@@ -76,9 +77,10 @@ class Causes:
         return self._localiser.held()
 
     def batch(self) -> list[Tensor] | None:
-        """The tensors that the calls of the present step were given, but for what is computed from parameters.
+        """The tensors that the calls of the present step were given, but for parameters and what is computed from them.
 
-        None where some are not held, or have been written to since.
+        None where some are not held, have been written to since, or came beside objects that cannot be looked into:
+        what is left might be the same at each step, as a mask is.
         """
         found: list[Tensor] = []
         if self.dropped:
@@ -87,7 +89,9 @@ class Causes:
             given = tensors((call.args, call.kwargs))
             if call.reason or [tensor._version for tensor in given] != call.versions:
                 return None
-            found += [tensor for tensor in given if not tensor.requires_grad]
+            if not all_readable((call.args, call.kwargs)):
+                return None
+            found += [one for one in given if id(one) not in call.computed and not isinstance(one, Parameter)]
         return found
 
     def models(self) -> list[nn.Module]:

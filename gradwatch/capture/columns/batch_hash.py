@@ -28,10 +28,10 @@ _LOST = 11  # of 64 bits, for 53 to be left
 def batch_hash(given: Sequence[Tensor]) -> Number | None:
     """The hash of these tensors in their order: type, shape and every byte.
 
-    None without any, and where the memory of one cannot be read (sparse, quantized, on the meta device, or
+    None without any element, and where the memory of one cannot be read (sparse, quantized, on the meta device, or
     by a subclass of Tensor).
     """
-    if not given or not all(map(_readable, given)):
+    if not any(tensor.numel() for tensor in given) or not all(map(_readable, given)):
         return None
     digest = hashlib.blake2b(digest_size=8)
     for tensor in given:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
+from enum import Enum
 from typing import Any, NamedTuple
 
 import torch
@@ -32,6 +33,8 @@ class State(NamedTuple):
 
 
 FINITE = State()
+SETTINGS = bool | int | float | complex | str | bytes | Enum | torch.dtype | torch.device
+"""Types of arguments that stand for no batch of their own."""
 
 
 def tensors(tree: Any) -> list[Tensor]:
@@ -40,9 +43,28 @@ def tensors(tree: Any) -> list[Tensor]:
     for leaf in nested_containers.leaves(tree):
         if isinstance(leaf, Tensor):
             found.append(leaf)
-        elif hasattr(leaf, "__dataclass_fields__") and not isinstance(leaf, type):
-            found += tensors([getattr(leaf, name) for name in leaf.__dataclass_fields__])
+        elif _is_dataclass(leaf):
+            found += tensors(_fields(leaf))
     return found
+
+
+def all_readable(tree: Any) -> bool:
+    """True if `tensors` finds all the numbers there are: beside tensors there are only settings."""
+    for leaf in nested_containers.leaves(tree):
+        if _is_dataclass(leaf):
+            if not all_readable(_fields(leaf)):
+                return False
+        elif not (leaf is None or callable(leaf) or isinstance(leaf, Tensor | SETTINGS)):
+            return False
+    return True
+
+
+def _is_dataclass(leaf: Any) -> bool:
+    return hasattr(leaf, "__dataclass_fields__") and not isinstance(leaf, type)
+
+
+def _fields(leaf: Any) -> list[Any]:
+    return [getattr(leaf, name) for name in leaf.__dataclass_fields__]
 
 
 def readable(tensor: Tensor) -> bool:

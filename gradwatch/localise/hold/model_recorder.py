@@ -27,7 +27,7 @@ from gradwatch.localise.hold.inner_model import inner, shared
 from gradwatch.localise.hold.model_kinds import Kind
 from gradwatch.localise.hold.module_buffers import Buffers
 from gradwatch.localise.hold.random_generators import Held
-from gradwatch.localise.hold.recorded_call import Call, autocasts, held_arguments, size_of
+from gradwatch.localise.hold.recorded_call import Call, autocasts, computed_among, held_arguments, size_of
 from gradwatch.reading.device import capturing
 from gradwatch.reading.layouts import alias
 from gradwatch.taps import backward, dispatch_modes, module_calls, module_tree
@@ -234,6 +234,7 @@ class ModelRecorder:
                 indices=self.indices,
                 nbytes=nbytes,
                 looked=looked,
+                computed=computed_among(given, args, kwargs),
                 losses=self._losses or self._kind.losses_of(caller),
             )
         except Exception as error:

@@ -26,9 +26,9 @@ class Call:
     `order` grows from call to call, over all models; `step` counts the optimizer steps before it. `versions` are
     those of the tensors among the arguments; `seeds` the bytes of the gradients, `tasks` the graph tasks that brought
     them; `reason` says why it cannot be run again ("" = it can); `caller` is the line that made the call; autograd
-    nodes numbered `ended` and later were made after it; `losses` are those seen of the calls of this model that are
-    `looked` at; `indices` are the samples it was told to be of
-    (`Watch.batch`).
+    nodes numbered `ended` and later were made after it; `computed` are the `id`s of those tensors that autograd
+    computed; `losses` are those seen of the calls of this model that are `looked` at; `indices` are the samples it
+    was told to be of (`Watch.batch`).
     """
 
     order: int
@@ -46,6 +46,7 @@ class Call:
     seeds: int = 0
     outputs: int = 0
     ended: int = 0
+    computed: frozenset[int] = frozenset()
     gradients: dict[int, Tensor] = field(default_factory=dict)
     tasks: set[int] = field(default_factory=set)
     looked: bool = False
@@ -82,6 +83,13 @@ def held_arguments(
         return (tuple(given), {}), given
     held = tensors_replaced(_alias, (args, kwargs))
     return held, tensors(held)
+
+
+def computed_among(given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[int]:
+    """The `id`s of those `given` that are held without the graph behind them; leaves are held as they are."""
+    if not any(tensor.requires_grad for tensor in given):
+        return frozenset()
+    return frozenset(map(id, given)).difference(map(id, tensors((args, kwargs))))
 
 
 def _alias(tensor: Tensor) -> Tensor:

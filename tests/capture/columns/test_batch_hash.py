@@ -103,6 +103,7 @@ def test_more_than_one_part_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None
 def test_what_cannot_be_read_has_no_hash(odd: Any) -> None:
     """Nor has a batch of which only a part can be read."""
     assert batch_hash([] if odd is None else [torch.ones(3), odd]) is None
+    assert batch_hash([torch.ones(0, 3)]) is None
 
 
 def trained(tmp_path: Path, batches: Callable[[int], Tensor], steps: int = 8, rules: str = RULES) -> Any:
@@ -171,3 +172,44 @@ def test_a_batch_that_was_written_to_since_has_no_hash(tmp_path: Path) -> None:
             optimizer.step()
     held = [record.snapshot.scalars.get("batch_hash") is not None for record in kept.records]
     assert held == [True, False, True, False]
+
+
+class Given:
+    """A batch that only its model can look into."""
+
+    def __init__(self, values: Tensor) -> None:
+        self.values = values
+
+
+class Lenient(nn.Module):
+    """Takes a batch in any form, beside a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(6, 1)
+
+    def forward(self, batch: Any, mask: Tensor) -> Tensor:
+        values = batch.values if isinstance(batch, Given) else torch.as_tensor(batch)
+        out: Tensor = self.layer(values * mask)
+        return out
+
+
+@pytest.mark.parametrize(
+    ("form", "hashes"),
+    [(Given, 1), (Tensor.numpy, 1), (Tensor.requires_grad_, 6)],
+    ids=["an object", "an array", "a leaf that wants a gradient"],
+)
+def test_what_comes_beside_the_batch_is_not_taken_for_it(
+    form: Callable[[Tensor], Any], hashes: int, tmp_path: Path
+) -> None:
+    """A mask that is the same at each step is no batch that is: where the batch cannot be read there is no hash."""
+    torch.manual_seed(0)
+    model, kept, mask = Lenient(), Kept(), torch.ones(6)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with gradwatch.watch(model, optimizer, rules=parse_rules(RULES), run_dir=tmp_path, sinks=[kept]):
+        for _ in range(6):
+            optimizer.zero_grad()
+            model(form(torch.randn(4, 6)), mask).square().mean().backward()
+            optimizer.step()
+    assert len({record.snapshot.scalars.get("batch_hash") for record in kept.records}) == hashes
+    assert not [event for record in kept.records for event in record.verdict.events]
