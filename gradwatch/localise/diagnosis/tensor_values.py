@@ -54,9 +54,17 @@ def all_readable(tree: Any) -> bool:
         if _is_dataclass(leaf):
             if not all_readable(_fields(leaf)):
                 return False
-        elif not (leaf is None or callable(leaf) or isinstance(leaf, Tensor | SETTINGS)):
+        elif not (isinstance(leaf, Tensor) or _is_setting(leaf, depth=3)):
             return False
     return True
+
+
+def _is_setting(leaf: Any, depth: int) -> bool:
+    """True for a plain value, a callable, and an object (a configuration) with nothing else in its attributes."""
+    if leaf is None or callable(leaf) or isinstance(leaf, SETTINGS):
+        return True
+    kept = {} if hasattr(leaf, "__len__") else getattr(leaf, "__dict__", {})  # an array subclass has one, too
+    return bool(kept and depth) and all(_is_setting(one, depth - 1) for one in nested_containers.leaves(kept))
 
 
 def _is_dataclass(leaf: Any) -> bool:

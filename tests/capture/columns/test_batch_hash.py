@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -189,6 +190,7 @@ class Lenient(nn.Module):
         self.layer = nn.Linear(6, 1)
 
     def forward(self, batch: Any, mask: Tensor) -> Tensor:
+        batch = batch[0] if isinstance(batch, tuple) else batch
         values = batch.values if isinstance(batch, Given) else torch.as_tensor(batch)
         out: Tensor = self.layer(values * mask)
         return out
@@ -196,8 +198,13 @@ class Lenient(nn.Module):
 
 @pytest.mark.parametrize(
     ("form", "hashes"),
-    [(Given, 1), (Tensor.numpy, 1), (Tensor.requires_grad_, 6)],
-    ids=["an object", "an array", "a leaf that wants a gradient"],
+    [
+        (Given, 1),
+        (Tensor.numpy, 1),
+        (Tensor.requires_grad_, 6),
+        (lambda batch: (batch, SimpleNamespace(width=6, kinds=["a"])), 6),
+    ],
+    ids=["an object", "an array", "a leaf that wants a gradient", "a configuration beside it"],
 )
 def test_what_comes_beside_the_batch_is_not_taken_for_it(
     form: Callable[[Tensor], Any], hashes: int, tmp_path: Path
