@@ -29,6 +29,7 @@ _BY_KIND = {
     "stale": "GradwatchDeadParameters",
     "never": "GradwatchDeadParameters",
     "stuck": "GradwatchDeadParameters",
+    "same_batch": "GradwatchSameBatch",
     "rank_outlier": "GradwatchRanksDiverge",
     "rank_mismatch": "GradwatchRanksDiverge",
 }

@@ -46,6 +46,8 @@ MOVERS = 64  # optimizers of which it is remembered whether they move a model
 # Python calls cost microseconds in the cold caches that a step leaves; these are none.
 _version: Callable[[Tensor], int] = operator.attrgetter("_version")
 _buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = operator.attrgetter("_buffers")
+_requires_grad: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
+NONE_COMPUTED: frozenset[int] = frozenset()
 _params_of: Callable[[dict[str, Any]], list[Tensor]] = operator.itemgetter("params")
 
 
@@ -234,7 +236,9 @@ class ModelRecorder:
                 indices=self.indices,
                 nbytes=nbytes,
                 looked=looked,
-                computed=computed_among(given, args, kwargs),
+                computed=computed_among(given, args, kwargs)
+                if any(map(_requires_grad, given))
+                else NONE_COMPUTED,
                 losses=self._losses or self._kind.losses_of(caller),
             )
         except Exception as error:

@@ -87,8 +87,6 @@ def held_arguments(
 
 def computed_among(given: list[Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> frozenset[int]:
     """The `id`s of those `given` that are held without the graph behind them; leaves are held as they are."""
-    if not any(tensor.requires_grad for tensor in given):
-        return frozenset()
     return frozenset(map(id, given)).difference(map(id, tensors((args, kwargs))))
 
 
