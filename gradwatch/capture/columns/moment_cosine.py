@@ -1,7 +1,7 @@
 """The cosine of the angle between a gradient and the first moment of those before it, as the optimizer keeps it.
 
 Near 1 the gradients go one way, near 0 they are mostly noise, below 0 the step overshoots. It takes no memory: of the
-gradient of the step before itself, which no optimizer keeps, there is no such column.
+gradient of the step before itself, which most optimizers do not keep, there is no such column.
 """
 
 from __future__ import annotations

@@ -290,7 +290,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "gradwatch_param_column",
         "gauge",
-        "Last value of a column of one parameter (update_ratio, zero_fraction, …), as rules have it read in turns.",
+        "Last value of a column of one parameter (update_ratio, zero_fraction, …), read at the cadence of its rules.",
         "Snapshot.columns, of the parameters that gradwatch_param_grad_norm shows",
         ("column", "param", "group"),
     ),
