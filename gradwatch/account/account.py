@@ -131,7 +131,7 @@ class Account:
     actions: Mapping[str, int] = field(default_factory=dict)
     inactive: Mapping[str, str] = field(default_factory=dict)
     no_data: Mapping[str, str] = field(default_factory=dict)
-    never_judged: Mapping[str, str] = field(default_factory=dict)
+    never_judged: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     rules: int = 0
     reasons: tuple[str, ...] = ()
     directory: str = ""
@@ -177,8 +177,11 @@ class Account:
             known["watched"] = Watched(**_numbers(Watched, document.get("watched", {})))
             for name in ("fired", "actions"):
                 known[name] = {str(key): int(count) for key, count in document.get(name, {}).items()}
-            for name in ("inactive", "no_data", "never_judged"):
+            for name in ("inactive", "no_data"):
                 known[name] = {str(key): str(reason) for key, reason in document.get(name, {}).items()}
+            known["never_judged"] = {
+                str(rule): tuple(map(str, names)) for rule, names in document.get("never_judged", {}).items()
+            }
             known["reasons"] = tuple(map(str, document.get("reasons", ())))
             for name in ("ended", "directory"):
                 known[name] = str(document.get(name, ""))
@@ -209,7 +212,7 @@ def merged(accounts: Iterable[Account], taken: Taken = NOTHING_TAKEN) -> Account
         actions=summed(one.actions for one in found),
         inactive=_in_all([one.inactive for one in found]),
         no_data=_in_all([one.no_data for one in found]),
-        never_judged={rule: names for one in found for rule, names in one.never_judged.items()},
+        never_judged=_names_of_all([one.never_judged for one in found]),
         rules=max(one.rules for one in found),
         reasons=tuple(dict.fromkeys(reason for one in found for reason in one.reasons)),
         directory=next((one.directory for one in reversed(found) if one.directory), ""),
@@ -253,6 +256,12 @@ def summed(counts: Iterable[Mapping[str, int]]) -> dict[str, int]:
         for key, count in one.items():
             total[key] = total.get(key, 0) + count
     return total
+
+
+def _names_of_all(found: list[Mapping[str, tuple[str, ...]]]) -> dict[str, tuple[str, ...]]:
+    """By rule, the names that any of these has, each once."""
+    rules = dict.fromkeys(rule for one in found for rule in one)
+    return {rule: tuple(dict.fromkeys(name for one in found for name in one.get(rule, ()))) for rule in rules}
 
 
 def _in_all(reasons: list[Mapping[str, str]]) -> dict[str, str]:

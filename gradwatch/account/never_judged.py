@@ -14,8 +14,6 @@ from numpy.typing import NDArray
 
 from gradwatch.records.snapshot import Snapshot
 
-MOST_NAMES = 4
-
 
 class StaggeredSeries(NamedTuple):
     """K parameters, of these `names`, that `rules` judge on a column every so many steps."""
@@ -84,17 +82,12 @@ class NeverJudged:
                 waiting = {other: left for other, left in waiting.items() if other != key}
         self._open[snapshot.optimizer] = waiting
 
-    def by_rule(self) -> dict[str, str]:
-        """The names of these parameters by rule, shortened."""
+    def by_rule(self) -> dict[str, tuple[str, ...]]:
+        """The names of these parameters by rule."""
         found: dict[str, list[str]] = {}
         for optimizer, waiting in list(self._open.items()):
             for one in waiting.values():
                 names = one.names(self._last.get(optimizer, -1))
                 for rule in one.series.rules if names else ():
                     found[rule] = [*found.get(rule, ()), *names]
-        return {rule: _shortened(list(dict.fromkeys(names))) for rule, names in found.items()}
-
-
-def _shortened(names: list[str]) -> str:
-    more = f" and {len(names) - MOST_NAMES:,} more" if len(names) > MOST_NAMES else ""
-    return ", ".join(names[:MOST_NAMES]) + more
+        return {rule: tuple(dict.fromkeys(names)) for rule, names in found.items()}

@@ -35,7 +35,9 @@ NEVER_CAME = {
         "nothing that a watched model was called with is held until the step (a rule with `localise` does), "
         "or it came in arrays or objects that are not looked into"
     ),
-    "noise_scale": "needs several ranks that are replicas (DDP), and steps of one backward",
+    "noise_scale": (
+        "needs several ranks that are replicas (DDP), steps of one backward, and less noise than hides the gradient"
+    ),
     "moment_norm": NO_FIRST_MOMENT,
     "moment_cosine": NO_FIRST_MOMENT,
     "second_moment_rms": NO_SECOND_MOMENT,

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from gradwatch.account.account import Account
 
 MADE_ANEW = "tensors that are made anew for every backward cannot be distinguished from inputs"
+MOST_NAMES = 4
 REPLACED = "parameters of another shape, dtype or class had taken the place of theirs before weights were seen to move"
 
 
@@ -33,12 +34,14 @@ def _gaps(account: Account) -> Iterator[str]:
 
 def _never_judged(account: Account) -> Iterator[str]:
     """Parameters that rules have left out, those of several rules once."""
-    rules: dict[str, list[str]] = {}
+    rules: dict[tuple[str, ...], list[str]] = {}
     for rule, names in account.never_judged.items():
         if rule not in account.no_data:  # else its reason is in the line before
             rules.setdefault(names, []).append(rule)
     for names, by in rules.items():
-        yield f"never judged by {', '.join(by)}, for nothing of theirs had a value at their turn: {names}"
+        more = f" and {len(names) - MOST_NAMES:,} more" if len(names) > MOST_NAMES else ""
+        shown = f"{', '.join(names[:MOST_NAMES])}{more}"
+        yield f"{shown} never judged by {', '.join(by)}: no value (no gradient, most often) at any step that was due"
 
 
 def _steps(account: Account) -> Iterator[str]:

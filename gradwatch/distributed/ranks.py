@@ -305,7 +305,9 @@ def _seen_by_all(
 def _noise_scale(reduced: ReducedFacts, membership: RankMembership, window: WindowNorms) -> float | None:
     """None unless all ranks are replicas with a local norm of one backward each: the mean is of no other gradients."""
     here = reduced.by_rank("site") > 0
-    once = len(window.calls) > 0 and int(window.calls.max()) == 1
+    # One backward, and none left of an earlier one.
+    norms = window.wait()[0]
+    once = bool(((window.calls == 1) | ((window.calls == 0) & (norms == 0))).all() and window.calls.any())
     if not (membership.ranked and membership.replicas and once and here.all()) or reduced.layout.pooled:
         return None
     return noise_scale(reduced.by_rank("norm_local"), window.total())

@@ -195,23 +195,23 @@ class BoundEngine:
     def _judged(self, state: EngineState, snapshot: Snapshot, in_turn: InTurn) -> tuple[Verdict, EngineState]:
         """A step that counts: at a glance where that is enough."""
         lr = snapshot.scalars.get("lr", state.lr)
-        if state.awake is not None and not snapshot.provisional and not jumped(state.lr, lr):
-            path: FastPath | None = self._fast_paths[state.awake]
+        if state.active is not None and not snapshot.provisional and not jumped(state.lr, lr):
+            path: FastPath | None = self._fast_paths[state.active]
             learned = None if path is None else path.learn(state, snapshot, in_turn)
             if path is not None and learned is not None:
-                if path.judged_alone or state.ordinary is None:
-                    return self._awake_alone(state, path.judged_alone, learned, lr)
+                if path.active_every_step or state.ordinary is None:
+                    return self._active_alone(state, path.active_every_step, learned, lr)
                 return state.ordinary, state.with_learned(learned.baselines, lr)
         return self._rule_by_rule(state, snapshot, in_turn, lr)
 
-    def _awake_alone(
-        self, state: EngineState, awake: Iterable[int], learned: Learned, lr: float | None
+    def _active_alone(
+        self, state: EngineState, active: Iterable[int], learned: Learned, lr: float | None
     ) -> tuple[Verdict, EngineState]:
         """A step on which only rules that are pending or firing have anything to judge."""
         step = Step(state, learned.reader, self.rank)
         for number, result in learned.results.items():
             step.banks[number] = result
-        for number in awake:
+        for number in active:
             step.judge(number)
         return step.finish(learned.baselines, lr)
 

@@ -20,7 +20,7 @@ from gradwatch.errors import GradwatchError
 from gradwatch.records.verdict import Verdict
 
 FORMAT = 1
-NOTHING_AWAKE: frozenset[int] = frozenset()
+NONE_ACTIVE: frozenset[int] = frozenset()
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -33,7 +33,7 @@ class EngineState:
     `overdue` those of them that it could not judge; neither is saved.
     What follows is only known of a state that `evaluate` made, and follows from the rest: `ordinary` the verdict
     on a healthy step, None while a rule on columns of every step is pending or firing; `done` by bank (see
-    `Detector.done`); `awake` the numbers of the rules that are pending, firing or acting, None where not known.
+    `Detector.done`); `active` the numbers of the rules that are pending, firing or acting, None where not known.
     """
 
     plan: Plan
@@ -43,7 +43,7 @@ class EngineState:
     lr: float | None = None
     ordinary: Verdict | None = None
     done: tuple[bool, ...] = ()
-    awake: frozenset[int] | None = None
+    active: frozenset[int] | None = None
     clips: tuple[State, ...] = ()
     in_turn: InTurn = field(default_factory=dict)
     overdue: OverdueSeries = field(default_factory=dict)
@@ -55,22 +55,42 @@ class EngineState:
         return f"EngineState({len(self.plan.rules)} rules, {len(self.plan.sites)} sites, not idle: {firing})"
 
     @property
-    def armed(self) -> bool:
+    def may_act(self) -> bool:
         """True if a rule with a `do` is pending or firing, or where that is not known."""
-        if not self.awake:
-            return self.awake is None
-        return any(self.plan.rules[number].rule.do for number in self.awake)
+        if not self.active:
+            return self.active is None
+        return any(self.plan.rules[number].rule.do for number in self.active)
 
     def with_learned(self, baselines: tuple[State, ...], lr: float | None) -> EngineState:
         """The state after a step that changed no rule; nothing was in turn, as far as this says."""
         done = self.done if self.done == self.plan.may_be_done else self.plan.done(baselines)
-        known = self.tracks, self.consecutive, lr, self.ordinary, done, self.awake
-        return EngineState(self.plan, baselines, *known, self.clips)
+        return EngineState(
+            self.plan,
+            baselines,
+            self.tracks,
+            self.consecutive,
+            lr=lr,
+            ordinary=self.ordinary,
+            done=done,
+            active=self.active,
+            clips=self.clips,
+        )
 
     def with_turns(self, in_turn: InTurn, overdue: OverdueSeries) -> EngineState:
         """The state with the staggered series that were in turn, and what is overdue of them."""
-        known = self.tracks, self.consecutive, self.lr, self.ordinary, self.done, self.awake, self.clips
-        return EngineState(self.plan, self.baselines, *known, in_turn, overdue)
+        return EngineState(
+            self.plan,
+            self.baselines,
+            self.tracks,
+            self.consecutive,
+            lr=self.lr,
+            ordinary=self.ordinary,
+            done=self.done,
+            active=self.active,
+            clips=self.clips,
+            in_turn=in_turn,
+            overdue=overdue,
+        )
 
     def to_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, strings and numbers (no NaN), by site name: for JSON and for checkpoints."""

@@ -60,7 +60,7 @@ class BankInput:
 
     `alone`: its only series is the total, which then keeps the precision of a Python float. `scalar`: its only
     series is this one-per-step value, which may not be there ("" = it has others). `first_crossed` is of its idle
-    rules, None where it has none; `result_wanted` by a rule that is awake.
+    rules, None where it has none; `result_wanted` by a rule that is active.
     """
 
     number: int
@@ -74,18 +74,18 @@ class BankInput:
 
 
 class Learned(NamedTuple):
-    """The baselines after a step on which no idle rule trips, and what the rules that are awake are judged by."""
+    """The baselines after a step on which no idle rule trips, and what the rules that are active are judged by."""
 
     baselines: tuple[State, ...]
     reader: Reader
     results: Mapping[int, BankResult]
-    """By number of the bank; of those with a rule that is awake."""
+    """By number of the bank; of those with a rule that is active."""
 
 
 class FastPath:
-    """The evaluation of `plan` on a step on which no rule trips but those `awake`, which are judged by `Step`.
+    """The evaluation of `plan` on a step on which no rule trips but those `active`, which are judged by `Step`.
 
-    `awake` are the numbers of rules that are pending or firing; it must hold none that is about finiteness.
+    `active` are the numbers of rules that are pending or firing; it must hold none that is about finiteness.
     """
 
     __slots__ = (
@@ -100,15 +100,15 @@ class FastPath:
         "_stacked",
         "_staggered",
         "_unbounded",
-        "judged_alone",
+        "active_every_step",
         "plan",
     )
 
-    def __init__(self, plan: Plan, awake: AbstractSet[int] = frozenset()) -> None:
+    def __init__(self, plan: Plan, active: AbstractSet[int] = frozenset()) -> None:
         self.plan = plan
         # Those with an `every` of their own are due at steps that are judged from the start.
-        self.judged_alone = tuple(sorted(n for n in awake if plan.rules[n].judged_every == 1))
-        idle = [one for number, one in enumerate(plan.rules) if number not in awake]
+        self.active_every_step = tuple(sorted(n for n in active if plan.rules[n].judged_every == 1))
+        idle = [one for number, one in enumerate(plan.rules) if number not in active]
         guarded = [one for one in idle if one.bank == NO_BANK and not (one.rare or _proven(one))]
         self._staggered = tuple(one for one in idle if one.series.phases is not None)
         others = (one.detector.columns for one in plan.rules if one.series.phases is None)
@@ -124,7 +124,7 @@ class FastPath:
         self._unbounded = tuple(one for one in guarded if one.series.owners is None and not _bounded(one))
         self._gathered = tuple(one for one in guarded if one.series.owners is not None)
         self._rare = tuple({one.judged_every for one in plan.rules} - {1})
-        self._bank_inputs = tuple(_bank_inputs(plan, awake))
+        self._bank_inputs = tuple(_bank_inputs(plan, active))
         self._stacked = any(
             bank_input.select is not None and not bank_input.alone for bank_input in self._bank_inputs
         )
@@ -133,7 +133,7 @@ class FastPath:
         self._roots = float(roots.max()), float(roots.min())
 
     def learn(self, state: EngineState, snapshot: Snapshot, in_turn: InTurn) -> Learned | None:
-        """The baselines after this step; None unless it is certain to change no rule but those that are awake.
+        """The baselines after this step; None unless it is certain to change no rule but those that are active.
 
         Of staggered series only those `in_turn` are judged.
         """
@@ -242,7 +242,7 @@ class FastPath:
 
 
 class FastPaths(dict[AbstractSet[int], FastPath]):
-    """The `FastPath` for each set of rules that are awake, as far as one pays; `facts` are rules on finiteness.
+    """The `FastPath` for each set of rules that are active, as far as one pays; `facts` are rules on finiteness.
 
     A set that is not there gives None where rules on finiteness are among it, and at the first step with it.
     """
@@ -255,15 +255,15 @@ class FastPaths(dict[AbstractSet[int], FastPath]):
         self._plan = plan
         self._seen: AbstractSet[int] = frozenset()  # at the last step that asked for one that is not there
 
-    def __missing__(self, awake: AbstractSet[int]) -> FastPath | None:
-        if not self._facts.isdisjoint(awake):
+    def __missing__(self, active: AbstractSet[int]) -> FastPath | None:
+        if not self._facts.isdisjoint(active):
             return None
-        if self._seen != awake:  # laying one out costs as much as judging a step or two
-            self._seen = awake
+        if self._seen != active:  # laying one out costs as much as judging a step or two
+            self._seen = active
             return None
         if len(self) == self.MOST:
             del self[next(key for key in self if key)]
-        path = self[awake] = FastPath(self._plan, awake)
+        path = self[active] = FastPath(self._plan, active)
         return path
 
 
@@ -331,10 +331,10 @@ def _guards(rules: Iterable[RulePlan]) -> Iterable[ColumnBound]:
         yield ColumnBound(name, max(low for low, _ in safe), min(high for _, high in safe), members)
 
 
-def _bank_inputs(plan: Plan, awake: AbstractSet[int]) -> Iterable[BankInput]:
+def _bank_inputs(plan: Plan, active: AbstractSet[int]) -> Iterable[BankInput]:
     for number, bank in enumerate(plan.banks):
         rules = [n for n, one in enumerate(plan.rules) if one.bank == number]
-        idle = [plan.rules[n].detector for n in rules if n not in awake]
+        idle = [plan.rules[n].detector for n in rules if n not in active]
         wanted = len(idle) < len(rules)
         if bank.judged_every == 1 and (wanted or any(segment.always for segment in bank.segments)):
             lowest = first_crossed(idle) if idle else None

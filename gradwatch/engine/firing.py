@@ -62,7 +62,7 @@ def awake(track: Track, size: int) -> Track:
     )
 
 
-def steady(track: Track, breach: BoolArray, for_: int) -> bool:
+def unchanged_by(track: Track, breach: BoolArray, for_: int) -> bool:
     """True if this sample moves nothing: what fires breaches on, and nothing else is pending or breaches."""
     if track.idle or not (breach == track.firing).all():
         return False

@@ -18,7 +18,7 @@ from gradwatch.engine.actions.escalation import alarm_due, climbed, ordered, rem
 from gradwatch.engine.baseline_bounds import BASELINE_SIGMAS, part_of
 from gradwatch.engine.engine_state import EngineState
 from gradwatch.engine.events import Notice, Scored, build_event, worst_first
-from gradwatch.engine.firing import NEVER, Moved, Track, at_rest, move, steady
+from gradwatch.engine.firing import NEVER, Moved, Track, at_rest, move, unchanged_by
 from gradwatch.engine.rule_plan import NO_BANK, Plan, RulePlan
 from gradwatch.engine.snapshot_reader import Reader
 from gradwatch.records.columns import RUNNING_STATISTICS, is_observed
@@ -166,7 +166,7 @@ class Step:
         """Count, and report what changed."""
         one, track = self.plan.rules[number], self.tracks[number]
         rule, step = one.rule, self.snapshot.step
-        if steady(track, scored.breach, rule.for_):
+        if unchanged_by(track, scored.breach, rule.for_):
             moved = Moved(track, *[np.zeros(len(scored.breach), np.bool_)] * 2)
         else:
             judged, clear = ~np.isnan(scored.score), clears(one.detector, scored.score)
@@ -229,8 +229,8 @@ class Step:
     def finish(self, baselines: tuple[State, ...], lr: float | None) -> tuple[Verdict, EngineState]:
         """The verdict of the rules on this step, and the state after it."""
         tracks, consecutive = tuple(self.tracks), tuple(self.consecutive)
-        awake = self._awake()
-        firing = firing_of(self.plan, tracks, sorted(awake))
+        active = self._active()
+        firing = firing_of(self.plan, tracks, sorted(active))
         verdict = Verdict(
             firing,
             self.breaching,
@@ -241,12 +241,22 @@ class Step:
         )
         ordinary: Verdict | None = None
         # A healthy step would change no rule: those of rare columns are not asked on it.
-        if all(self.plan.rules[number].rare for number in awake):
+        if all(self.plan.rules[number].rare for number in active):
             ordinary = Verdict(firing, standing=under_factor(self.plan, tracks))
-        known = ordinary, self.plan.done(baselines), awake, self._clips
-        return verdict, EngineState(self.plan, baselines, tracks, consecutive, lr, *known)
+        done = self.plan.done(baselines)
+        return verdict, EngineState(
+            self.plan,
+            baselines,
+            tracks,
+            consecutive,
+            lr=lr,
+            ordinary=ordinary,
+            done=done,
+            active=active,
+            clips=self._clips,
+        )
 
-    def _awake(self) -> frozenset[int]:
+    def _active(self) -> frozenset[int]:
         """The rules that are pending or firing, or have acted on this step."""
         rules = enumerate(zip(self.tracks, self.consecutive, strict=True))
         return frozenset(number for number, (track, acted) in rules if acted or not track.idle)

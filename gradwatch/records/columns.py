@@ -185,7 +185,7 @@ CATALOGUE: tuple[ColumnInfo, ...] = (
     _state(
         "moment_cosine",
         "−1 to 1",
-        "cosine of the angle between the gradient and the first moment, the mean of those before it",
+        "cosine of the angle between the gradient and the first moment, an average of those before it",
         "",
         "",
     )._replace(reads="optimizer state and gradient"),

@@ -57,7 +57,8 @@ def watch(
     """
     models = _models(model)
     optimizers = _optimizers(optimizer)
-    _check_sinks(sinks)
+    sinks = None if sinks is None else list(sinks)
+    _check_sinks(sinks or ())
     settings = Settings.resolve(
         rules=None if rules is None or isinstance(rules, RuleSet) else os.fspath(rules),
         listen=listen,
@@ -102,9 +103,9 @@ def _models(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:
     return models
 
 
-def _check_sinks(sinks: Sequence[Sink] | None) -> None:
+def _check_sinks(sinks: Iterable[Sink]) -> None:
     """Refuse what is no sink, such as the name of one."""
-    for sink in sinks or ():
+    for sink in sinks:
         if not isinstance(sink, Sink):
             raise AttachError(
                 f"watch(sinks=…) takes objects with open, write, flush and close, not {type(sink).__name__}; "

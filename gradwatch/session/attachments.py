@@ -190,7 +190,12 @@ class Attached:
             self.note_inactive,
         )
         defers = deferral_allowed(engine, self.rule_bindings)
-        batch = self._batch if BATCH_HASH in engine.columns and self.causes is not None else None
+        self._hashed_every = {
+            rule.judged_every
+            for rule in engine.ruleset.rules
+            if rule.enabled and BATCH_HASH in rule.detect.columns
+        }
+        batch = self._batch if self._hashed_every and self.causes is not None else None
         self.extra_columns = ExtraColumns(self.taps, capture.spent.news, defers, activity.failed, batch)
         sources = Sources(
             capture, self.statistics, self.checkpoints, self.causes, self._bundles, notices, on_escalate
@@ -274,8 +279,10 @@ class Attached:
 
     # -- what taps report --------------------------------------------------------------------------------
 
-    def _batch(self) -> Number | None:
-        """The hash of what the models were called with for this step; None where not all of it is held as it was."""
+    def _batch(self, step: int) -> Number | None:
+        """The hash of what the models were called with, if it is due; None where not all of it is held as it was."""
+        if all(step % every for every in self._hashed_every):
+            return None
         try:
             given = [] if self.causes is None else self.causes.batch()
             return None if given is None else batch_hash(given)

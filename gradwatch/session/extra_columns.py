@@ -58,7 +58,7 @@ class ExtraColumns:
     `taps` are those on modules, whose sites belong to the first optimizer; `spent` gives the seconds that watching has
     cost since it was last asked; `defers`: no rule needs the verdict of an ordinary step before the step is taken.
     `failed` is called with what a column could not be read for: it costs that column, and no rule on others.
-    `batch` hashes the batch of the step, where a rule asks for that.
+    `batch(step)` hashes the batch of a step at which a rule asks for that.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class ExtraColumns:
         spent: Callable[[], float],
         defers: bool,
         failed: Callable[[str, BaseException], None],
-        batch: Callable[[], Number | None] | None = None,
+        batch: Callable[[int], Number | None] | None = None,
     ) -> None:
         self._taps = taps
         self._batch = batch
@@ -128,7 +128,7 @@ class ExtraColumns:
             scalars["loss"] = without_scale(window.loss, window.loss_scale)
         if captured.without_optimizer:
             scalars[OBSERVED_ONLY] = 1.0
-        elif self._batch is not None and (seen := self._batch()) is not None:
+        elif self._batch is not None and (seen := self._batch(window.step)) is not None:
             scalars[BATCH_HASH] = seen
         if optimizer is not None:
             lr = optimizer.param_groups[0].get("lr", 0.0)

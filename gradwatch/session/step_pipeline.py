@@ -25,7 +25,7 @@ from gradwatch.engine import Engine
 from gradwatch.engine.actions.norms_after_actions import factors_of, reshaped, unclipped, with_clip_order
 from gradwatch.engine.actions.permissions import permitted
 from gradwatch.engine.actions.rule_actions import without_overridden
-from gradwatch.engine.engine_state import NOTHING_AWAKE
+from gradwatch.engine.engine_state import NONE_ACTIVE
 from gradwatch.engine.turns import NONE_IN_TURN
 from gradwatch.errors import GradwatchError, TrainingStopped
 from gradwatch.reading.device import host_value, start_copy
@@ -316,7 +316,7 @@ class StepPipeline:
             self._sources.capture.restore(captured)
         looked_twice = step.shared.window.raw.details
         unusual = verdict.events or verdict.acting or looked_twice or snapshot.provisional
-        if unusual or (bound_rules.state.awake != NOTHING_AWAKE and bound_rules.state.armed):
+        if unusual or (bound_rules.state.active != NONE_ACTIVE and bound_rules.state.may_act):
             bound_rules.ordinary_steps = (
                 ORDINARY - ORDINARY_AGAIN if bound_rules.ordinary_steps >= ORDINARY - ORDINARY_AGAIN else 0
             )

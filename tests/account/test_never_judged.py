@@ -10,6 +10,7 @@ from torch import nn
 
 import gradwatch
 from gradwatch.account import Account
+from gradwatch.account.account import merged
 from gradwatch.account.unwatched_reasons import gaps
 from gradwatch.rules.files import load_rules, parse_rules
 from gradwatch.rules.rule_set import RuleSet
@@ -58,11 +59,24 @@ def trained(steps: int, both_from: int, path: Path, rules: RuleSet = RULES) -> A
 def test_a_head_that_no_step_used_is_named(tmp_path: Path) -> None:
     """Once, with the rules that have a value of it at no step; also after the account was written and read."""
     account = trained(20, 20, tmp_path)
-    assert account.never_judged == dict.fromkeys(("dead", "big"), "second.weight, second.bias")
+    assert account.never_judged == dict.fromkeys(("dead", "big"), ("second.weight", "second.bias"))
     (gap,) = gaps(account)
-    assert gap.startswith("never judged by big, dead, ")
-    assert gap.endswith(": second.weight, second.bias")
+    assert gap.startswith("second.weight, second.bias never judged by big, dead: no value")
     assert Account.from_dict(account.to_dict()).never_judged == account.never_judged
+
+
+def test_several_processes_name_what_any_of_them_left_out() -> None:
+    """Each name once, of each rule; of many the first few are shown."""
+    names = tuple(f"p{k}" for k in range(6))
+    one, other = (
+        Account(never_judged={"dead": names[:2]}),
+        Account(never_judged={"dead": names[1:], "big": ("q",)}),
+    )
+    both = merged([one, other])
+    assert both.never_judged == {"dead": names, "big": ("q",)}
+    first, second = gaps(both)
+    assert first.startswith("p0, p1, p2, p3 and 2 more never judged by dead:")
+    assert second.startswith("q never judged by big:")
 
 
 @pytest.mark.parametrize(("steps", "both_from"), [(20, 0), (20, 15), (3, 3), (20, 6)])

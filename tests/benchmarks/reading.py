@@ -15,6 +15,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from gradwatch.capture.columns.batch_hash import batch_hash
 from gradwatch.reading import chunks
 from gradwatch.reading.row_sums import RowBuffer, divided
 from gradwatch.reading.row_sums_by_blas import SquareRows
@@ -43,6 +44,7 @@ def ways(grad: Tensor) -> dict[str, Callable[[], object]]:
         "columns: count below a bound": lambda: chunks.count_below(grad, 0.0),
         "columns: histogram": lambda: chunks.exponents(grad),
         "columns: cosine with a moment": lambda: chunks.products(grad, moment),
+        "batch hash": lambda: batch_hash([grad]),
     }
 
 

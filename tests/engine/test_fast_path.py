@@ -53,7 +53,7 @@ COSTLY = {"zero_fraction": (0.1, 0.95), "update_ratio": (1e-3, 0.5), "weight_nor
 
 def restless(state: EngineState) -> EngineState:
     """The same state, of which nothing is known: `evaluate` then judges rule by rule."""
-    return replace(state, ordinary=None, done=(), awake=None)
+    return replace(state, ordinary=None, done=(), active=None)
 
 
 def mostly_healthy(seed: int, steps: int = STEPS) -> list[dict[str, Any]]:
@@ -187,7 +187,7 @@ def test_a_glance_sees_what_judging_sees(pack: str, seed: int, run: Callable[[in
         assert quick.acting == slow.acting
         assert after.to_dict() == expected.to_dict()
         assert (after.ordinary is None, after.done) == (expected.ordinary is None, expected.done)
-        assert after.awake == expected.awake
+        assert after.active == expected.active
         assert {k: v.tolist() for k, v in after.overdue.items()} == {
             k: v.tolist() for k, v in expected.overdue.items()
         }

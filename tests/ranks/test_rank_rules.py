@@ -65,7 +65,7 @@ def test_a_glance_sees_what_judging_sees(seed: int) -> None:
         mismatch[rng.integers(WORLD)] = rng.choice([0, 3], p=[0.97, 0.03])
         snapshot = step_of(engine, step, np.exp(rng.normal(0, 0.1, SIZE)), ranks, mismatch)
         quick, after = engine.evaluate(state, snapshot)
-        slow, expected = engine.evaluate(replace(state, ordinary=None, done=(), awake=None), snapshot)
+        slow, expected = engine.evaluate(replace(state, ordinary=None, done=(), active=None), snapshot)
         assert repr(quick.events) == repr(slow.events)
         assert after.to_dict() == expected.to_dict()
         state = after

@@ -172,6 +172,12 @@ def test_wrong_arguments_say_what_to_do() -> None:
         gradwatch.watch(nn.Linear(2, 2), 0.1)  # type: ignore[arg-type]
     with pytest.raises(AttachError, match=r"not str; sinks by their names stand in a rule file"):
         gradwatch.watch(nn.Linear(2, 2), sinks=["journal"])  # type: ignore[list-item]
+    kept = Kept()
+    with gradwatch.watch(model, optimizer, sinks=(sink for sink in [kept])) as gw:  # type: ignore[arg-type]
+        model(torch.ones(1, 3)).sum().backward()
+        optimizer.step()
+        gw.flush()
+    assert len(kept.records) == 1, "sinks of a generator"
     with pytest.raises(AttachError, match="no model"):
         gradwatch.watch([])
     with pytest.raises(AttachError, match="nothing to watch"):

@@ -62,7 +62,7 @@ def _bytes(tensor: Tensor) -> Tensor:
 def _of_device(content: Tensor) -> Tensor:
     """int64: the sum of 64-bit words, each mixed with its place, as a 0-dim tensor."""
     spare = -content.numel() % 8
-    if spare:
+    if spare or content.storage_offset() % 8:  # a slice may begin within a word of its memory
         content = torch.cat([content, content.new_zeros(spare)])
     words = content.view(torch.int64)
     total = torch.zeros((), dtype=torch.int64, device=content.device)

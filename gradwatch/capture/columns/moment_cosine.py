@@ -23,7 +23,7 @@ AT_ONCE = 1 << 22
 def cosines(moments: Mapping[int, Tensor], gradients: Sequence[Tensor | None]) -> dict[int, float | Tensor]:
     """g · m / (‖g‖ ‖m‖) by position of `gradients[K]`, for those with a dense moment here and a dense gradient.
 
-    None where one of the two is zero, but on a device, where that is not known: NaN there.
+    Where one of the two is zero, or not finite, NaN, or none.
     """
     found: dict[int, float | Tensor] = {}
     for k, moment in moments.items():

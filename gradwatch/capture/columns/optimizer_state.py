@@ -59,6 +59,8 @@ def read_optimizer_state(
                 numbers.put(k, number)
             pending.parts[name] = numbers.send(pending.count)
             pending.present[name] = numbers.present(pending.count)
+            if name == COSINE:
+                pending.defined.add(name)
 
 
 def has_moment(column: str, optimizer: Optimizer | None, param: Tensor, gradient: Tensor | None) -> bool:

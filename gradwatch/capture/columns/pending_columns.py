@@ -122,12 +122,14 @@ class PendingColumns:
     """Columns of one step by name, with the positions of K at which each has a value.
 
     A column in `moved` has one only where the optimizer has moved the parameter; it is left out while that is unknown.
+    NaN is no value of a column in `defined`.
     """
 
     count: int
     parts: dict[str, PendingValues] = field(default_factory=dict)
     present: dict[str, BoolArray] = field(default_factory=dict)
     moved: dict[str, MovedParameters] = field(default_factory=dict)
+    defined: set[str] = field(default_factory=set)
 
     def ready(self) -> bool:
         """True if `columns()` would return at once."""
@@ -138,7 +140,10 @@ class PendingColumns:
         found = {}
         for name, part in self.parts.items():
             present, moved = self.present[name], self.moved.get(name)
-            if moved is None:
+            if name in self.defined:
+                values = part.values()
+                found[name] = Column(values, present & ~np.isnan(values))
+            elif moved is None:
                 found[name] = Column(part.values(), present)
             elif moved.stepped is not None:  # else the step before was never judged
                 values = part.values()

@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from enum import Enum
+from functools import partial
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from gradwatch.reading.layouts import dense
 from gradwatch.records.finding import Operand
@@ -33,7 +35,8 @@ class State(NamedTuple):
 
 
 FINITE = State()
-SETTINGS = bool | int | float | complex | str | bytes | Enum | torch.dtype | torch.device
+FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, partial, type, nn.Module)
+SETTINGS = (bool, int, float, complex, str, bytes, Enum, torch.dtype, torch.device, *FUNCTIONS)
 """Types of arguments that stand for no batch of their own."""
 
 
@@ -60,8 +63,8 @@ def all_readable(tree: Any) -> bool:
 
 
 def _is_setting(leaf: Any, depth: int) -> bool:
-    """True for a plain value, a callable, and an object (a configuration) with nothing else in its attributes."""
-    if leaf is None or callable(leaf) or isinstance(leaf, SETTINGS):
+    """True for a plain value, a function, a module, and an object (a configuration) with nothing else in it."""
+    if leaf is None or isinstance(leaf, SETTINGS):
         return True
     kept = {} if hasattr(leaf, "__len__") else getattr(leaf, "__dict__", {})  # an array subclass has one, too
     return bool(kept and depth) and all(_is_setting(one, depth - 1) for one in nested_containers.leaves(kept))

@@ -160,12 +160,12 @@ class LoopsWithoutOptimizer:
             if self._loops:
                 self._guarded(self._next_backward)
             if self._changed:
-                self._guarded(self._let_go)
+                self._guarded(self._release_replaced)
 
     def _look(self) -> None:
         self._changed = self._replaced.look()
 
-    def _let_go(self) -> None:
+    def _release_replaced(self) -> None:
         """Parameters that others, unlike them, have taken the place of: they are held no longer than the next backward.
 
         An open window of theirs is no step's: it is not known whether they would have moved.

@@ -32,15 +32,6 @@ class LastColumns:
         if len(self._waiting) >= AT_ONCE:
             self._merge()
 
-    def copy(self) -> LastColumns:
-        """An independent copy."""
-        self._merge()
-        frozen = LastColumns()
-        frozen._sites = self._sites
-        frozen._values = {name: values.copy() for name, values in self._values.items()}
-        frozen._present = {name: present.copy() for name, present in self._present.items()}
-        return frozen
-
     def of(self, sites: Sites, indices: NDArray[np.intp]) -> Iterator[tuple[str, int, float]]:
         """(column, index into `sites`, value) of those among `indices`, by column in the order of the catalogue."""
         self._merge()

@@ -212,6 +212,12 @@ METRICS: tuple[Metric, ...] = (
         "Snapshot.scalars['lr']",
     ),
     Metric(
+        "gradwatch_noise_scale",
+        "gauge",
+        "Gradient noise scale of the last step in local batches; absent without a rule on it, and where unknown.",
+        "Snapshot.scalars, by distributed.noise_scale",
+    ),
+    Metric(
         "gradwatch_observed_value",
         "gauge",
         "Last value given to observe() under a name of the script's own; of the first 50 names.",
@@ -290,7 +296,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "gradwatch_param_column",
         "gauge",
-        "Last value of a column of one parameter (update_ratio, zero_fraction, …), read at the cadence of its rules.",
+        "Last value of one column of a parameter, read at the cadence of its rules; units differ: choose a column.",
         "Snapshot.columns, of the parameters that gradwatch_param_grad_norm shows",
         ("column", "param", "group"),
     ),

@@ -19,7 +19,6 @@ from gradwatch.records.columns import OBSERVED_ONLY, SCALAR_COLUMNS
 from gradwatch.records.record import Record
 from gradwatch.records.run_info import RuleInfo
 from gradwatch.records.snapshot import Snapshot
-from gradwatch.sinks.prometheus.last_columns import LastColumns
 from gradwatch.sinks.prometheus.metric_catalogue import NORM_BUCKETS, OBSERVE_BUCKETS, STEP_BUCKETS
 
 MOST_OBSERVED = 50
@@ -123,7 +122,6 @@ class RunTotals:
     mean_step_seconds: float = 0.0
     recent_step_seconds: float = 0.0
     recent_overhead_seconds: float = 0.0
-    last_columns: LastColumns = field(default_factory=LastColumns)
 
     @classmethod
     def of(cls, rules: Iterable[RuleInfo], stall_floor_seconds: float = STALL_FLOOR_SECONDS) -> RunTotals:
@@ -149,8 +147,6 @@ class RunTotals:
                     self.observed[name] = snapshot.scalars[name]
                 else:
                     self.names_left_out = True
-        if snapshot.columns:
-            self.last_columns.observe(snapshot)
         self.steps += 1
         self.provisional_steps += snapshot.provisional
         self.skipped_steps += record.decision.skip
@@ -175,7 +171,6 @@ class RunTotals:
         frozen.action_failures, frozen.escalations = dict(self.action_failures), dict(self.escalations)
         frozen.grad_norm, frozen.step_seconds = self.grad_norm.copy(), self.step_seconds.copy()
         frozen.observe_seconds, frozen.recent_max = self.observe_seconds.copy(), self.recent_max.copy()
-        frozen.last_columns = self.last_columns.copy()
         return frozen
 
     @property

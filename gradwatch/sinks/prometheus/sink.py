@@ -32,8 +32,15 @@ from gradwatch.sinks.parameter_selection import (
 )
 from gradwatch.sinks.prometheus.exposition import CONTENT_TYPE, render
 from gradwatch.sinks.prometheus.file_sd import remove_target, strangers, write_target
-from gradwatch.sinks.prometheus.last_columns import ColumnSeries
-from gradwatch.sinks.prometheus.metric_values import Layout, OptimizerView, View, families, optimizer_labels
+from gradwatch.sinks.prometheus.last_columns import ColumnSeries, LastColumns
+from gradwatch.sinks.prometheus.metric_values import (
+    Layout,
+    OptimizerView,
+    Value,
+    View,
+    families,
+    optimizer_labels,
+)
 from gradwatch.sinks.prometheus.run_totals import NAMES_LEFT_OUT, STALL_FLOOR_SECONDS, RunTotals
 from gradwatch.sinks.prometheus.start_page import status_page
 
@@ -48,8 +55,9 @@ _STALE_SECONDS = 0.5
 class _Optimizer:
     """State of one optimizer in the sink; `layout` belongs to the thread that renders."""
 
-    def __init__(self, run_totals: RunTotals, selection: Selection) -> None:
+    def __init__(self, run_totals: RunTotals, selection: Selection, columns: bool) -> None:
         self.run_totals, self.selection = run_totals, selection
+        self.last_columns = LastColumns() if columns else None
         self.layout: tuple[str, Layout] | None = None
 
 
@@ -143,6 +151,8 @@ class PrometheusSink:
                 optimizer = self._admit(record.snapshot.optimizer)
             optimizer.run_totals.observe(record, self._clock())
             optimizer.selection.update(record)
+            if optimizer.last_columns is not None and record.snapshot.columns:
+                optimizer.last_columns.observe(record.snapshot)
             self._version += 1
         if optimizer.run_totals.names_left_out:
             self._health.notice(self.name, NAMES_LEFT_OUT)
@@ -186,7 +196,9 @@ class PrometheusSink:
                 layout is None or layout[0] != label or layout[1].chosen is not chosen
             ):
                 layout = optimizer.layout = (label, Layout.of(chosen, label))
-            optimizers.append(self._shown(index, label, run_totals, layout[1] if layout else None))
+            shown = layout[1] if layout else None
+            values, left_out = self._columns(index, optimizer, shown)
+            optimizers.append(OptimizerView(label, run_totals, shown, values, left_out))
         if not optimizers:
             optimizers.append(OptimizerView("", RunTotals.of(self._run.rules, self._stall_seconds)))
         health = self._health
@@ -194,18 +206,19 @@ class PrometheusSink:
         inactive = {**health.without_data(), **health.inactive()}
         return View(self._run, tuple(optimizers), *facts, inactive=inactive, process=health.process())
 
-    def _shown(self, index: int, label: str, run_totals: RunTotals, layout: Layout | None) -> OptimizerView:
-        """One optimizer with the columns of the parameters that are shown, as far as there is room for series."""
-        if layout is None:
-            return OptimizerView(label, run_totals)
+    def _columns(
+        self, index: int, optimizer: _Optimizer, layout: Layout | None
+    ) -> tuple[tuple[Value, ...], int]:
+        """The columns of the parameters of one optimizer that are shown, and how many series found no room."""
+        if layout is None or optimizer.last_columns is None:
+            return (), 0
         sites, indices = layout.chosen.sites, layout.chosen.indices
         shown, values = dict(zip(indices.tolist(), layout.shown, strict=True)), []
         with self._lock:
-            for column, at, value in run_totals.last_columns.of(sites, indices):
+            for column, at, value in optimizer.last_columns.of(sites, indices):
                 if self._column_series.admit(index, column, sites.names[at]):
                     values.append(((column, *shown[at]), value))
-            left_out = self._column_series.refused(index)
-        return OptimizerView(label, run_totals, layout, tuple(values), left_out)
+            return tuple(values), self._column_series.refused(index)
 
     def render(self) -> bytes:
         """A scrape as it would be answered now."""
@@ -218,7 +231,8 @@ class PrometheusSink:
             self._column_series.drop(stalest)
         choice = self._choice
         selection = Selection(choice.params, choice.top_k, choice.match, self._budget)
-        self._optimizers[index] = _Optimizer(RunTotals.of(self._run.rules, self._stall_seconds), selection)
+        run_totals = RunTotals.of(self._run.rules, self._stall_seconds)
+        self._optimizers[index] = _Optimizer(run_totals, selection, columns=choice.params != "off")
         return self._optimizers[index]
 
     def _metrics(self, hurried: bool) -> Content:

@@ -71,7 +71,6 @@ class MLflowSink(Tracker):
         self._owns = False
         self._flagged: set[str] = set()
         self._keys: dict[str, str] = {}
-        self._names: dict[str, str] = {}  # by key
 
     def load(self, run: RunInfo) -> None:
         """Import MLflow; see which run is active, and make the experiment in a folder, which only this thread can."""
@@ -141,14 +140,13 @@ class MLflowSink(Tracker):
                 yield flag, float(not finite)
 
     def _key(self, name: str) -> str:
-        """A key of this name alone: the plain one for the first that it is made of, with a hash for any other."""
+        """A key of this name alone: the name itself where MLflow accepts it, else with a hash of it."""
         key = self._keys.get(name)
         if key is None:
             key = _accepted(name)
-            if key in self._names:
+            if key != name:
                 key = f"{key[: _LONGEST_KEY - 9]}-{zlib.crc32(name.encode(errors='replace')):08x}"
             self._keys[name] = key
-            self._names[key] = name
         return key
 
 

@@ -19,7 +19,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.incidents import explanation
-from gradwatch.records.columns import OBSERVED_ONLY
+from gradwatch.records.columns import NOISE_SCALE, OBSERVED_ONLY
 from gradwatch.records.event import Event, Severity
 from gradwatch.records.histogram import Histogram
 from gradwatch.records.record import Record
@@ -36,7 +36,7 @@ MOST_GROUPS = 64
 MOST_HISTOGRAMS = 200
 HISTOGRAMS = {"param": "grad_log2", "module": "activation_log2"}
 """What the histograms of sites of each kind are called."""
-SHOWN = {"loss": "loss", "lr": "learning_rate"}
+SHOWN = {"loss": "loss", "lr": "learning_rate", NOISE_SCALE: "noise_scale"}
 _LONGEST_TEXT = 1000
 _REPORTED = ("firing", "resolved", "escalated", "failed")
 _WORDS = {"failed": "action failed"}

@@ -83,6 +83,23 @@ def test_small_numbers_do_not_collide(rows: list[list[int]]) -> None:
     assert all(float(int(value)) == value for value in hashes.values())
 
 
+@pytest.mark.usefixtures("where")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8, torch.float64])
+def test_slices_of_a_data_set_have_the_hash_of_their_copies(dtype: torch.dtype) -> None:
+    """Wherever in memory they begin, and however long they are."""
+    data = torch.arange(90).reshape(30, 3).to(dtype)
+    for start, end in ((0, 2), (1, 3), (1, 9), (3, 11), (5, 6)):
+        assert numbers(data[start:end]) == numbers(data[start:end].clone())
+
+
+def test_the_hash_is_made_at_the_cadence_of_its_rules(tmp_path: Path) -> None:
+    """Between the steps of a rule with `every` nothing is read of the batch; `within` counts those that are."""
+    rules = RULES.replace("{kind: same_batch}", "{kind: same_batch}, every: 3, for: 2")
+    events, hashes, _ = trained(tmp_path, lambda step: torch.ones(4, 6), 12, rules)
+    assert [step for step, found in enumerate(hashes) if found is not None] == [0, 3, 6, 9]
+    assert [event.step for event in events if event.kind == "firing"] == [6]
+
+
 def test_more_than_one_part_on_a_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """Parts of a large tensor give the sum of the whole, and nothing waits."""
     batch = torch.randn(1001)
@@ -182,6 +199,13 @@ class Given:
         self.values = values
 
 
+class GivenCallable(Given):
+    """One that can be called, as batches of graphs can."""
+
+    def __call__(self) -> Tensor:
+        return self.values
+
+
 class Lenient(nn.Module):
     """Takes a batch in any form, beside a mask."""
 
@@ -200,11 +224,18 @@ class Lenient(nn.Module):
     ("form", "hashes"),
     [
         (Given, 1),
+        (GivenCallable, 1),
         (Tensor.numpy, 1),
         (Tensor.requires_grad_, 6),
         (lambda batch: (batch, SimpleNamespace(width=6, kinds=["a"])), 6),
     ],
-    ids=["an object", "an array", "a leaf that wants a gradient", "a configuration beside it"],
+    ids=[
+        "an object",
+        "an object that can be called",
+        "an array",
+        "a leaf that wants a gradient",
+        "a configuration beside it",
+    ],
 )
 def test_what_comes_beside_the_batch_is_not_taken_for_it(
     form: Callable[[Tensor], Any], hashes: int, tmp_path: Path

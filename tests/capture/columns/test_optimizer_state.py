@@ -366,6 +366,27 @@ def test_cosines_of_layouts_and_ranges(layout: str, scale: float) -> None:
     assert half[0] == pytest.approx(wanted, rel=1e-3)
 
 
+@pytest.mark.parametrize("where", ["host", "device"])
+@pytest.mark.parametrize("first", [0.0, math.nan, math.inf])
+def test_cosines_with_nothing_are_no_values(
+    where: str, first: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of zeros and of what is not finite, also where a device only knows afterwards that it is so."""
+    if where == "device":
+        for module in (optimizer_state, moment_cosine):
+            monkeypatch.setattr(module, "on_host", lambda tensor: False)
+    params = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
+    optimizer = torch.optim.Adam(params)
+    for param in params:
+        optimizer.state[param] = {"exp_avg": torch.ones(3), "exp_avg_sq": torch.ones(3)}
+    gradients = [torch.ones(3), torch.full((3,), first)]
+    pending = PendingColumns(2)
+    read_optimizer_state(pending, {COSINE: [0, 1]}, params, optimizer, gradients)
+    column = pending.columns()[COSINE]
+    assert column.present.tolist() == [True, False]
+    assert column.values[0] == pytest.approx(1.0)
+
+
 def test_cosines_that_have_no_meaning_are_left_out() -> None:
     """Of zeros, of sparse gradients, without a gradient, and of another shape."""
     ones = torch.ones(4)

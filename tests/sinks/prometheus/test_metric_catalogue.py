@@ -100,7 +100,7 @@ def test_every_metric_can_be_shown(tmp_path: Path) -> None:
     sink._health.counts(lambda: asdict(Taken()), dict)
     columns = {"zero_fraction": Column(np.zeros(4, np.float32), np.ones(4, bool))}
     record = make_record(SITES, loss_scale=1024.0, columns=columns)
-    scalars = {"loss": 0.7, "lr": 1e-3, "accuracy": 0.5}
+    scalars = {"loss": 0.7, "lr": 1e-3, "accuracy": 0.5, "noise_scale": 2.0}
     record = replace(record, snapshot=replace(record.snapshot, scalars=scalars))
     sink.write(replace(record, checkpoint=CheckpointHealth(True, 0)))
     view = replace(sink.view(), end=RunEnd("finished", 1_700_000_000.0))
