@@ -11,7 +11,8 @@ descriptor (on `nn.Module` itself the lookup of every part of a model would cost
 listeners it gives a rebuilt copy of torch's function: the same code object, with globals in which the global
 hooks are those of torch and one of gradwatch. All others, and every lookup from elsewhere, get torch's own function. So
 the listeners run where torch's global hooks do, no frame of gradwatch stands in the traceback of a forward that
-raises, and `torch.nn.modules.module._has_any_global_hook()` stays False.
+raises, and `torch.nn.modules.module._has_any_global_hook()` stays False. A listener that only looks at what a call is
+given is called during the lookup, which saves torch a hook.
 
 Not noticed: `module.forward(...)` called directly, calls inside a compiled region, and `module.compile()`, which
 replaces the lookup.
@@ -21,7 +22,9 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import partial
+from itertools import chain
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -31,17 +34,20 @@ from torch import nn
 from gradwatch.runtime import guard
 from gradwatch.runtime.locks import ForkSafeLock
 from gradwatch.taps import dispatch_modes
+from gradwatch.taps.dispatch_modes import dispatching, functions
 from gradwatch.taps.dynamo import untraced
 from gradwatch.taps.patch import Layer, Patch
 
 Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], "tuple[Any, ...] | None"]
 """Called with (module, args, kwargs) before the module's own pre-hooks; what is not None replaces `args`."""
+Begins = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], None]
+"""Called with (module, args, kwargs) before any hook; it replaces nothing."""
 After = Callable[[nn.Module, tuple[Any, ...], Any], Any]
 """Called with (module, args, output) before the module's own forward hooks; what is not None replaces `output`."""
 
 _NAME = "_call_impl"
 _CALLER = nn.Module._wrapped_call_impl.__code__
-_REPLACED = {"_global_forward_pre_hooks", "_global_forward_hooks"}  # globals that torch's function reads
+_BEFORE, _AFTER = "_global_forward_pre_hooks", "_global_forward_hooks"  # globals that torch's function reads
 _frame = sys._getframe
 _tracing = torch.compiler.is_dynamo_compiling
 _listening: Callable[[], object]
@@ -56,31 +62,31 @@ except ImportError:
 class _Listened:
     """The listeners of one module."""
 
+    __slots__ = ("after", "before", "begins", "module", "release")
+
     def __init__(self, module: nn.Module) -> None:
         self.module = weakref.ref(module)
-        self.before: list[Before] = []
-        self.after: list[After] = []
+        # Replaced, never changed: a listener may come or go while they are called.
+        self.begins: tuple[Begins, ...] = ()
+        self.before: tuple[Before, ...] = ()
+        self.after: tuple[After, ...] = ()
         self.release = _nothing  # of the class of the module: its lookup need not be noticed for this one
 
 
 class _AndOurs:
     """torch's dict of global hooks of one kind and one hook behind them, as far as torch's function reads it.
 
-    It is true, as an object is that defines neither `__bool__` nor `__len__`.
+    `items()` gives (id, hook) of each; gradwatch's has an id that no handle of torch has. It is true, as an object is
+    that defines neither `__bool__` nor `__len__`.
     """
 
-    def __init__(self, torch_has: dict[int, Any], hook: Callable[..., Any]) -> None:
-        self._torch_has = torch_has
-        self._ours = self, hook
-        self._alone = (self._ours,)
+    __slots__ = ("items",)
 
-    def items(self) -> tuple[tuple[Any, Any], ...]:
-        """(id, hook) of each; gradwatch's has an id that no handle of torch has."""
-        try:
-            return (*self._torch_has.items(), self._ours) if self._torch_has else self._alone
-        except Exception as error:
-            guard.fault("localise", error)
-        return tuple(self._torch_has.items())
+    def __init__(self, torch_has: dict[int, Any], hook: Callable[..., Any]) -> None:
+        # Not a Python function, which would be called in cold caches; the view shows what torch has by then.
+        self.items: Callable[[], Iterable[tuple[Any, Any]]] = partial(
+            chain, torch_has.items(), ((self, hook),)
+        )
 
 
 class _Noticed:
@@ -88,11 +94,9 @@ class _Noticed:
 
     def __init__(self, patch: Patch[type], layer: Layer[type]) -> None:
         self.patch = patch
-        self.original = original = layer.original
-        seen = dict(original.__globals__)
-        for name, hook in (("_global_forward_pre_hooks", _before), ("_global_forward_hooks", _after)):
-            seen[name] = _AndOurs(seen[name], hook)
-        self.rebuilt = FunctionType(original.__code__, seen, original.__name__, original.__defaults__)
+        self.original = layer.original
+        self.with_after = _rebuilt(layer.original, {_AFTER: _after})
+        self.with_both = _rebuilt(layer.original, {_BEFORE: _before, _AFTER: _after})
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Of a class that is pickled by value (cloudpickle, in scripts): torch's own, in the process that reads it."""
@@ -108,10 +112,19 @@ class _Noticed:
             listened = _listened.get(id(instance))
             if listened is None:  # the path of almost every call of a module: as short as can be
                 return MethodType(self.original, instance)
+            caller = _frame(1)
             # Where dynamo listens, it would compile the listeners.
-            if listened.module() is instance and _frame(1).f_code is _CALLER and not _listening():
-                return self.rebuilt.__get__(instance, owner)
-            return self.original.__get__(instance, owner)
+            if listened.module() is not instance or caller.f_code is not _CALLER or _listening():
+                return MethodType(self.original, instance)
+            if listened.begins:
+                given = caller.f_locals
+                args, kwargs = given["args"], given["kwargs"]
+                if dispatching() or functions():
+                    dispatch_modes.unseen(_begin, listened, instance, args, kwargs)
+                else:
+                    for begins in listened.begins:
+                        begins(instance, args, kwargs)
+            return MethodType(self.with_both if listened.before else self.with_after, instance)
         except Exception as error:
             guard.fault("localise", error)
         return self.original.__get__(instance, owner)
@@ -120,10 +133,27 @@ class _Noticed:
 _listened: dict[int, _Listened] = {}  # by id of the module
 
 
-def listen(module: nn.Module, before: Before | None = None, after: After | None = None) -> Callable[[], None]:
-    """Call `before` and `after` around every call of the module; the returned call ends that.
+def _begin(listened: _Listened, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    for begins in listened.begins:
+        begins(module, args, kwargs)
 
-    Neither may raise. Where torch's function is not what it was (a later version, another library's), nothing is
+
+def _rebuilt(function: Any, hooks: dict[str, Callable[..., Any]]) -> FunctionType:
+    """A copy of torch's function that finds these global hooks behind torch's own, by the name of their dict."""
+    seen = dict(function.__globals__)
+    seen.update((name, _AndOurs(seen[name], hook)) for name, hook in hooks.items())
+    return FunctionType(function.__code__, seen, function.__name__, function.__defaults__)
+
+
+def listen(
+    module: nn.Module,
+    before: Before | None = None,
+    after: After | None = None,
+    begins: Begins | None = None,
+) -> Callable[[], None]:
+    """Call these before and after every call of the module; the returned call ends that.
+
+    None may raise. Where torch's function is not what it was (a later version, another library's), nothing is
     noticed. The last listener of a class gives it its function back.
     """
     releases = []
@@ -131,10 +161,12 @@ def listen(module: nn.Module, before: Before | None = None, after: After | None 
         if one.module() is None:
             releases.append(_listened.pop(known).release)
     listened = _listened.setdefault(id(module), _Listened(module))
+    if begins is not None:
+        listened.begins += (begins,)
     if before is not None:
-        listened.before.append(before)
+        listened.before += (before,)
     if after is not None:
-        listened.after.append(after)
+        listened.after += (after,)
     if listened.release is _nothing:
         listened.release = _install(type(module))
     for (
@@ -143,16 +175,23 @@ def listen(module: nn.Module, before: Before | None = None, after: After | None 
         release()
 
     def remove() -> None:
-        for listeners, listener in ((listened.before, before), (listened.after, after)):
-            if listener in listeners:
-                listeners.remove(listener)  # type: ignore[arg-type]
-        if not listened.before and not listened.after and _listened.get(identity) is listened:
+        listened.begins = _without(listened.begins, begins)
+        listened.before = _without(listened.before, before)
+        listened.after = _without(listened.after, after)
+        left = listened.begins or listened.before or listened.after
+        if not left and _listened.get(identity) is listened:
             del _listened[identity]
             release, listened.release = listened.release, _nothing  # it leads back here
             release()
 
     identity = id(module)
     return remove
+
+
+def _without(listeners: tuple[Any, ...], listener: Any) -> tuple[Any, ...]:
+    """These without the listener's first place among them, if it has one."""
+    at = listeners.index(listener) if listener in listeners else len(listeners)
+    return listeners[:at] + listeners[at + 1 :]
 
 
 def noticed(module: nn.Module) -> bool:
@@ -205,7 +244,9 @@ def _listen_to(kind: type[nn.Module]) -> Callable[[], None]:
             break
     if isinstance(found, _Noticed):  # of this class, or of one that it is derived from
         return found.patch.listen(kind)
-    if not (isinstance(found, FunctionType) and found is _torchs() and _names(found.__code__) >= _REPLACED):
+    if not (
+        isinstance(found, FunctionType) and found is _torchs() and _names(found.__code__) >= {_BEFORE, _AFTER}
+    ):
         return _nothing
     patch: Patch[type] = Patch(kind, _NAME, lambda layer: _Noticed(patch, layer))
     try:
@@ -236,11 +277,9 @@ def _before(module: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
         listened = _listened.get(id(module))
         if listened is not None and listened.before:
             kwargs = _frame(1).f_locals["kwargs"]  # torch gives them to no global hook
-            aside = (
-                dispatch_modes.Aside() if dispatch_modes.dispatching() or dispatch_modes.functions() else None
-            )
+            aside = dispatch_modes.Aside() if dispatching() or functions() else None
             try:
-                for listener in tuple(listened.before):
+                for listener in listened.before:
                     given = listener(module, args, kwargs)
                     if given is not None:
                         args = changed = given
@@ -258,11 +297,9 @@ def _after(module: nn.Module, args: tuple[Any, ...], output: Any) -> Any:
         changed = None
         listened = _listened.get(id(module))
         if listened is not None and listened.after:
-            aside = (
-                dispatch_modes.Aside() if dispatch_modes.dispatching() or dispatch_modes.functions() else None
-            )
+            aside = dispatch_modes.Aside() if dispatching() or functions() else None
             try:
-                for listener in tuple(listened.after):
+                for listener in listened.after:
                     made = listener(module, args, output)
                     if made is not None:
                         output = changed = made

@@ -9,20 +9,29 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-_local = threading.local()
-# Inside `grad` or `vmap` tensors are stand-ins that mean nothing after it, and no gradient reaches `.grad`.
-_transform: Callable[[], int | None] = torch._C._functorch.maybe_current_level
+
+class _Here(threading.local):
+    muted = False
+
+
+here = _Here()
+"""Whether module hooks are `muted` in this thread."""
+transform: Callable[[], int | None] = torch._C._functorch.maybe_current_level
+"""None outside the transforms of `torch.func`.
+
+Inside `grad` or `vmap` tensors are stand-ins that mean nothing after it, and no gradient reaches `.grad`.
+"""
 
 
 @contextlib.contextmanager
 def muted() -> Iterator[None]:
     """Mute module hooks in this thread: forwards inside are not the script's."""
-    before = getattr(_local, "muted", False)
-    _local.muted = True
+    before = here.muted
+    here.muted = True
     try:
         yield
     finally:
-        _local.muted = before
+        here.muted = before
 
 
 batched: Callable[[Tensor], bool] = torch._C._functorch.is_batchedtensor
@@ -31,9 +40,9 @@ batched: Callable[[Tensor], bool] = torch._C._functorch.is_batchedtensor
 
 def transforming() -> bool:
     """True if this thread is inside a transform of `torch.func`: no gradient there is one of `.grad`."""
-    return _transform() is not None
+    return transform() is not None
 
 
 def is_muted() -> bool:
     """True if module hooks are muted in this thread."""
-    return _transform() is not None or getattr(_local, "muted", False)
+    return here.muted or transform() is not None

@@ -44,43 +44,36 @@ def of_traceback(entries: Iterable[str]) -> tuple[Frame, ...]:
 class Callers:
     """Lines from which something is called, known again by their instruction and by how far up the stack they are.
 
-    A walk and a line number cost microseconds in cold caches; a loop calls a model from a few places.
+    A walk and a line number cost microseconds in cold caches; a loop calls a model from a few places. Whoever asks at
+    every call looks itself whether the frame `depth` above its own is a `known` one, and calls `find` if not.
     """
 
     MOST = 16
 
     def __init__(self) -> None:
-        self._depth = 0
+        self.depth = 0
         # By id of the code and instruction in it.
-        self._known: dict[tuple[int, int], tuple[CodeType, int]] = {}
+        self.known: dict[tuple[int, int], tuple[CodeType, int]] = {}
 
-    def now(self, anew: bool = False) -> tuple[tuple[CodeType, int] | None, FrameType | None]:
-        """(code and line that called, None = none; the innermost frame where it was not known, or is asked for `anew`).
+    def find(self, asking: int = 1) -> tuple[tuple[CodeType, int] | None, FrameType | None]:
+        """(code and line, None = none; the innermost frame) from which the function `asking` frames up was called.
 
         A module that only passes on to the model (`return self.inner(x)`) is no such line: what is computed of the
         outputs may stand outside it.
         """
-        try:
-            frame: FrameType | None = sys._getframe(self._depth)
-        except ValueError:  # the stack is less deep than it was
-            frame = None
-        if frame is not None and not anew:
-            known = self._known.get((id(frame.f_code), frame.f_lasti))
-            if known is not None:
-                return known, None
         frame = innermost = None
-        for depth, outer in enumerate(_outwards(sys._getframe(0))):
+        for depth, outer in enumerate(_outwards(sys._getframe(asking))):
             if is_of_user(outer):
                 innermost = innermost or outer
-                frame, self._depth = outer, depth
+                frame, self.depth = outer, depth
                 if not _is_forward(outer):
                     break
         if frame is None or innermost is None:
-            self._depth = 0
+            self.depth = 0
             return None, None
-        if len(self._known) >= self.MOST:
-            self._known.clear()
-        self._known[id(frame.f_code), frame.f_lasti] = found = frame.f_code, frame.f_lineno
+        if len(self.known) >= self.MOST:
+            self.known.clear()
+        self.known[id(frame.f_code), frame.f_lasti] = found = frame.f_code, frame.f_lineno
         return found, innermost
 
 

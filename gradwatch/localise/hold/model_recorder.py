@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import operator
+import sys
 import weakref
 from collections import deque
 from collections.abc import Callable, Container, Sequence
@@ -26,14 +27,13 @@ from gradwatch.localise.diagnosis.tensor_values import tensors
 from gradwatch.localise.hold.inner_model import inner, shared
 from gradwatch.localise.hold.model_kinds import Kind
 from gradwatch.localise.hold.module_buffers import Buffers
-from gradwatch.localise.hold.random_generators import Held
-from gradwatch.localise.hold.recorded_call import Call, autocasts, computed_among, held_arguments, size_of
+from gradwatch.localise.hold.random_generators import NONE, Held
+from gradwatch.localise.hold.recorded_call import Call, autocasts, computed_among, held_arguments
 from gradwatch.reading.device import capturing
-from gradwatch.reading.layouts import alias
 from gradwatch.taps import backward, dispatch_modes, module_calls, module_tree
 from gradwatch.taps.dynamo import anything_compiled, untraced
 from gradwatch.taps.graph.node_numbers import next_number
-from gradwatch.taps.muted_forwards import is_muted
+from gradwatch.taps.muted_forwards import here, transform
 
 MAX_BYTES = 64 << 20
 """Held per model beyond the arguments of its latest call: earlier micro-batches, gradients at outputs."""
@@ -43,10 +43,16 @@ _tracing = torch.compiler.is_dynamo_compiling
 _orders = itertools.count()  # of calls, over all models of the process
 LOOKED_AT = 3  # first calls, in which a forward that writes into its own parameters is found out
 MOVERS = 64  # optimizers of which it is remembered whether they move a model
+_cuda = torch.cuda
+_grad_enabled, _frame = torch.is_grad_enabled, sys._getframe
+_tensor_type = itertools.repeat(Tensor)
 # Python calls cost microseconds in the cold caches that a step leaves; these are none.
 _version: Callable[[Tensor], int] = operator.attrgetter("_version")
 _buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = operator.attrgetter("_buffers")
 _requires_grad: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
+_grad_fn: Callable[[Tensor], Any] = operator.attrgetter("grad_fn")
+_numel, _element_size = Tensor.numel, Tensor.element_size
+_blank: Callable[[type[Call]], Call] = object.__new__
 NONE_COMPUTED: frozenset[int] = frozenset()
 _params_of: Callable[[dict[str, Any]], list[Tensor]] = operator.itemgetter("params")
 
@@ -90,8 +96,9 @@ class ModelRecorder:
         self._met = met
         self._light = light
         self._steps = [0] if steps is None else steps
-        self._kind = kind or Kind()
-        self._generators = Held(self.model, self._kind.draws)
+        self._kind = kind = kind or Kind()
+        self._draws, self._lines, self._losses_of = kind.draws, kind.lines, kind.losses_of
+        self._generators = Held(self.model, kind.draws)
         modules = module_tree.modules(model) if modules is None else modules
         self._buffers = Buffers(inner(model)) if any(map(_buffers_of, modules)) else None
         # By id of an optimizer: whether it moves the model, as of so many parameters.
@@ -107,7 +114,7 @@ class ModelRecorder:
             self._listen(model)
 
     def _listen(self, model: nn.Module) -> None:
-        self._ignore = [module_calls.listen(model, before=self.begins, after=self._ends)]
+        self._ignore = [module_calls.listen(model, begins=self.begins, after=self._ends)]
 
     def close(self) -> None:
         """Record no further call and release everything."""
@@ -201,49 +208,65 @@ class ModelRecorder:
         return known[2]
 
     def begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A call of the model begins."""
+        """A call of the model begins. In one piece: a further Python call costs microseconds in cold caches."""
         try:
-            if not torch.is_grad_enabled() or is_muted() or self._outermost.now not in (None, self):
+            if not _grad_enabled() or here.muted or transform() is not None:
                 return
-            if capturing():
+            if self._outermost.now not in (None, self) or (_cuda.default_generators and capturing()):
                 return
             self._outermost.now = self
-            held, given = held_arguments(args, kwargs)
-            nbytes = sum(map(size_of, given))
+            held, given = (args, kwargs), list(args)
+            # Almost every model is given plain tensors that were not computed from others.
+            if kwargs or not all(map(isinstance, args, _tensor_type)) or any(map(_grad_fn, args)):
+                held, given = held_arguments(args, kwargs)
+            nbytes = sum(map(operator.mul, map(_numel, given), map(_element_size, given)))
             if self._light and nbytes > self._max_bytes:
                 return
-            generators = self._generators.before()
-            looked = self._generators.looking
-            lines = self._kind.lines
-            caller, frame = lines.now()
+            call = _blank(Call)
+            draws, generators = self._draws, self._generators
+            if generators.learned and draws.calls < draws.idle_until:
+                draws.calls += 1
+                call.generators, call.looked = NONE, False
+            else:
+                call.generators = generators.before()
+                call.looked = generators.looking
+            lines = self._lines
+            try:
+                frame = _frame(lines.depth)
+                caller = lines.known.get((id(frame.f_code), frame.f_lasti))
+            except ValueError:  # the stack is less deep than it was
+                caller = None
+            innermost = None
+            if caller is None:
+                caller, innermost = lines.find()
             if self._seen < LOOKED_AT:
-                if not self._kind.keeps_weights:
-                    self._before_params = _versions(module)
-                if caller is not None and self._met is not None and self._is_to_look_beside(caller):
-                    found = self._met(frame or lines.now(anew=True)[1])
-                    if self._seen == 0:
-                        self._kind.stood_beside(caller, found)
-            self._open = Call(
-                next(_orders),
-                self._steps[0],
-                *held,
-                versions=list(map(_version, given)),
-                generators=generators,
-                buffers={} if self._buffers is None else self._buffers.held(first=not self.calls),
-                autocast=autocasts() if dispatch_modes.any_autocast() else {},
-                training=module.training,
-                caller=caller,
-                indices=self.indices,
-                nbytes=nbytes,
-                looked=looked,
-                computed=computed_among(given, args, kwargs)
-                if any(map(_requires_grad, given))
-                else NONE_COMPUTED,
-                losses=self._losses or self._kind.losses_of(caller),
-            )
+                self._first_call(module, caller, innermost)
+            call.order, call.step = next(_orders), self._steps[0]
+            call.caller, call.indices = caller, self.indices
+            (call.args, call.kwargs), call.nbytes, call.training = held, nbytes, module.training
+            call.versions = list(map(_version, given))
+            call.computed = NONE_COMPUTED
+            if any(map(_requires_grad, given)):
+                call.computed = computed_among(given, args, kwargs)
+            call.autocast = autocasts() if dispatch_modes.any_autocast() else {}
+            call.buffers = {} if self._buffers is None else self._buffers.held(first=not self.calls)
+            call.gradients, call.tasks = {}, set()
+            call.own_losses, call.losses_of = self._losses, self._losses_of
+            self._open = call
         except Exception as error:
             self._open = None
             self._failed("localise", error)
+
+    def _first_call(
+        self, module: nn.Module, caller: tuple[CodeType, int] | None, innermost: FrameType | None
+    ) -> None:
+        """One of the first calls begins: the versions of the weights before it, and what stands beside its line."""
+        if not self._kind.keeps_weights:
+            self._before_params = _versions(module)
+        if caller is not None and self._met is not None and self._is_to_look_beside(caller):
+            found = self._met(innermost or self._lines.find(asking=2)[1])
+            if self._seen == 0:
+                self._kind.stood_beside(caller, found)
 
     def _is_to_look_beside(self, caller: tuple[CodeType, int]) -> bool:
         """In the first calls: whether to look for what stands beside the line that calls the model."""
@@ -260,60 +283,64 @@ class ModelRecorder:
         return True
 
     def _ends(self, module: nn.Module, args: Any, output: Any) -> None:
+        """A call of the model has ended: hold it, and the gradients at its outputs to come."""
         try:
-            if not torch.is_grad_enabled() or is_muted():
+            if not _grad_enabled() or here.muted or transform() is not None:
                 return
             call, self._open = self._open, None
             if self._outermost.now is self:
                 self._outermost.now = None
-            if call is not None:
-                self._ended(module, call, output)
+            if call is None:
+                return
+            if self._generators.looked_at is not None:
+                self._generators.after()
+            if self._seen < LOOKED_AT:
+                self._learn_weights(module)
+            outputs = [output] if isinstance(output, Tensor) else tensors(output)
+            call.outputs = len(outputs)
+            call.ended = next_number()
+            if self._buffers is not None:
+                self._buffers.learn()
+            for position, tensor in enumerate(outputs):
+                if tensor.requires_grad and tensor.grad_fn is not None:
+                    tensor.register_hook(partial(_gradient, self, call, position))
+            self.calls.append(call)
+            if len(self.calls) > 1:
+                self._make_room()
         except Exception as error:
             self._open = None
             self._failed("localise", error)
 
-    def _ended(self, module: nn.Module, call: Call, output: Any) -> None:
-        """Hold a call whose forward has ended, and the gradients at its outputs to come."""
-        if self._generators.checks:
-            self._generators.after()
-        if self._seen < LOOKED_AT:
-            self._seen += 1
-            if self._before_params is not None and _written(self._before_params, _versions(module)):
-                self.refused = "its forward writes into its own parameters"
-            elif self._before_params is not None and self._seen == LOOKED_AT:
-                self._kind.keeps_weights = not self.refused
-            self._before_params = None
-            if not anything_compiled():  # to notice its parts would cost every forward some microseconds
-                for part in self.parts:
-                    part.unhook()
-            self.parts = ()
-        outputs = [output] if isinstance(output, Tensor) else tensors(output)
-        call.outputs = len(outputs)
-        call.ended = next_number()
-        if self._buffers is not None:
-            self._buffers.learn()
-        for position, tensor in enumerate(outputs):
-            if tensor.requires_grad and tensor.grad_fn is not None:
-                tensor.register_hook(partial(_gradient, self, call, position))
-        self.calls.append(call)
-        if len(self.calls) > 1:
-            self._make_room()
+    def _learn_weights(self, module: nn.Module) -> None:
+        """In the first calls: whether its forward writes into its own parameters. From now on its parts may rest."""
+        self._seen += 1
+        if self._before_params is not None and _written(self._before_params, _versions(module)):
+            self.refused = "its forward writes into its own parameters"
+        elif self._before_params is not None and self._seen == LOOKED_AT:
+            self._kind.keeps_weights = not self.refused
+        self._before_params = None
+        if not anything_compiled():  # to notice its parts would cost every forward some microseconds
+            for part in self.parts:
+                part.unhook()
+        self.parts = ()
 
     def _hold_gradient(self, call: Call, position: int, grad: Tensor | None) -> None:
         if grad is None or call.reason:
             return
-        kept = alias(grad)  # `grad` itself would cost a copy of every gradient it becomes part of
-        if kept is None:
+        try:
+            kept = grad.detach()  # `grad` itself would cost a copy of every gradient it becomes part of
+        except (
+            RuntimeError
+        ):  # a batched tensor of `autograd.grad(is_grads_batched=True)`, which ends in no `.grad`
             return
         if not call.tasks and (call.looked or self._seen == 1):
             self._look_at_loss(call)
         call.tasks.add(backward.current())
-        before = call.gradients.get(position)
-        if before is not None:
-            call.gradients[position] = before + kept
+        if position in call.gradients:
+            call.gradients[position] = call.gradients[position] + kept
             return
         call.gradients[position] = kept
-        size = size_of(kept)
+        size = kept.numel() * kept.element_size()
         call.nbytes += size
         call.seeds += size
         if call.seeds > self._max_bytes:
@@ -326,9 +353,8 @@ class ModelRecorder:
         if not call.looked and call.losses.last is not None:
             if call.losses.ends_alike(call.ended):
                 return
-            self._losses = call.losses = (
-                Losses()
-            )  # another loss than that of the models before, from the same line
+            # Another loss than that of the models before, from the same line.
+            self._losses = call.own_losses = Losses()
         call.losses.record(call.ended)
 
     def _make_room(self) -> None:

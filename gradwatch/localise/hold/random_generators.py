@@ -75,11 +75,13 @@ NONE = Generators(())
 class Draws:
     """Generators that the forwards of one kind of model draw from: learned from some, presumed of the next.
 
-    `calls` counts those of all models of the kind; `has_own` whether one had generators of its own (None = not known).
+    `calls` counts those of all models of the kind; before the one numbered `idle_until` none need be read for a model
+    that is `Held.learned`. `has_own`: whether one had generators of its own (None = not known).
     """
 
     def __init__(self) -> None:
         self.calls = 0
+        self.idle_until = 0
         self.has_own: bool | None = None
         self.sources: list[Source] = []
 
@@ -98,13 +100,15 @@ class Held:
         self._draws = draws or Draws()
         self._own: list[Source] = []
         self._drawn: list[Source] = []
-        self._before: Generators | None = None
+        self.learned = False  # after its first calls, if it draws from none of its own
+        self.looked_at: Generators | None = None  # before a forward of which `after` learns what it drew from
         self.looking = False  # True while a call checks more generators than those known to matter
 
     def before(self) -> Generators:
         """The states at the beginning of a forward."""
         draws, first = self._draws, self._calls < FIRST
-        self.looking = every = draws.calls % RECHECK < FIRST
+        since = draws.calls % RECHECK
+        self.looking = every = since < FIRST
         if first and draws.has_own is not False and (model := self._model()) is not None:
             known = {id(source.generator) for source in self._own}
             self._own += [source for source in own(model) if id(source.generator) not in known]
@@ -112,25 +116,24 @@ class Held:
         self._calls += 1
         draws.calls += 1
         if not (every or first):
-            drawn = [*draws.sources, *self._drawn]
-            return Generators(drawn) if drawn else NONE
+            self.learned = not self._drawn
+            if draws.sources or self._drawn:
+                return Generators([*draws.sources, *self._drawn])
+            draws.idle_until = draws.calls - 1 - since + RECHECK
+            return NONE
         looked_at = [*(of_process() if every else of_torch()), *draws.sources, *self._own]
-        self._before = Generators(dict.fromkeys(looked_at))
-        return self._before
-
-    @property
-    def checks(self) -> bool:
-        """True if the forward that began last is looked at: `after` learns what it drew from."""
-        return self._before is not None
+        self.looked_at = Generators(dict.fromkeys(looked_at))
+        return self.looked_at
 
     def after(self) -> None:
         """The forward has ended: learn what it drew from."""
-        before, self._before = self._before, None
+        before, self.looked_at = self.looked_at, None
         for source, state in () if before is None else before.states:
             if not _same(state, source.read()):
                 mine = self._drawn if source in self._own else self._draws.sources
                 if source not in mine:
                     mine.append(source)
+                self._draws.idle_until, self.learned = 0, False
 
 
 def of_process() -> list[Source]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -16,10 +16,18 @@ from gradwatch.localise.diagnosis.tensor_values import tensors
 from gradwatch.localise.hold.random_generators import Generators
 from gradwatch.taps.nested_containers import tensors_replaced
 
+
+def _no_losses(_: object) -> Losses:
+    """Those of a call that is like no other."""
+    return Losses()
+
+
 CPU_ONLY, CPU_AND_CUDA = ("cpu",), ("cpu", "cuda")
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(
+    eq=False
+)  # without slots: what has a plain default need not be set where one is made at each forward
 class Call:
     """One forward call: how it was made, and `gradients` that reached its outputs (by position; summed).
 
@@ -27,8 +35,8 @@ class Call:
     those of the tensors among the arguments; `seeds` the bytes of the gradients, `tasks` the graph tasks that brought
     them; `reason` says why it cannot be run again ("" = it can); `caller` is the line that made the call; autograd
     nodes numbered `ended` and later were made after it; `computed` are the `id`s of those tensors that autograd
-    computed; `losses` are those seen of the calls of this model that are `looked` at; `indices` are the samples it
-    was told to be of (`Watch.batch`).
+    computed; `own_losses` are those seen of the calls of this model that are `looked` at, where they are not those that
+    `losses_of` its line; `indices` are the samples it was told to be of (`Watch.batch`).
     """
 
     order: int
@@ -50,8 +58,16 @@ class Call:
     gradients: dict[int, Tensor] = field(default_factory=dict)
     tasks: set[int] = field(default_factory=set)
     looked: bool = False
-    losses: Losses = field(default_factory=Losses)
+    own_losses: Losses | None = None
+    losses_of: Callable[[tuple[CodeType, int] | None], Losses] = _no_losses
     reason: str = ""
+
+    @property
+    def losses(self) -> Losses:
+        """The losses that were seen of calls like this one."""
+        if self.own_losses is None:
+            self.own_losses = self.losses_of(self.caller)
+        return self.own_losses
 
     def release(self, reason: str) -> None:
         """Let go of every tensor; the call can no longer be run again."""
@@ -79,7 +95,7 @@ def held_arguments(
         if not isinstance(value, Tensor):
             break
         given.append(value if value.grad_fn is None else _alias(value))
-    if not kwargs and len(given) == len(args):  # nearly every model; a walk through containers takes 10 us
+    if not kwargs and len(given) == len(args):  # a walk through containers takes 10 us
         return (tuple(given), {}), given
     held = tensors_replaced(_alias, (args, kwargs))
     return held, tensors(held)
