@@ -31,6 +31,7 @@ from gradwatch.reading.gradient_writes import Reading, State, replaced, versions
 from gradwatch.reading.layouts import parts, unsummed
 from gradwatch.reading.loss_scale_removal import unscaled
 from gradwatch.records.snapshot import Sites
+from gradwatch.runtime.held_weakly import noted
 from gradwatch.runtime.locks import ForkSafeLock
 
 UNTOUCHED = 1  # version of a gradient that compiled autograd made and nothing wrote to since
@@ -65,7 +66,7 @@ class OptimizerCapture:
         loop's own code. Both are observed only.
         """
         self.index = index
-        self.optimizer = None if optimizer is None else weakref.ref(optimizer)
+        self.optimizer = None if optimizer is None else noted(optimizer)
         self.params = params
         self.param_ids = list(map(id, params))
         self.sites = sites

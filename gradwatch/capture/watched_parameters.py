@@ -7,7 +7,6 @@ of a slot elsewhere (arrivals, captures) is held by its number.
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
@@ -19,6 +18,7 @@ from gradwatch.capture.coverage import Coverage
 from gradwatch.capture.parameter_names import is_lazy, named_parameters
 from gradwatch.capture.shards import is_shard, offloaded_in
 from gradwatch.records.snapshot import Sites
+from gradwatch.runtime.held_weakly import noted
 from gradwatch.taps import module_tree
 from gradwatch.taps.grad_ready import GradReadyHooks
 
@@ -40,7 +40,7 @@ class Slots:
     def __init__(
         self, models: Iterable[nn.Module], ready: dict[int, list[int]], arm: Callable[[], None]
     ) -> None:
-        self.model_refs = [weakref.ref(model) for model in models]
+        self.model_refs = [noted(model) for model in models]
         self.params: list[nn.Parameter] = []
         self.names: list[str] = []
         self.since: list[int] = []  # by slot: how many parameters came before its own, whatever slot was free
@@ -78,7 +78,7 @@ class Slots:
         known = set(map(id, alive))
         added = [model for model in models if id(model) not in known]
         disturbed = self.disturbed
-        self.model_refs = list(map(weakref.ref, (*alive, *added)))
+        self.model_refs = list(map(noted, (*alive, *added)))
         if added:
             if disturbed:  # else `_scan` would hide it
                 self.scan()

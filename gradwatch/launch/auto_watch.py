@@ -35,7 +35,7 @@ from gradwatch.taps.clip_functions import Clip
 from gradwatch.taps.module_registry import ModuleRegistry
 from gradwatch.taps.optimizers import creation as optimizer_init
 from gradwatch.taps.optimizers.param_groups import params_of
-from gradwatch.taps.process_totals import TOTALS, count_backwards
+from gradwatch.taps.process_totals import TOTALS
 
 if TYPE_CHECKING:
     from gradwatch.launch.resumed_baselines import Baselines
@@ -56,7 +56,7 @@ def arm() -> None:
     """Know modules and optimizers from now on; called once torch has been imported. Idempotent."""
     if not _agents:
         exit_summary.arm()
-        count_backwards()
+        backward_entry.count_backwards()
         _agents.append(Agent())
         os_exit.listen(_leave)
 

@@ -1,10 +1,9 @@
 """Live sessions, the end of those whose models are gone, and the end of the process.
 
 torch's hooks hold a Watch that the script does not keep (`gradwatch.watch(model)` alone is enough), so something has to
-end it. A weak reference with a callback, or `__del__`, would run gradwatch in the midst of any code of the script, the
-garbage collector's included, where what a signal handler raises goes nowhere. So nothing runs when a model goes. Its
-Watch is closed before the next backward of the process, or when another one is made, and gives up the memory of the
-parameters as soon as a parameter is put into another model.
+end it. Nothing runs when a model goes: its death is noted (`gradwatch.runtime.held_weakly`). Its Watch is closed before
+the next backward of the process, or when another one is made, and gives up the memory of the parameters as soon as a
+parameter is put into another model.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from typing import Any, Generic, Protocol, TypeVar
 from gradwatch.account import Ending
 from gradwatch.account.exit_reason import how_it_ends
 from gradwatch.records.run_info import RunInfo
+from gradwatch.runtime.held_weakly import died
 from gradwatch.runtime.process_identity import here
 from gradwatch.taps import backward_entry, module_building
 from gradwatch.taps.backward_entry import BackwardCall
@@ -31,6 +31,9 @@ class Lives(Protocol):
 
     def orphaned(self) -> bool:
         """True if it ends with its models and all of them are gone."""
+
+    def drop_dead(self) -> None:
+        """Before a backward: hold no parameter of an optimizer or a model that is gone."""
 
     def release_dead(self) -> None:
         """Hold no parameter that no optimizer and no model holds."""
@@ -63,7 +66,7 @@ class LiveSessions(Generic[W]):
         self._live.append(watch)
         _at_exit()
         if not self._removes:
-            self._removes += backward_entry.listen(self.close_orphans), module_building.listen(self._built)
+            self._removes += backward_entry.listen(self._died, died), module_building.listen(self._built)
 
     def discard(self, watch: W) -> None:
         """It has been closed. The last one takes the taps with it."""
@@ -76,8 +79,17 @@ class LiveSessions(Generic[W]):
         """Every live watch, those included that will be closed at the next event."""
         return tuple(self._live)
 
-    def close_orphans(self, before: BackwardCall | None = None) -> None:
-        """Close the watches whose models are gone; `before` is the backward that is about to run, if one is."""
+    def _died(self, before: BackwardCall) -> None:
+        """A backward is about to run, the first since some model or optimizer has died."""
+        if before.nested:
+            return
+        died.clear()
+        for watch in tuple(self._live):
+            watch.drop_dead()
+        self.close_orphans()
+
+    def close_orphans(self) -> None:
+        """Close the watches whose models are gone."""
         for watch in tuple(self._live):
             if watch.orphaned() and watch in self._live:
                 self._live.remove(watch)  # first: closing asks for those that live

@@ -39,8 +39,9 @@ from gradwatch.session.settings import Settings, check_directory, quiet_asked, r
 from gradwatch.session.watched_optimizers import Ownership
 from gradwatch.sinks import Sink, make_sink
 from gradwatch.sinks.breaker import Breaker
+from gradwatch.taps.backward_entry import count_backwards
 from gradwatch.taps.clip_functions import Clip
-from gradwatch.taps.process_totals import TOTALS, count_backwards
+from gradwatch.taps.process_totals import TOTALS
 
 
 @dataclass(frozen=True, slots=True)
@@ -335,6 +336,11 @@ class Session:
         """Localise this step too, by calls held before its models were watched, or `join`."""
         if self.attached is not None and self.attached.causes is not None:
             self.attached.causes.inherit(pre_attach, joining)
+
+    def drop_dead(self) -> None:
+        """A backward is about to run: free the parameters of optimizers and models that are gone."""
+        if self.attached is not None:
+            self.attached.capture.release_dead()
 
     def release_dead(self) -> None:
         """Free the parameters of optimizers and models that are gone, before the next step would."""

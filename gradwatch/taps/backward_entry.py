@@ -9,7 +9,8 @@ of gradwatch stands in the traceback of a backward that raises.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
+from functools import partial
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
@@ -19,13 +20,17 @@ from torch.autograd import Variable
 
 from gradwatch.runtime import guard
 from gradwatch.taps import dispatch_modes
+from gradwatch.taps.dispatch_modes import dispatching, functions
 from gradwatch.taps.dynamo import untraced
 from gradwatch.taps.patch import Layer, Patch
+from gradwatch.taps.process_totals import TOTALS
 
 _ENTRY: CodeType = torch.autograd.graph._engine_run_backward.__code__
 """Of torch's function in which every backward from Python runs; its first argument is what it begins at."""
 _OUTSIDE = -1  # torch's number of "no graph task"
 _graph_task: Callable[[], int] = torch._C._current_graph_task_id
+_tracing = torch.compiler.is_dynamo_compiling
+_frame = sys._getframe
 # Bound, as a lookup gives it.
 _run_backward: Callable[[ImperativeEngine], Any] = ImperativeEngine.run_backward.__get__
 
@@ -46,7 +51,12 @@ class BackwardCall(NamedTuple):
     nested: bool
 
 
-Listener = Callable[[BackwardCall], None]
+# Without the Python function that makes a named tuple: caches are cold here.
+_called: Callable[[tuple[Any, ...]], BackwardCall] = partial(tuple.__new__, BackwardCall)
+Listener = tuple[Callable[[BackwardCall], None], tuple[Sized, ...]]
+"""What is called, and what it waits for: it is called only where one of these is not empty."""
+_ALWAYS = ((None,),)
+_NEVER = ()
 
 
 class _Engine(ImperativeEngine):
@@ -64,23 +74,31 @@ class _Engine(ImperativeEngine):
         try:
             layer = self.layer
             listeners = layer.listeners
-            if not listeners:
+            if not listeners or _tracing():
                 return _run_backward(self)
-            call = _call_of(sys._getframe(1))
-            aside = (
-                dispatch_modes.Aside() if dispatch_modes.dispatching() or dispatch_modes.functions() else None
-            )
+            found = _frame(
+                1
+            ).f_locals  # of torch's `_engine_run_backward`: what the method is about to be given
+            args = found.get("args", ())
+            accumulates = bool(found.get("kwargs", {}).get("accumulate_grad", False))
+            nested = _graph_task() != _OUTSIDE
+            weights, inputs = args[0] if args else (), args[3] if len(args) > 3 else ()
+            call = _called((found.get("t_outputs", ()), weights, inputs, accumulates, nested))
+            aside = dispatch_modes.Aside() if dispatching() or functions() else None
             try:
-                for listener in listeners:
-                    listener(call)
-                # One may have begun to watch: this is its first backward.
+                for listener, waits_for in listeners:
+                    if any(waits_for):
+                        listener(call)
                 if layer.listeners is not listeners:
-                    for listener in layer.listeners:
-                        if listener not in listeners:
-                            listener(call)
+                    _call_new(layer.listeners, listeners, call)
             finally:
                 if aside is not None:
                     aside.put_back()
+            if (
+                not nested
+            ):  # after it was said which models are gone: a backward counts for those that watch it
+                TOTALS.backwards += accumulates
+                TOTALS.grad_calls += not accumulates
             return _run_backward(self)
         except Exception as error:
             guard.fault("capture", error)
@@ -90,12 +108,32 @@ class _Engine(ImperativeEngine):
 _engine = Patch(Variable, "_execution_engine", _Engine)
 
 
-def listen(about_to_run: Listener) -> Callable[[], None]:
+def listen(about_to_run: Callable[[BackwardCall], None], *waits_for: Sized) -> Callable[[], None]:
     """Call `about_to_run` before every call of the engine; the returned call ends that. It must not raise.
 
-    Not noticed: engines started from C++ (TorchScript's, an extension's).
+    With `waits_for` only where one of these containers is not empty, which is looked at without a Python call. Not
+    noticed: engines started from C++ (TorchScript's, an extension's), and what dynamo traces.
     """
-    return _engine.listen(about_to_run)
+    return _engine.listen((about_to_run, waits_for or _ALWAYS))
+
+
+def count_backwards() -> Callable[[], None]:
+    """Count every call of the engine that is not inside another one, in `TOTALS`; the returned call ends that.
+
+    It is counted once, and whoever listens.
+    """
+    return _engine.listen((_nothing, _NEVER))
+
+
+def _nothing(_: BackwardCall) -> None:
+    """No-op: never called."""
+
+
+def _call_new(now: Sequence[Listener], before: Sequence[Listener], call: BackwardCall) -> None:
+    """One of the listeners has begun to watch: this is the first backward of those that it has added."""
+    for listener, waits_for in now:
+        if (listener, waits_for) not in before and any(waits_for):
+            listener(call)
 
 
 def entry_frame() -> FrameType | None:
@@ -107,16 +145,3 @@ def entry_frame() -> FrameType | None:
     while frame is not None and frame.f_code is not _ENTRY:
         frame = frame.f_back
     return frame
-
-
-def _call_of(frame: Any) -> BackwardCall:
-    """The call that torch's `_engine_run_backward` is about to make, by its arguments."""
-    found = frame.f_locals
-    args, named = found.get("args", ()), found.get("kwargs", {})
-    return BackwardCall(
-        found.get("t_outputs", ()),
-        args[0] if args else (),
-        args[3] if len(args) > 3 else (),
-        bool(named.get("accumulate_grad", False)),
-        _graph_task() != _OUTSIDE,
-    )

@@ -2,8 +2,8 @@
 
 Beside these totals stands what was watched (`gradwatch.account`): where the two differ, something was not seen. Each
 number is written by the one tap that notices it, while that tap is installed: backwards and calls of
-`torch.autograd.grad` by `gradwatch.taps.backward_entry` (`count_backwards`), the others by `gradwatch.taps.step_hooks`
-and `gradwatch.taps.clip_functions`.
+`torch.autograd.grad` by `gradwatch.taps.backward_entry`, the others by `gradwatch.taps.step_hooks` and
+`gradwatch.taps.clip_functions`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
 from gradwatch.account import Taken
-from gradwatch.runtime.distinct_count import Distinct
-from gradwatch.taps import backward_entry
+from gradwatch.runtime.held_weakly import Distinct
 
 
 @dataclass(slots=True)
@@ -53,30 +52,10 @@ class ProcessTotals:
 
 TOTALS = ProcessTotals()
 _optimizers = Distinct()  # those that were stepped, each counted once
-_counting: dict[object, Callable[[], None]] = {}  # who wants backwards counted, and under None the tap
 # By thread, of each call of `step` under way: the number of the step it is part of, and the optimizer by `id`.
 _open: dict[int, list[tuple[int, int]]] = {}
 _last: dict[int, int] = {}  # by thread, the number of the step that began last
 _numbers = itertools.count(1)
-
-
-def count_backwards() -> Callable[[], None]:
-    """Count every call of the autograd engine that is not inside another one, once; the returned call ends that."""
-    user = object()
-    if not _counting:
-        _counting[None] = backward_entry.listen(_about_to_run)
-    _counting[user] = _nothing
-
-    def remove() -> None:
-        _counting.pop(user, None)
-        if len(_counting) == 1:
-            _counting.pop(None)()
-
-    return remove
-
-
-def _nothing() -> None:
-    """No-op undo for one of several users of the count."""
 
 
 def step_begins(optimizer: object, part_of: Callable[[], list[bool]]) -> None:
@@ -156,15 +135,6 @@ def uncounted() -> Iterator[None]:
         yield
     finally:
         TOTALS.backwards, TOTALS.grad_calls = before
-
-
-def _about_to_run(call: backward_entry.BackwardCall) -> None:
-    if call.nested:
-        return
-    if call.accumulates:
-        TOTALS.backwards += 1
-    else:
-        TOTALS.grad_calls += 1
 
 
 def _start_again() -> None:

@@ -21,7 +21,6 @@ from gradwatch.taps.backward_entry import entry_frame
 
 Value = float | Tensor
 _THREADS = 32
-_tracing = torch.compiler.is_dynamo_compiling
 _PLAIN: Any = Tensor.__torch_dispatch__
 _EXACT = frozenset({torch.float32, torch.float64})
 
@@ -30,9 +29,7 @@ class Root:
     """The root of one backward; `value` is None where it is not a loss. Compared by identity."""
 
     __slots__ = ("value",)
-
-    def __init__(self, value: Value | None) -> None:
-        self.value = value
+    value: Value | None  # set by whoever makes one: a Python call less at the entry of every backward
 
 
 class Losses:
@@ -70,23 +67,39 @@ class Losses:
         if thread not in self._latest:
             return 0
         if backward.current() != backward.NONE and entry_frame() is None:
-            self._latest[thread], self.unheard = Root(None), "backward was started from C++"
+            root = Root()
+            root.value, self.unheard = None, "backward was started from C++"
+            self._latest[thread] = root
             self.refused(self.unheard)
         return thread
 
     def _begins(self, call: backward_entry.BackwardCall) -> None:
-        if not call.accumulates or call.nested or _tracing():
+        if not call.accumulates or call.nested:
             return
-        value, self.unheard = None, ""
+        root = Root()
+        root.value, self.unheard = None, ""
         try:
-            value, self.unheard = _value_of(call.roots, call.grad_roots)
-            if self.unheard:
-                self.refused(self.unheard)
+            roots, weights = call.roots, call.grad_roots
+            only, weight = (roots[0], weights[0]) if len(roots) == 1 else (None, None)
+            if (  # almost every backward: both are one number on the host
+                type(only) is Tensor
+                and type(weight) is Tensor
+                and only.is_cpu
+                and weight.is_cpu
+                and only.numel() == weight.numel() == 1
+                and only.is_floating_point()
+                and weight.is_floating_point()
+            ):
+                root.value = only.item() * weight.item()  # sync: CPU tensors
+            else:
+                root.value, self.unheard = _value_of(roots, weights)
+                if self.unheard:
+                    self.refused(self.unheard)
         except Exception as error:
             self._failed("loss", error)
         if len(self._latest) >= _THREADS:
             self._latest.clear()
-        self._latest[threading.get_ident()] = Root(value)
+        self._latest[threading.get_ident()] = root
 
 
 class WindowLoss:
@@ -136,18 +149,6 @@ def without_scale(loss: Value, scale: Number | None) -> Number:
 
 def _value_of(roots: Sequence[Any], weights: Sequence[Any]) -> tuple[Value | None, str]:
     """(what the gradient of these roots is the gradient of, why it is not known)."""
-    if len(roots) == 1:
-        only, weight = roots[0], weights[0]
-        if (  # almost every backward: both are one number on the host
-            type(only) is Tensor
-            and type(weight) is Tensor
-            and on_host(only)
-            and on_host(weight)
-            and only.numel() == weight.numel() == 1
-            and only.is_floating_point()
-            and weight.is_floating_point()
-        ):
-            return only.item() * weight.item(), ""  # sync: CPU tensors
     total: Value | None = None
     for root, weight in zip(roots, weights, strict=True):
         if not isinstance(root, Tensor):

@@ -24,7 +24,7 @@ from gradwatch.errors import TrainingStopped
 from gradwatch.reading.device import capturing, host_value, on_host, start_copy
 from gradwatch.records.decision import Decision
 from gradwatch.runtime import guard
-from gradwatch.runtime.distinct_count import Distinct
+from gradwatch.runtime.held_weakly import Distinct
 from gradwatch.session.binding.bind_optimizer import Binder
 from gradwatch.session.boundary.changed_parameters import CurrentContexts
 from gradwatch.session.boundary.step_in_backward import InBackward

@@ -36,7 +36,6 @@ from gradwatch.taps.clip_functions import Clip
 from gradwatch.taps.optimizers.param_groups import params_of
 
 STILL = 64  # backwards after which weights that have not moved are taken to be trained by nothing
-_tracing = torch.compiler.is_dynamo_compiling
 
 
 class LoopsWithoutOptimizer:
@@ -56,7 +55,7 @@ class LoopsWithoutOptimizer:
         self._binder = binder
         self._pipeline = pipeline
         self._failed = failed
-        self._loops: list[_Loop] = []
+        self._loops: list[_Loop] = []  # one list for good: whether it is empty is looked at from elsewhere
         # When it was last looked whether the loops' captures stand.
         self._unowned: frozenset[int] = frozenset()
         self._ending = False  # a step is being ended, for which everything is asked to be settled
@@ -70,7 +69,8 @@ class LoopsWithoutOptimizer:
         # torch's global hooks must not hold this object.
         itself = weakref.WeakMethod(self._registered)
         capture.coverage.announce(lambda *what: (call := itself()) is not None and call(*what))
-        self._removes = [backward_entry.listen(self._begins), clip_functions.listen(self._clipped)]
+        begins = backward_entry.listen(self._begins, self._loops, capture.slots.by_hand)
+        self._removes = [begins, clip_functions.listen(self._clipped)]
 
     def close(self) -> None:
         """Judge the last steps, where the weights have moved since their backward; listen no more."""
@@ -152,7 +152,8 @@ class LoopsWithoutOptimizer:
                 loop.scale = scale
 
     def _begins(self, call: backward_entry.BackwardCall) -> None:
-        if call.accumulates and not (call.nested or _tracing()):
+        """A backward is about to run, and there are loops, or tensors of the script's own that may start one."""
+        if call.accumulates and not call.nested:
             if self._loops:
                 self._guarded(self._look)
             if self._capture.has_dead():
@@ -171,11 +172,11 @@ class LoopsWithoutOptimizer:
         An open window of theirs is no step's: it is not known whether they would have moved.
         """
         self._changed = False
-        for loop in self._loops:
+        for loop in tuple(self._loops):
             position, lost = loop.captured.position, self._replaced.lost(loop.captured.position)
             self.windows_replaced += bool(lost) and loop.captured.backwards > 0
             if len(lost) == len(position):
-                self._loops = [one for one in self._loops if one is not loop]
+                self._loops.remove(loop)
         held = {slot for loop in self._loops for slot in loop.captured.position}
         if self._replaced.lost(self._capture.unowned_slots() - held):
             self._capture.drop_dead()
@@ -203,9 +204,9 @@ class LoopsWithoutOptimizer:
         unowned = self._capture.unowned_slots()
         if unowned is not self._unowned:
             self._unowned = unowned
-            for loop in self._loops:
+            for loop in tuple(self._loops):
                 if not self._stands(loop.captured):
-                    self._loops = [one for one in self._loops if one is not loop]
+                    self._loops.remove(loop)
         return [loop for loop in self._loops if loop.captured.backwards]
 
     def _stands(self, captured: OptimizerCapture) -> bool:

@@ -1,14 +1,16 @@
-"""Objects counted once each, none kept alive."""
+"""Objects counted once each and their deaths noted, none kept alive."""
 
 from __future__ import annotations
 
 import gc
+import sys
 import weakref
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwatch.runtime.distinct_count import Distinct
+from gradwatch.runtime import held_weakly
+from gradwatch.runtime.held_weakly import Distinct, noted
 
 
 class Thing:
@@ -38,3 +40,19 @@ def test_those_that_are_gone_stay_counted_and_are_not_held() -> None:
     assert last is not None
     assert last() is None
     assert len(found._seen) <= 65
+
+
+def test_a_death_is_noted_without_python() -> None:
+    """The reference lies in a plain list, and no Python has run to put it there; that of a living object does not."""
+    calls: list[str] = []
+    dies, lives = Thing(), Thing()
+    refs = [noted(dies), noted(lives)]
+    gc.collect()
+    held_weakly.died.clear()
+    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
+    del dies
+    sys.setprofile(None)
+    assert type(held_weakly.died) is list
+    assert [one is refs[0] for one in held_weakly.died] == [True]
+    assert calls == []
+    held_weakly.died.clear()

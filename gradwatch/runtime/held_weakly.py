@@ -1,18 +1,31 @@
-"""Count of different objects, of which none is kept alive."""
+"""Objects held weakly: how many there were, and which have died, without running Python where they die.
+
+A callback in Python would run in the midst of any code of the script, the garbage collector's included, where what a
+signal handler raises goes nowhere. The callback here is `list.append`: whoever minds looks later whether the list is
+empty, which costs no call at all, and empties it.
+"""
 
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from typing import Any, TypeVar
 
+T = TypeVar("T")
 _MANY = 64  # objects remembered before those that are gone are dropped
+
+died: list[weakref.ref[Any]] = []
+"""References that were `noted`, and whose object has died since this was emptied last."""
+
+
+def noted(one: T) -> weakref.ref[T]:
+    """A weak reference to an object whose death is noted."""
+    return weakref.ref(one, died.append)
 
 
 class Distinct:
     """Counts each object once, at about 0.1 µs a call; two objects at one address in turn are two.
 
-    Without callbacks of weak references, which would run Python wherever an object dies. What is remembered is at most
-    twice what is alive.
+    What is remembered is at most twice what is alive.
     """
 
     def __init__(self) -> None:
