@@ -67,8 +67,10 @@ class GradientReader:
             return device.read(grads, scale)
         rest = [None if k in known else grad for k, grad in enumerate(grads)] if known else grads
         left = scale if type(scale) is float else host_value(scale)
-        reading = CpuNorms(self._reader.read(rest), self._floor, left)
-        if known or self.recent_total_norm is None or not reading.is_ordinary(self.recent_total_norm, rest):
+        rows, usual = self._reader.read(rest), self.recent_total_norm
+        reading = CpuNorms(rows, self._floor, left)
+        # A gradient is gone by the time its norm is asked for, so what a second look is due for is found here.
+        if known or usual is None or not rows.is_ordinary(usual * (left or math.nan), rest, self._floor):
             reading.refine(rest)
         return reading.completed(known) if known else reading
 

@@ -278,8 +278,9 @@ class OptimizerCapture:
             self._held = (
                 [] if self._keeps else [None if grad is None else weakref.ref(grad) for grad in grads]
             )
-            if self.on_cpu and not self.distributed:
-                self._reader.write_probes.hold(grads)
+            probes = self._reader.write_probes
+            if not probes.kept_by_read and self.on_cpu and not self.distributed:
+                probes.hold(grads)
             known = NOTHING if self.norms_from_hooks is None else self.norms_from_hooks(grads)
             self._norms = self._reader.read(grads, 1.0, known)
             self._read_at = self._arrivals.count
@@ -289,6 +290,7 @@ class OptimizerCapture:
         """The gradients are being divided by `scale`: what was read of them before loses it too."""
         if self._norms is not None:  # what is read later no longer carries it
             self._norms = unscaled(self._norms, scale)
+            self._reader.write_probes.release()
 
     # -- at the step boundary ----------------------------------------------------------------------------
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -23,14 +22,17 @@ from torch import Tensor
 from gradwatch.reading.layouts import REDUCED, dense, flat
 from gradwatch.reading.read_plan import Plan
 from gradwatch.reading.row_sums import ROW, RowBuffer
-from gradwatch.reading.row_sums_by_blas import SquareRows, silently, vecdot
+from gradwatch.reading.row_sums_by_blas import NO_WARNINGS, SquareRows, silently, vecdot
 from gradwatch.reading.row_sums_by_torch import NormRows
 
 FEW = 2048  # row norms whose squares float32 may add up
 PATIENCE = 3  # reads off the plan before a new one is made; doubled each time
+NEAR = 4.0
+"""A total within this factor of the usual one (and so finite) lets the closer look wait a few steps."""
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 Squares = NDArray[np.float64]
+_tobytes: Callable[[NDArray[np.float32]], bytes] = np.ndarray.tobytes
 
 
 def fastest() -> type[RowBuffer]:
@@ -70,33 +72,31 @@ def _dot(vector: Tensor) -> float:
 class RowNorms:
     """One read of K gradients whose sums are still to be taken."""
 
-    __slots__ = ("_missed", "_plan", "_quick_total", "_row_buffer", "_single", "_squares")
+    __slots__ = ("_missed", "_plan", "_quick_total", "_read", "_rows", "_single", "_squares", "min_row")
 
-    def __init__(self, plan: Plan, row_buffer: RowBuffer) -> None:
+    def __init__(
+        self, plan: Plan, rows: NDArray[np.float32], quick_total: float, min_row: float, missed: list[int]
+    ) -> None:
+        """`rows` of the buffer, their root sum of squares and the least square; not those of gradients `missed`."""
         self._plan = plan
-        self._row_buffer: RowBuffer | None = row_buffer
-        self._quick_total = 0.0  # the root sum of squares of all rows
+        self._read = plan.reads
+        self._rows: NDArray[np.float32] | None = rows
+        self._quick_total = quick_total
+        self.min_row = min_row
+        self._missed = missed
         self._single: dict[int, float] = {}
-        self._missed: list[int] = []
         self._squares: Squares | None = None
 
     @classmethod
     def of(cls, squares: Squares) -> RowNorms:
         """Sums that were taken elsewhere."""
-        plan = Plan([None] * len(squares), NormRows)
-        rows = cls(plan, plan.row_buffer())
-        rows._quick_total, rows._squares = math.sqrt(silently(squares.sum)), squares
+        rows = cls(_NO_PLAN, _NO_ROWS, math.sqrt(silently(squares.sum)), 0.0, [])
+        rows._rows, rows._squares = None, squares
         return rows
 
-    def read(self, grads: Sequence[Tensor | None]) -> list[int]:
-        """Read what is as planned, then the rest one by one; positions that were planned for and are not so."""
-        plan, row_buffer = self._plan, self._row_buffer
-        assert row_buffer is not None
-        parts, matrices, missed = _matrices(plan, row_buffer, grads)
-        self._quick_total = silently(row_buffer.read, parts, matrices)
-        if missed or plan.others:
-            self._missed, self._single = missed, {k: _alone(grads[k]) for k in (*missed, *plan.others)}
-        return missed
+    def read_alone(self, grads: Sequence[Tensor | None]) -> None:
+        """Read one by one what could not be planned, or is not as planned."""
+        self._single = {k: _alone(grads[k]) for k in (*self._missed, *self._plan.others)}
 
     def total(self) -> float:
         """Root sum of squares over all gradients, good to 1e-4, in one operation."""
@@ -115,29 +115,35 @@ class RowNorms:
 
     def norms_of(self, chosen: Sequence[int]) -> list[float]:
         """Root sums of squares of a few gradients, without those of the others where they are single rows."""
-        row_buffer = self._row_buffer
-        if row_buffer is not None and not self._missed:
+        rows, plan = self._rows, self._plan
+        if rows is not None and not self._missed:
             try:
-                return row_buffer.norms(list(map(self._plan.row.__getitem__, chosen)))
+                places = [plan.row[k] for k in chosen]
             except KeyError:
                 pass  # some have more than one row, or none
-        return list(map(self._norm_of, chosen))
+            else:
+                return [plan.kind.norm(rows.item(place)) for place in places]  # sync: numpy
+        squares = self.squares()
+        return [math.sqrt(squares[k]) for k in chosen]
 
-    def _norm_of(self, k: int) -> float:
-        if k in self._single:
-            return math.sqrt(self._single[k])
-        if self._row_buffer is not None and not self._missed and k in self._plan.row:
-            return self._row_buffer.norms([self._plan.row[k]])[0]
-        return math.sqrt(self.squares()[k])
+    def contents(self, chosen: Sequence[int]) -> list[bytes] | None:
+        """The elements of a few gradients as they were read; None where they are not kept, or not any more."""
+        plan = self._plan
+        if self._missed or self._read != plan.reads:
+            return None
+        try:
+            return list(map(_tobytes, map(plan.copies.__getitem__, chosen)))
+        except KeyError:
+            return None  # some are too large to be laid out
 
-    def is_ordinary(self, low: float, high: float, grads: Sequence[Tensor | None], floor: Squares) -> bool:
-        """True if the total is from `low` to `high`, and no gradient `may_underflow`."""
-        row_buffer = self._row_buffer
-        if row_buffer is None or self._missed or self._single:
-            return low <= self.total() <= high and not self.may_underflow(grads, floor)
-        return low <= self._quick_total <= high and (
-            row_buffer.min_row() > self._plan.may_underflow or not self.may_underflow(grads, floor)
-        )
+    def is_ordinary(self, usual: float, grads: Sequence[Tensor | None], floor: Squares) -> bool:
+        """True if the quick total is `NEAR` the `usual` one, and no gradient `may_underflow`."""
+        total = self._quick_total
+        if self._missed or self._single or self._squares is not None:
+            total = self.total()
+        elif self.min_row > self._plan.may_underflow:
+            return usual / NEAR <= total <= usual * NEAR
+        return usual / NEAR <= total <= usual * NEAR and not self.may_underflow(grads, floor)
 
     def may_underflow(self, grads: Sequence[Tensor | None], floor: Squares) -> bool:
         """True if the sum of squares of some gradient is below `floor[K]` (numel * UNDERFLOW).
@@ -145,11 +151,10 @@ class RowNorms:
         One operation says that none is, or a second one where some rows are zero, as in an embedding; sums are
         taken only where neither does.
         """
-        plan, row_buffer = self._plan, self._row_buffer
         if (
-            row_buffer is not None
+            self._rows is not None
             and not self._missed
-            and (row_buffer.min_row() > plan.may_underflow or self._lifted(floor))
+            and (self.min_row > self._plan.may_underflow or self._lifted(floor))
         ):
             singles = self._single
             return bool(singles) and any(
@@ -159,23 +164,23 @@ class RowNorms:
 
     def _lifted(self, floor: Squares) -> bool:
         """True if one row alone lifts each gradient above its floor."""
-        plan, row_buffer = self._plan, self._row_buffer
-        assert row_buffer is not None
+        plan, rows = self._plan, self._rows
+        assert rows is not None
         # Compared so that NaN is not above.
-        return bool((np.maximum.reduceat(row_buffer.squares(), plan.starts) >= floor[plan.order]).all())
+        lifting = np.maximum.reduceat(plan.kind.squares(rows), plan.starts)
+        return bool((lifting >= floor[plan.order]).all())
 
     def _added(self) -> Squares:
-        plan, row_buffer = self._plan, self._row_buffer
-        assert row_buffer is not None
+        plan, rows = self._plan, self._rows
+        assert rows is not None
         found: Squares = np.zeros(plan.count)
         if len(plan.order):
-            found[plan.order] = np.add.reduceat(row_buffer.squares(), plan.starts, dtype=np.float64)
+            found[plan.order] = np.add.reduceat(plan.kind.squares(rows), plan.starts, dtype=np.float64)
         for index in self._missed:
             found[index] = 0.0
         for index, value in self._single.items():
             found[index] = value
-        self._row_buffer = None
-        plan.spare.append(row_buffer)
+        self._rows = None
         return found
 
 
@@ -192,43 +197,33 @@ class CpuReader:
         """The squares of every gradient that is there, whatever its layout and dtype."""
         plan = self._plan
         if plan is None or plan.count != len(grads) or self._off >= self._patience:
-            self._patience = PATIENCE if plan is None else min(self._patience * 2, 1 << 12)
-            varying = plan is not None and plan.count == len(grads)
-            plan, self._off = Plan(grads, self._kind(), varying), 0
-            self._plan = plan
-        rows = RowNorms(plan, plan.row_buffer())  # made in warm caches
-        missed = rows.read(grads)
-        if missed or (plan.absent and any(grads[k] is not None for k in plan.absent)):
-            self._off += 1
+            self._plan = plan = self._planned(grads)
+        row_buffer = plan.row_buffer
+        matrices, missed = plan.matrices(grads)
+        parts = plan.parts(missed) if missed else None
+        # As by `silently`, without its frame.
+        total, min_row = NO_WARNINGS.copy().run(row_buffer.read, matrices, parts)
+        rows = RowNorms(plan, row_buffer.rows(), total, min_row, missed)
+        if missed or plan.others:
+            rows.read_alone(grads)
+            if missed or (plan.absent and any(grads[k] is not None for k in plan.absent)):
+                self._off += 1
         return rows
 
-
-def _matrices(
-    plan: Plan, row_buffer: RowBuffer, grads: Sequence[Tensor | None]
-) -> tuple[list[int], list[Any], list[int]]:
-    """Parts of the row buffer, the matrices to be read into them, and the positions planned for that are not so."""
-    missed: list[int] = []
-    parts: list[int] = []
-    matrices: list[Any] = []
-    for packed_group in plan.packed_groups:
-        if packed_group.laid(grads):
-            parts += packed_group.parts
-            matrices += packed_group.matrices
-        else:
-            missed += packed_group.indices
-    matrix = row_buffer.matrix
-    for part, (index, shape, order) in enumerate(plan.singles, plan.first_single):
-        grad: Any = grads[index]
-        try:
-            matrices.append(matrix(grad, shape, order))
-            parts.append(part)
-        except (AttributeError, TypeError, ValueError, RuntimeError):
-            missed.append(index)  # absent, or of another size, layout or dtype this time
-    return parts, matrices, missed
+    def _planned(self, grads: Sequence[Tensor | None]) -> Plan:
+        before = self._plan
+        varying = before is not None and before.count == len(grads)
+        self._patience = PATIENCE if before is None else min(self._patience * 2, 1 << 12)
+        self._off = 0
+        return Plan(grads, self._kind(), varying)
 
 
 def _alone(grad: Tensor | None) -> float:
     return 0.0 if grad is None else sum_of_squares(grad)
+
+
+_NO_PLAN = Plan((), NormRows)
+_NO_ROWS: NDArray[np.float32] = np.zeros(0, np.float32)
 
 
 @dataclass(frozen=True, slots=True)

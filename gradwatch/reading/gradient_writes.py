@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import operator
 import weakref
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -23,8 +23,8 @@ from torch import Tensor
 from gradwatch.reading.batched import sum_of_squares
 from gradwatch.reading.cpu import CpuNorms
 from gradwatch.reading.device import DeviceNorms
-from gradwatch.reading.row_sums import UNDERFLOW
-from gradwatch.reading.row_sums_by_blas import norms_of_rows, row_of, silently
+from gradwatch.reading.row_sums import ROW, UNDERFLOW
+from gradwatch.reading.row_sums_by_blas import norms_of_rows, silently
 
 Reading = CpuNorms | DeviceNorms
 State = tuple[list[int], list[int], Reading]
@@ -36,9 +36,9 @@ SMALL = 4096
 RELATIVE = 1e-5
 """What two reads of the same gradient may differ by: the accuracy of the batched read."""
 
-Held = tuple[int, int, NDArray[np.float32], bytes]
-"""Position of a gradient, where its memory begins, that memory, and what was in it."""
 _version: Callable[[Tensor | None], int] = operator.attrgetter("_version")
+# Zero stays zero whatever it is multiplied by, and says nothing.
+_not_zero: Callable[[bytes], bytes] = operator.methodcaller("strip", b"\0")
 
 
 def versions_of(grads: Sequence[Tensor | None]) -> list[int]:
@@ -91,43 +91,33 @@ class WriteProbes:
         self._numels = numels
         self._chosen: list[int] = []
         self._floors: list[float] = []  # of those chosen: as floats, which compare without numpy
-        self._held: list[Held] = []  # of those chosen; none where some cannot be kept so
+        self.kept_by_read = True  # a read keeps copies of those chosen, or none are chosen
+        self._held: list[bytes] | None = None  # what was in those chosen, where no read keeps that
 
     def hold(self, grads: Sequence[Tensor | None]) -> None:
-        """Keep what is in those chosen, for `agree`: in the warm caches before a read that is cheaper than their norms
-        after it, and tells of every bit.
+        """Keep what is in those chosen, for `agree`, before a read that does not: cheaper than norms after it, and
+        tells of every bit.
         """
-        self._held = []
-        for k in self._chosen:
-            grad = grads[k]
-            if grad is None:
-                continue
-            row = row_of(grad)
-            if row is None:
-                self._held = []
-                return
-            content = row.tobytes()
-            if content.strip(b"\0"):  # zero stays zero whatever it is multiplied by, and says nothing
-                self._held.append((k, grad.data_ptr(), row, content))
+        large = any(self._numels[k] > ROW for k in self._chosen)
+        self._held = None if large else _contents(map(grads.__getitem__, self._chosen))
 
     def release(self) -> None:
         """Drop what is held; it will not be compared."""
-        self._held = []
+        self._held = None
 
     def agree(
         self, grads: Sequence[Tensor | None], read: CpuNorms, factor: float, but: Container[int] = ()
     ) -> bool:
         """True if these gradients, `but` for some, have the norms that were read of them, times `factor`."""
-        held, self._held = self._held, []
-        if held and factor == 1.0 and not but:
-            for k, begin, row, content in held:
-                grad = grads[k]
-                # Other memory may have been put under the same gradient (`.data =`), and this may be gone then.
-                if grad is None or grad.data_ptr() != begin or row.tobytes() != content:
-                    return False
-            return True
+        if factor == 1.0 and not but and self._chosen:
+            known = read.rows.contents(self._chosen) if read.scale == 1.0 else None
+            self.kept_by_read = known is not None
+            if known is None:
+                known, self._held = self._held, None
+            if known is not None and any(map(_not_zero, known)):
+                return _contents(map(grads.__getitem__, self._chosen)) == known
         compared = False
-        chosen = self._chosen or self._choose(read.norms())
+        chosen = self._chosen or self._choose(read)
         now = silently(norms_of_rows, [grads[k] for k in chosen])
         for k, norm, floor, found in zip(chosen, read.norms_of(chosen), self._floors, now, strict=True):
             grad, expected = grads[k], norm * factor
@@ -146,7 +136,8 @@ class WriteProbes:
             self._chosen = []
         return True
 
-    def _choose(self, norms: NDArray[np.float64]) -> list[int]:
+    def _choose(self, read: CpuNorms) -> list[int]:
+        norms = read.norms()
         large_enough = np.flatnonzero(norms > self._floor)
         small = large_enough[self._numels[large_enough] <= SMALL]
         if not len(small):
@@ -154,4 +145,19 @@ class WriteProbes:
         parts = small[:, None] if len(small) <= MOST else np.array_split(small, MOST)
         self._chosen = [int(part[np.argmax(norms[part])]) for part in parts]
         self._floors = [float(self._floor[k]) for k in self._chosen]
+        self.kept_by_read = not self._chosen or read.rows.contents(self._chosen) is not None
         return self._chosen
+
+
+def _contents(grads: Iterable[Tensor | None]) -> list[bytes] | None:
+    """The elements of those gradients that are there; None where some cannot be read so."""
+    found = []
+    try:
+        for grad in grads:
+            if grad is not None:
+                # What a gradient is, numpy tells at a third of what torch's dispatcher asks in cold caches.
+                values = (grad.detach() if grad.requires_grad else grad).numpy()  # sync: CPU tensor
+                found.append(values.tobytes())
+    except (TypeError, RuntimeError):
+        return None  # sparse, or of a dtype that numpy does not know
+    return found

@@ -15,9 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from gradwatch.reading.row_sums import HERE, UNDERFLOW, Order, RowBuffer, Shape, divided
+from gradwatch.reading.row_sums import HERE, UNDERFLOW, RowBuffer, Shape, SingleTensor, divided
 
 SMALL = 2048  # elements; above this a copy costs more than the dispatch it saves
 FEWEST = 4  # gradients that can be laid end to end before that pays
@@ -27,8 +28,8 @@ _numel: Callable[[Tensor], int] = Tensor.numel
 class PackedGroup(NamedTuple):
     """Small gradients alike but perhaps for their first dimension, end to end; those of equal size make a matrix.
 
-    `parts` are those of a Sheet that they are read into, one for each of `matrices`; `sizes` are their elements, None
-    where all are of one shape.
+    `parts` are those of a row buffer that they are read into, one for each of `matrices`; `sizes` are their elements,
+    None where all are of one shape. `copies` are the gradients as they are in `laid_out`, each flat.
     """
 
     parts: range
@@ -38,44 +39,24 @@ class PackedGroup(NamedTuple):
     sizes: list[int] | None
     laid_out: Tensor
     matrices: list[Any]
-
-    def laid(self, grads: Sequence[Tensor | None]) -> bool:
-        """True if all of them could be laid end to end."""
-        members = self.pick(grads)
-        try:
-            # Both refuse what does not fit together, but would resize `out`, and leave the matrices without their
-            # memory, if all had changed alike: so what they would make is known before they are called.
-            if members[0].shape != self.first_shape:
-                return False
-            if self.sizes is None:
-                torch.stack(members, out=self.laid_out)
-            elif list(map(_numel, members)) == self.sizes:  # `len` would take seven times as long
-                torch.cat(members, out=self.laid_out)
-            else:
-                return False
-        except (AttributeError, TypeError, RuntimeError):
-            return False  # some are missing, sparse or of another shape this time
-        return True
-
-
-class SingleTensor(NamedTuple):
-    """One dense float32 gradient, read as a matrix of `shape` after `permute(order)` (None = contiguous)."""
-
-    place: int
-    shape: Shape
-    order: Order
+    copies: list[NDArray[np.float32]]
 
 
 class Plan:
-    """Strips and singles of K gradients, for Sheets of one `kind`; `others` are read one by one."""
+    """Packed groups and singles of K gradients, for row buffers of one `kind`; `others` are read one by one.
+
+    `copies` are those of the gradients in packed groups, by position, as the last of `reads` has laid them out.
+    """
 
     def __init__(self, grads: Sequence[Tensor | None], kind: type[RowBuffer], varying: bool = False) -> None:
         """Plan the read. With `varying` gradients a missing one costs its group: then each group has one shape."""
-        self._kind = kind
+        self.kind = kind
         self.count = len(grads)
         self.packed_groups, self.shapes = _packed_groups(grads, kind, varying)
-        self.first_single = len(self.shapes)  # the part of a Sheet
+        self.first_single = len(self.shapes)  # the part of the row buffer
         strung = [k for packed_group in self.packed_groups for k in packed_group.indices]
+        copies = [copy for packed_group in self.packed_groups for copy in packed_group.copies]
+        self.copies, self.reads = dict(zip(strung, copies, strict=True)), 0
         alone = sorted(set(range(self.count)).difference(strung))
         self.singles = [one for k in alone if (one := _single(k, grads[k])) is not None]
         self.shapes += [single.shape for single in self.singles]
@@ -91,11 +72,47 @@ class Plan:
         # Where the only row of a gradient lies that has no more than one.
         found = zip(strung + planned, self.starts, lengths, strict=True)
         self.row = {k: int(start) for k, start, length in found if length == 1}
-        self.spare: list[RowBuffer] = []
+        self.row_buffer = kind(self.shapes)
 
-    def row_buffer(self) -> RowBuffer:
-        """A buffer not in use."""
-        return self.spare.pop() if self.spare else self._kind(self.shapes)
+    def matrices(self, grads: Sequence[Tensor | None]) -> tuple[list[Any], list[int]]:
+        """Matrices to be read, of all parts of the row buffer, and places of those planned for that are not so.
+
+        Where some are not, the matrices are those of the other `parts` only.
+        """
+        made: list[Any] = []
+        missed: list[int] = []
+        self.reads += 1
+        for group in self.packed_groups:
+            members = group.pick(grads)
+            try:
+                # Both refuse what does not fit together, but would resize `out`, and leave the matrices without their
+                # memory, if all had changed alike: so what they would make is known before they are called.
+                if members[0].shape == group.first_shape:
+                    if group.sizes is None:
+                        torch.stack(members, out=group.laid_out)
+                        made += group.matrices
+                        continue
+                    if list(map(_numel, members)) == group.sizes:  # `len` would take seven times as long
+                        torch.cat(members, out=group.laid_out)
+                        made += group.matrices
+                        continue
+            except (AttributeError, TypeError, RuntimeError):
+                pass  # some are missing, sparse or of another shape this time
+            missed += group.indices
+        if self.singles:
+            matrices, absent = self.kind.matrices(self.singles, grads)
+            made += matrices
+            missed += absent
+        return made, missed
+
+    def parts(self, missed: Sequence[int]) -> list[int] | None:
+        """The parts of the row buffer that `matrices` were made for; None for all of them."""
+        if not missed:
+            return None
+        absent = set(missed)
+        groups = [group.parts for group in self.packed_groups if absent.isdisjoint(group.indices)]
+        singles = enumerate(self.singles, self.first_single)
+        return [*itertools.chain(*groups), *(part for part, one in singles if one.place not in absent)]
 
 
 def _packed_groups(
@@ -129,11 +146,10 @@ def _packed_group(
     laid_out = torch.empty(whole, **HERE)
     pieces = laid_out.view(-1).split([rows * columns for rows, columns in shapes])
     matrices = [kind.matrix(piece, shape, None) for piece, shape in zip(pieces, shapes, strict=True)]
-    parts = range(part, part + len(shapes))
-    packed_group = PackedGroup(
-        parts, indices, operator.itemgetter(*indices), first, None if equal else sizes, laid_out, matrices
-    )
-    return packed_group, shapes
+    copies = [copy.numpy() for copy in laid_out.view(-1).split(sizes)]  # sync: CPU tensors
+    parts, pick = range(part, part + len(shapes)), operator.itemgetter(*indices)
+    joined = None if equal else sizes
+    return PackedGroup(parts, indices, pick, first, joined, laid_out, matrices, copies), shapes
 
 
 def _plain(grad: Tensor) -> bool:

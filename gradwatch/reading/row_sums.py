@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,6 +19,7 @@ from torch import Tensor
 ROW = 1 << 13
 # Squares below 2^-126 may be flushed to zero: 1e-5 relative is only certain above this mean square.
 UNDERFLOW = 2.0**-126 * 1e5
+FEW = 256  # rows that are added up faster as floats, without what numpy's reductions pass through in cold caches
 UNEVEN = 4  # rows may be so many times shorter than ROW, to divide a tensor without a rest
 
 # Not what `torch.set_default_dtype` and `set_default_device` say.
@@ -28,14 +29,27 @@ Shape = tuple[int, int]
 Order = tuple[int, ...] | None
 
 
+class SingleTensor(NamedTuple):
+    """One dense float32 gradient, read as a matrix of `shape` after `permute(order)` (None = contiguous)."""
+
+    place: int
+    shape: Shape
+    order: Order
+
+
 class RowBuffer(ABC):
-    """Buffer for the rows of one read: `read` fills parts of it from float32 gradients on the CPU."""
+    """Buffer for the rows of one read after another: `read` fills it from float32 gradients on the CPU.
 
-    __slots__ = ("_host",)
+    `rows` are a copy: sums of squares or norms, as its kind has them, which `squares` and `norm` make of them.
+    """
 
-    def __init__(self, shapes: Sequence[tuple[int, int]]) -> None:
+    __slots__ = ("_few", "_host", "_outs")
+
+    def __init__(self, shapes: Sequence[Shape]) -> None:
         """`shapes` are (rows, columns) of each part."""
         self._host: NDArray[np.float32] = np.zeros(sum(rows for rows, _ in shapes), np.float32)
+        self._few = len(self._host) <= FEW
+        self._outs: list[Any] = []  # the parts, as `read` writes to them
 
     @staticmethod
     @abstractmethod
@@ -46,25 +60,42 @@ class RowBuffer(ABC):
         float32.
         """
 
-    @abstractmethod
-    def read(self, parts: Sequence[int], matrices: Sequence[Any]) -> float:
-        """Take every row of each `matrix` into its part. The root sum of squares of all rows, good to 1e-4.
+    @classmethod
+    def matrices(
+        cls, singles: Sequence[SingleTensor], grads: Sequence[Tensor | None]
+    ) -> tuple[list[Any], list[int]]:
+        """(the matrices of single gradients, places of those that are absent, or of another layout this time)."""
+        matrices, missed = [], []
+        for place, shape, order in singles:
+            grad: Any = grads[place]
+            try:
+                matrices.append(cls.matrix(grad, shape, order))
+            except (AttributeError, TypeError, ValueError, RuntimeError):
+                missed.append(place)
+        return matrices, missed
 
-        All are made before any is read: a large gradient drives everything else out of the caches, and what comes
-        between it and the next then costs several times what it should. To be called `silently`.
+    @abstractmethod
+    def read(self, matrices: Sequence[Any], parts: Sequence[int] | None = None) -> tuple[float, float]:
+        """Take every row of each matrix into its part (`parts` None: into all of them, in order).
+
+        Returns the root sum of squares of all rows, good to 1e-4, and the smallest sum of squares of a row, infinite
+        without rows. All matrices are made before any is read: a large gradient drives everything else out of the
+        caches, and what comes between it and the next then costs several times what it should. To be called `silently`.
         """
 
-    @abstractmethod
-    def min_row(self) -> float:
-        """The smallest sum of squares of a row; infinite without rows."""
+    def rows(self) -> NDArray[np.float32]:
+        """[R] the rows of the last read."""
+        return self._host.copy()
 
+    @staticmethod
     @abstractmethod
-    def norms(self, rows: Sequence[int]) -> list[float]:
-        """The norms of a few rows."""
+    def squares(rows: NDArray[np.float32]) -> NDArray[Any]:
+        """[R] sums of squares of rows, at least float32."""
 
+    @staticmethod
     @abstractmethod
-    def squares(self) -> NDArray[Any]:
-        """[R] sums of squares, at least float32."""
+    def norm(row: float) -> float:
+        """The norm of one row."""
 
 
 def divided(numel: int) -> tuple[int, int] | None:

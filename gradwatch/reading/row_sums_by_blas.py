@@ -22,9 +22,9 @@ vecdot: Any = getattr(np, "vecdot", None)  # numpy 2.0
 
 # Sums beyond float32 are found out, and looked at twice: numpy's warning adds nothing. Since 2.0 it keeps that
 # setting in a context variable, so a context made once does what `np.errstate` does, at a tenth of its cost.
-_no_warnings = contextvars.Context()
+NO_WARNINGS = contextvars.Context()
 if vecdot is not None:
-    _no_warnings.run(np.seterr, all="ignore")
+    NO_WARNINGS.run(np.seterr, all="ignore")
 
 Result = TypeVar("Result")
 
@@ -32,9 +32,9 @@ Result = TypeVar("Result")
 class SquareRows(RowBuffer):
     """Rows as sums of squares, by BLAS, on this thread."""
 
-    __slots__ = ("_chunks", "_ones", "_parts", "_sums", "_totals")
+    __slots__ = ("_chunks", "_ones", "_sums", "_totals")
 
-    def __init__(self, shapes: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, shapes: Sequence[Shape]) -> None:
         super().__init__(shapes)
         # No longer than a row: numpy's BLAS shares longer ones out among threads of its own.
         ones = np.ones(ROW, np.float32)
@@ -43,7 +43,7 @@ class SquareRows(RowBuffer):
         self._ones = [ones[: len(chunk)] for chunk in self._chunks]
         self._sums = np.zeros(len(starts), np.float32)
         self._totals = [self._sums[k, ...] for k in range(len(starts))]
-        self._parts = np.split(self._host, np.cumsum([count for count, _ in shapes[:-1]], dtype=np.intp))
+        self._outs = np.split(self._host, np.cumsum([count for count, _ in shapes[:-1]], dtype=np.intp))
 
     @staticmethod
     def matrix(grad: Tensor, shape: Shape, order: Order) -> NDArray[np.float32]:
@@ -56,12 +56,19 @@ class SquareRows(RowBuffer):
             raise TypeError(f"not float32 without gaps but {values.dtype} with strides {values.strides}")
         return values.reshape(shape)
 
-    def read(self, parts: Sequence[int], matrices: Sequence[NDArray[np.float32]]) -> float:
-        # Without a line of Python in between, for the same reason. The total is taken by the same operation: what
-        # numpy's reductions pass through costs ten times as much.
-        outs = [*map(self._parts.__getitem__, parts), *self._totals]
+    def read(
+        self, matrices: Sequence[NDArray[np.float32]], parts: Sequence[int] | None = None
+    ) -> tuple[float, float]:
+        outs = self._outs if parts is None else [*map(self._outs.__getitem__, parts)]
+        if self._few:
+            # Without a line of Python in between, for the same reason.
+            deque(map(vecdot, matrices, matrices, outs), maxlen=0)
+            squares = self._host.tolist()  # sync: numpy
+            return math.sqrt(math.fsum(squares)), min(squares, default=math.inf)
+        # The total is taken by the same operation: what numpy's reductions pass through costs ten times as much.
+        outs = [*outs, *self._totals]
         deque(map(vecdot, [*matrices, *self._chunks], [*matrices, *self._ones], outs), maxlen=0)
-        return math.sqrt(math.fsum(self._sums.tolist()))  # sync: numpy
+        return math.sqrt(math.fsum(self._sums.tolist())), float(self._host.min())  # sync: numpy
 
     @classmethod
     def of(cls, vector: Tensor) -> float | None:
@@ -74,14 +81,13 @@ class SquareRows(RowBuffer):
         with np.errstate(all="ignore"):
             return float(np.add.reduce(squares, axis=None, dtype=np.float64))
 
-    def min_row(self) -> float:
-        return self._host.item(self._host.argmin()) if len(self._host) else math.inf  # sync: numpy
+    @staticmethod
+    def squares(rows: NDArray[np.float32]) -> NDArray[Any]:
+        return rows
 
-    def norms(self, rows: Sequence[int]) -> list[float]:
-        return list(map(math.sqrt, map(self._host.item, rows)))  # sync: numpy
-
-    def squares(self) -> NDArray[Any]:
-        return self._host
+    @staticmethod
+    def norm(row: float) -> float:
+        return math.sqrt(row)
 
 
 def norms_of_rows(grads: Sequence[Tensor | None]) -> list[float | None]:
@@ -109,4 +115,4 @@ def row_of(grad: Tensor) -> NDArray[np.float32] | None:
 
 def silently(call: Callable[..., Result], *args: Any) -> Result:
     """The call, without a warning of numpy's about what it meets."""
-    return _no_warnings.copy().run(call, *args)  # a copy: a context can be entered once at a time
+    return NO_WARNINGS.copy().run(call, *args)  # a copy: a context can be entered once at a time

@@ -17,12 +17,12 @@ from gradwatch.reading.row_sums import HERE, Order, RowBuffer, Shape
 class NormRows(RowBuffer):
     """Rows as norms, by torch, with all its threads."""
 
-    __slots__ = ("_parts", "_rows", "_scalar")
+    __slots__ = ("_rows", "_scalar")
 
-    def __init__(self, shapes: Sequence[tuple[int, int]]) -> None:
+    def __init__(self, shapes: Sequence[Shape]) -> None:
         super().__init__(shapes)
         rows = torch.from_numpy(self._host)
-        self._parts = rows.split([count for count, _ in shapes])
+        self._outs = list(rows.split([count for count, _ in shapes]))
         self._rows, self._scalar = rows.unsqueeze(0), torch.zeros(1, **HERE)
 
     @staticmethod
@@ -31,22 +31,23 @@ class NormRows(RowBuffer):
             raise TypeError(f"not float32 but {grad.dtype}")
         return (grad if order is None else grad.permute(order)).view(shape)
 
-    def read(self, parts: Sequence[int], matrices: Sequence[Tensor]) -> float:
+    def read(self, matrices: Sequence[Tensor], parts: Sequence[int] | None = None) -> tuple[float, float]:
         take = torch.linalg.vector_norm
-        for rows, out in zip(matrices, map(self._parts.__getitem__, parts), strict=True):
+        outs = self._outs if parts is None else map(self._outs.__getitem__, parts)
+        for rows, out in zip(matrices, outs, strict=True):
             take(rows, 2, 1, out=out)
-        # By the very operation whose code is in the caches by now.
-        return float(take(self._rows, 2, 1, out=self._scalar))  # sync: CPU tensor
+        if self._few:
+            norms = self._host.tolist()  # sync: numpy
+            total, least = math.hypot(*norms), min(norms, default=math.inf)
+        else:  # by the very operation whose code is in the caches by now
+            total = float(take(self._rows, 2, 1, out=self._scalar))  # sync: CPU tensor
+            least = float(take(self._rows, -math.inf, 1, out=self._scalar))  # sync: CPU tensor
+        return total, least * least
 
-    def min_row(self) -> float:
-        if not self._rows.numel():
-            return math.inf
-        torch.linalg.vector_norm(self._rows, -math.inf, 1, out=self._scalar)
-        min_row = float(self._scalar)  # sync: CPU tensor
-        return min_row * min_row
+    @staticmethod
+    def squares(rows: NDArray[np.float32]) -> NDArray[Any]:
+        return np.square(rows, dtype=np.float64)
 
-    def norms(self, rows: Sequence[int]) -> list[float]:
-        return list(map(self._host.item, rows))  # sync: numpy
-
-    def squares(self) -> NDArray[Any]:
-        return np.square(self._host, dtype=np.float64)
+    @staticmethod
+    def norm(row: float) -> float:
+        return row

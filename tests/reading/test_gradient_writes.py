@@ -172,13 +172,18 @@ def test_sentinels_agree_exactly_with_what_was_read(sizes: tuple[int, ...], dtyp
         assert sentinels.agree([*broken, None], read_of([*broken, None]), 1.0)
 
 
+@pytest.mark.parametrize("sizes", [(5, 9, 300), (5, 9, 300, 7)])
 @pytest.mark.parametrize("change", ["signs", "one bit", "other memory", "nothing"])
-def test_what_sentinels_hold_tells_of_every_bit(change: str) -> None:
-    """Kept before the read, compared after it: also what leaves every norm as it was, or puts other memory there."""
-    grads: list[torch.Tensor | None] = [torch.randn(n) for n in (5, 9, 300)]
-    sentinels, read = WriteProbes(np.array([5, 9, 300])), read_of(grads)
+def test_what_sentinels_hold_tells_of_every_bit(sizes: tuple[int, ...], change: str) -> None:
+    """Kept before the read, or by it where it lays gradients out: also what leaves every norm as it was is noticed."""
+    grads: list[torch.Tensor | None] = [torch.randn(n) for n in sizes]
+    reader, sentinels = CpuReader(), WriteProbes(np.array(sizes))
+    read = CpuNorms(reader.read(grads), np.zeros(len(grads)), 1.0)
     assert sentinels.agree(grads, read, 1.0)  # chooses
-    sentinels.hold(grads)
+    assert sentinels.kept_by_read == (len(sizes) > 3)
+    if not sentinels.kept_by_read:
+        sentinels.hold(grads)
+    read = CpuNorms(reader.read(grads), np.zeros(len(grads)), 1.0)
     grad = grads[2]
     assert grad is not None
     if change == "signs":
@@ -186,8 +191,21 @@ def test_what_sentinels_hold_tells_of_every_bit(change: str) -> None:
     elif change == "one bit":
         grad.numpy().view(np.int32)[7] ^= 1
     elif change == "other memory":
-        grad.data = grad.data.clone()
+        grad.data = grad.data.clone().neg_()
     assert sentinels.agree(grads, read, 1.0) == (change == "nothing")
+
+
+def test_what_a_later_read_has_laid_out_is_not_taken_for_an_earlier_one() -> None:
+    """The copies of a read are gone with the next one by the same plan: then norms are compared."""
+    grads: list[torch.Tensor | None] = [torch.randn(n) for n in (5, 9, 300, 7)]
+    reader, sentinels = CpuReader(), WriteProbes(np.array([5, 9, 300, 7]))
+    read = CpuNorms(reader.read(grads), np.zeros(len(grads)), 1.0)
+    assert sentinels.agree(grads, read, 1.0)
+    for grad in grads:
+        grad.data.mul_(0.5)  # type: ignore[union-attr]
+    reader.read(grads)
+    assert read.rows.contents([0]) is None
+    assert not sentinels.agree(grads, read, 1.0)
 
 
 def test_sentinels_that_are_zero_say_nothing_and_others_are_chosen() -> None:
