@@ -32,7 +32,7 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
 from typing import Any
@@ -129,6 +129,22 @@ class CheckpointHealthTracker:
             reasons.append(f"step {snapshot.step} could not be judged")
         self._found = tuple(reasons)
         return self._renew()
+
+    @property
+    def untroubled(self) -> bool:
+        """True if nothing of what was before speaks against a checkpoint; a step as usual leaves it so."""
+        return not (
+            self.confirmed
+            or self.ruin
+            or self.nonfinite_statistics
+            or self.suspected is not None
+            or self.poisoned_at is not None
+        )
+
+    def after_usual(self, snapshots: Sequence[Snapshot]) -> list[CheckpointHealth]:
+        """As `after` each of these steps in turn, which were judged and taken, and on which no rule fires."""
+        verdict, decision = Verdict(), Decision()
+        return [self.after(snapshot, verdict, decision) for snapshot in snapshots]
 
     def unjudged(self, step: int) -> None:
         """An internal error kept this step from being judged: it cannot be called healthy."""

@@ -352,7 +352,7 @@ def test_an_attribute_set_from_elsewhere_is_found() -> None:
 
 
 # A sink knows Records; of many optimizers that step inside one backward there is one context.
-KEYED_BY_INDEX = {"session/snapshot_action.py", "session/boundary/step_in_backward.py"}
+KEYED_BY_INDEX = {"session/actions/snapshot_action.py", "session/boundary/step_in_backward.py"}
 LOOK_UPS = {"get", "pop", "setdefault"}
 OF_ONE_OPTIMIZER = ("capture/", "distributed/", "actions/", "session/")
 

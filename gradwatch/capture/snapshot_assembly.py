@@ -1,12 +1,12 @@
-"""From what one window found to the Snapshot the engine judges. S = K parameters, M tapped modules, W ranks."""
+"""From what windows found to the Snapshots the engine judges. S = K parameters, M tapped modules, W ranks; T steps."""
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -95,7 +95,7 @@ def assemble(
             raw, norms, total = after, wide, applied
     if extras.params or extras.modules or extras.ranks:
         _take_columns(columns, extras, count, missing)
-    coef, calls = _coefficients(raw, after), window.calls
+    coef, calls = coefficients(raw, after), window.calls
     if missing:
         norms, calls, coef = _pad(norms, missing), _pad(calls, missing), _pad(coef, missing, 1)
     if not window.applied_known:
@@ -123,12 +123,81 @@ def assemble(
     )
 
 
+class MeasuredStep(Protocol):
+    """A step that was measured, on the host."""
+
+    window: WindowNorms
+    extras: Extras
+
+    def values(self) -> Mapping[str, float]:
+        """The values that there is one of per step."""
+
+
+class Assembled(NamedTuple):
+    """The Snapshots of T steps, and their norms together: float32[T, K]."""
+
+    snapshots: list[Snapshot]
+    norm: NDArray[np.float32]
+
+
+def assemble_many(sites: Sites, optimizer: int, steps: Sequence[MeasuredStep], coverage: float) -> Assembled:
+    """The Snapshots, as `assemble` makes them, of the first of these steps: with no gradient that was looked at twice.
+
+    Of each, all K gradients have arrived, and nothing else has been measured but columns of them.
+    """
+    norms: list[tuple[NDArray[np.float64], NDArray[np.float64], float, float]] = []
+    for step in steps:
+        window = step.window
+        raw, after = window.wait()
+        if window.provisional or (window.pruned is not None and not window.pruned.right):
+            break
+        total = silently(_root, raw)
+        applied = total if after is raw else silently(_root, after)
+        if (
+            not (TINY < total < FLOAT32_MAX and applied < FLOAT32_MAX)
+            or window.details
+            or window.after.details
+        ):
+            break
+        norms.append((raw, after, total, applied))
+    if not norms:
+        return Assembled([], np.zeros((0, len(sites)), np.float32))
+    narrow = np.array([raw for raw, *_ in norms]).astype(np.float32)
+    snapshots = [
+        Snapshot(
+            optimizer,
+            step.window.step,
+            sites,
+            norm,
+            step.window.calls,
+            coefficients(raw, after),
+            total,
+            applied,
+            None,
+            _columns(step.extras) if step.extras.params else {},
+            step.values(),
+            step.window.micro,
+            coverage=coverage,
+        )
+        for step, norm, (raw, after, total, applied) in zip(steps, narrow, norms, strict=False)
+    ]
+    return Assembled(snapshots, narrow)
+
+
 def of_norms(optimizer: int, sites: Sites, window: WindowNorms, scalars: Mapping[str, float]) -> Snapshot:
     """The Snapshot of a step of which only the norms and scalars could be had, bit for bit those of `assemble`.
 
     Its coverage is 1: nothing else is claimed of it.
     """
     return assemble(optimizer, sites, window, Extras(), scalars, 1.0)
+
+
+def _root(norms: NDArray[np.float64]) -> float:
+    return math.sqrt(np.dot(norms, norms))
+
+
+def _columns(extras: Extras) -> dict[str, Column]:
+    return {name: column for pending in extras.params for name, column in pending.columns().items()}
 
 
 def as_float32(norms: NDArray[np.float64]) -> NDArray[np.float32]:
@@ -163,7 +232,8 @@ def _untouched(count: int) -> NDArray[np.float32]:
     return ones
 
 
-def _coefficients(raw: NDArray[np.float64], after: NDArray[np.float64]) -> NDArray[np.float32]:
+def coefficients(raw: NDArray[np.float64], after: NDArray[np.float64]) -> NDArray[np.float32]:
+    """float32[K]: by what each of these norms was multiplied; 1 where that is not known, and of gradients of zeros."""
     if after is raw:
         return _untouched(len(raw))
     with np.errstate(all="ignore"):

@@ -5,6 +5,7 @@ One file per family; `baseline` is what `spike` and `drift` learn of the past of
 
 from __future__ import annotations
 
+from gradwatch.detectors.baseline import leading
 from gradwatch.detectors.detector import (
     DETECTORS,
     ENTRY_POINT_GROUP,
@@ -65,6 +66,7 @@ __all__ = [
     "clears",
     "find_detector",
     "first_crossed",
+    "leading",
     "may_breach",
     "register_detector",
     "rule_keys",

@@ -134,9 +134,32 @@ def common_pace(
     return np.float32(max(gain(half_life), 1.0 / (low + 1.0))), n + np.int32(1)
 
 
+def common_paces(
+    n: NDArray[np.int32], least: int, half_life: float, enough: int, count: int
+) -> tuple[list[np.float32], list[NDArray[np.int32]]] | None:
+    """The weights of the next `count` samples, and the counts after each, as `common_pace` gives them in turn."""
+    weights: list[np.float32] = []
+    counts: list[NDArray[np.int32]] = []
+    for left in range(count, 0, -1):
+        pace = common_pace(n, least, half_life, enough)
+        if pace is None:
+            return None
+        weight, after = pace
+        if after is n:  # and so for all that follow
+            return weights + [weight] * left, counts + [n] * left
+        weights.append(weight)
+        counts.append(n := after)
+    return weights, counts
+
+
 @cache
 def _steady_weight(half_life: float) -> np.float32:
     return np.float32(gain(half_life))
+
+
+def leading(holds: BoolArray) -> int:
+    """Count the first of [T] that hold."""
+    return len(holds) if holds.all() else int(holds.argmin())
 
 
 def _fill(state: LevelState, before: NDArray[np.int32], x: Array32, filling: BoolArray) -> LevelState:

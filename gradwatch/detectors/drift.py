@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, ClassVar, NamedTuple, cast
@@ -16,7 +17,9 @@ from gradwatch.detectors.baseline import (
     HalfLife,
     Warmup,
     common_pace,
+    common_paces,
     gain,
+    leading,
     log_of,
     mature,
 )
@@ -110,6 +113,24 @@ class Drift(Exceeding):
         moved += means
         return self._judged(before, TrendState(pace[1], moved), x)
 
+    def advance_many_logs(self, state: State, x: Array32) -> tuple[int, State]:
+        """As `advance_logs` of each in turn; only what depends on the sample before is done for one at a time."""
+        before = cast(TrendState, state)
+        paces = common_paces(before.n, 0, self.slow, mature(self.slow, self.warmup), len(x))
+        if paces is None:
+            return Exceeding.advance_many_logs(self, state, x)
+        gains, means, n = _gains(self.fast, self.slow), before.means, before.n
+        found = np.empty((len(x), *means.shape), np.float32)
+        for new, weight, after, moved in zip(x, *paces, found, strict=True):
+            np.subtract(new, means, out=moved)
+            moved *= gains if after is n else np.maximum(gains, weight)
+            moved += means
+            means, n = moved, after
+        growth = np.maximum.reduce(found[:, 0] - found[:, 1], axis=1)
+        # What comes closer is judged by itself.
+        below = leading(growth.astype(np.float64) < math.log(self.above) - 1e-3)
+        return below, TrendState(paces[1][below - 1], found[below - 1].copy()) if below else state
+
     def _judged(
         self, before: TrendState, after: TrendState, x: Array32
     ) -> tuple[FloatArray | None, TrendState]:
@@ -131,6 +152,10 @@ class Drift(Exceeding):
         growth = after.means[0].astype(np.float64) - after.means[1]
         factor = np.exp(np.minimum(growth, LARGEST_EXPONENT))
         return np.where((before.n >= self.warmup) & np.isfinite(x), factor, np.nan)
+
+    def logs_of(self, values: Sequence[float]) -> Array32 | None:
+        """ln of each; None where one is not positive."""
+        return np.array([*map(math.log, values)], np.float32) if min(values) > 0 else None
 
     def rebaseline(self, state: State, mask: BoolArray, keep_judging: bool) -> TrendState:
         """Start over; a trend across a change that keeps judging goes on."""

@@ -16,7 +16,9 @@ from gradwatch.detectors.baseline import (
     HalfLife,
     Warmup,
     common_pace,
+    common_paces,
     gain,
+    leading,
     mature,
 )
 from gradwatch.detectors.detector import (
@@ -116,6 +118,27 @@ class Drop(Exceeding):
         d += before.b
         return score, ShareState(pace[1], d)
 
+    def advance_many_logs(self, state: State, x: Array32) -> tuple[int, State]:
+        """As `advance_logs` of each in turn; only what depends on the sample before is done for one at a time."""
+        before = cast(ShareState, state)
+        enough = mature(self.half_life, self.warmup)
+        paces = common_paces(before.n, self.warmup, self.half_life, enough, len(x))
+        if paces is None:
+            return Exceeding.advance_many_logs(self, state, x)
+        shares, found, b = x - _medians(x)[:, None], np.empty_like(x), before.b
+        low = np.empty(len(x), np.float32)
+        for t, (new, weight, usual) in enumerate(zip(shares, paces[0], found, strict=True)):
+            d = new - b
+            low[t] = np.minimum.reduce(d)
+            np.maximum(d, _FALL, out=d)
+            np.minimum(d, _RISE, out=d)
+            d *= weight
+            np.add(d, b, out=usual)
+            b = usual
+        # What comes closer is judged by itself.
+        below = leading(-low.astype(np.float64) < math.log(self.above) - 1e-3)
+        return below, ShareState(paces[1][below - 1], found[below - 1].copy()) if below else state
+
     def _factor(self, state: ShareState, y: Array32) -> NDArray[np.float64]:
         fall = np.minimum(state.b.astype(np.float64) - y, LARGEST_EXPONENT)
         return np.where(state.n >= self.warmup, np.exp(fall), np.nan)
@@ -156,6 +179,18 @@ def _median(x: Array32) -> np.float32:
     high = float(x[half])
     # The mean of two float32 is exact as a float, but for one rounding.
     return np.float32(high if len(x) % 2 else (float(np.maximum.reduce(x[:half])) + high) / 2)
+
+
+def _medians(x: Array32) -> Array32:
+    """float32[T]: of each of x[T, K] what `_median` says."""
+    half, size = x.shape[1] // 2, x.shape[1]
+    x = x.copy()
+    x.partition(half, axis=1)
+    high = x[:, half].astype(np.float64)
+    if size % 2:
+        return high.astype(np.float32)
+    low: NDArray[np.float64] = np.maximum.reduce(x[:, :half], axis=1).astype(np.float64)
+    return ((low + high) / 2).astype(np.float32)
 
 
 @register_detector

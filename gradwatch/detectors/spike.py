@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar, Literal, cast
 
@@ -10,7 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.detectors.baseline import (
+    FLOOR,
     RING,
+    SIGMA_PER_MEAN_DEVIATION,
     WINSOR,
     Array32,
     HalfLife,
@@ -19,8 +22,10 @@ from gradwatch.detectors.baseline import (
     Warmup,
     absorb,
     common_pace,
+    common_paces,
     deviation,
     judged,
+    leading,
     log_of,
     mature,
     restart_level,
@@ -28,6 +33,15 @@ from gradwatch.detectors.baseline import (
 from gradwatch.detectors.detector import STRICT, NormColumn, ObservedColumn, Sample, State, register_detector
 from gradwatch.detectors.thresholds import Finite, Positive
 from gradwatch.records.snapshot import BoolArray, FloatArray
+
+_SIGMA, _FLOOR = np.float32(SIGMA_PER_MEAN_DEVIATION), np.float32(FLOOR)
+
+
+def _winsorise(d: Array32, bound: Array32) -> None:
+    """Bring d[K] to within ±bound[K], in place."""
+    np.minimum(d, bound, out=d)
+    np.negative(bound, out=bound)
+    np.maximum(d, bound, out=d)
 
 
 def _z(state: LevelState, x: Array32, sigma: Array32, warmup: int) -> Array32:
@@ -76,9 +90,8 @@ class _Level(Robust):
         if pace is None or not worst < math.inf:
             after = absorb(level, x, sigma, self.half_life, enough)
             return _z(level, x, sigma, self.warmup), after
-        if worst > WINSOR or float(np.minimum.reduce(z)) < -WINSOR:
-            bound = WINSOR * sigma
-            np.clip(d, -bound, bound, out=d)
+        sigma *= WINSOR
+        _winsorise(d, sigma)
         a, n = pace
         spread = np.abs(d)
         spread -= level.s
@@ -87,6 +100,34 @@ class _Level(Robust):
         d *= a
         d += level.m
         return (z if worst > self.above else None), LevelState(n, d, spread, level.held, level.ring[:0])
+
+    def advance_many_logs(self, state: State, x: Array32) -> tuple[int, State]:
+        """As `advance_logs` of each in turn; only what depends on the sample before is done for one at a time."""
+        level, enough = cast(LevelState, state), mature(self.half_life, self.warmup)
+        paces = common_paces(level.n, max(RING, self.warmup), self.half_life, enough, len(x))
+        if paces is None:
+            return Robust.advance_many_logs(self, state, x)
+        m, s = level.m, level.s
+        z, means, spreads = np.empty_like(x), np.empty_like(x), np.empty_like(x)
+        for new, weight, score, mean, spread in zip(x, paces[0], z, means, spreads, strict=True):
+            sigma = np.maximum(s * _SIGMA, _FLOOR)
+            d = new - m
+            np.divide(d, sigma, out=score)
+            sigma *= WINSOR
+            _winsorise(d, sigma)
+            np.abs(d, out=spread)
+            spread -= s
+            spread *= weight
+            spread += s
+            d *= weight
+            np.add(d, m, out=mean)
+            m, s = mean, spread
+        below = leading(np.maximum.reduce(z, axis=1).astype(np.float64) <= self.above)
+        if not below:
+            return 0, state
+        last = below - 1
+        ring = level.ring[:0]
+        return below, LevelState(paces[1][last], means[last].copy(), spreads[last].copy(), level.held, ring)
 
     def limit(self, state: State) -> NDArray[np.float64]:
         """The value at which z is the threshold: the inverse of m + above·σ̂; inf while warming up."""
@@ -130,6 +171,10 @@ class Spike(_Level):
         """ln value."""
         return log_of(sample)
 
+    def logs_of(self, values: Sequence[float]) -> Array32 | None:
+        """ln of each; None where one is not positive."""
+        return np.array([*map(math.log, values)], np.float32) if min(values) > 0 else None
+
     def value(self, x: NDArray[np.float64]) -> NDArray[np.float64]:
         """e^x."""
         return np.exp(x)
@@ -159,6 +204,10 @@ class LossSpike(_Level):
         """asinh value; NaN where missing or not finite."""
         usable = sample.present & np.isfinite(sample.values)
         return np.arcsinh(np.where(usable, sample.values, np.nan)).astype(np.float32, copy=False)
+
+    def logs_of(self, values: Sequence[float]) -> Array32 | None:
+        """asinh of each."""
+        return np.arcsinh(np.array(values, np.float64)).astype(np.float32, copy=False)
 
     def value(self, x: NDArray[np.float64]) -> NDArray[np.float64]:
         """sinh x."""

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gradwatch.detectors import State
 from gradwatch.engine.actions.backward_clips import Asked, asked, bounds, module_bounds, only_in_backward
 from gradwatch.engine.actions.rule_actions import by_rule, orders, rescaled, without_overridden
 from gradwatch.engine.clip_policy_binding import clips_only_total, needs_host
 from gradwatch.engine.columns_needed import Needs, needs_of
-from gradwatch.engine.engine_state import EngineState, empty_state
-from gradwatch.engine.fast_path import FastPath, FastPaths, Learned
+from gradwatch.engine.engine_state import NONE_ACTIVE, EngineState, empty_state
+from gradwatch.engine.fast_path.many_steps import FastBlock
+from gradwatch.engine.fast_path.one_step import FastPath, FastPaths, Learned
 from gradwatch.engine.judge import Step, firing_now
 from gradwatch.engine.rule_plan import NO_BANK, Plan, make_plan
 from gradwatch.engine.series import labels
@@ -117,6 +120,14 @@ class Engine:
         return BoundEngine(make_plan(self.ruleset, labelled), self.rank)
 
 
+class OrdinarySteps(NamedTuple):
+    """Steps judged together: the state after them, the verdict of each, and of each the staggered series in turn."""
+
+    state: EngineState
+    verdict: Verdict = Verdict()
+    in_turn: Sequence[InTurn] = ()
+
+
 class BoundEngine:
     """Rules bound to sites: `evaluate` and `decide` are pure; `init` and `adopt` make their states."""
 
@@ -203,6 +214,39 @@ class BoundEngine:
                     return self._active_alone(state, path.active_every_step, learned, lr)
                 return state.ordinary, state.with_learned(learned.baselines, lr)
         return self._rule_by_rule(state, snapshot, in_turn, lr)
+
+    def evaluate_many(
+        self, state: EngineState, snapshots: Sequence[Snapshot], norm: NDArray[np.float32]
+    ) -> OrdinarySteps:
+        """Judge the first of several steps of one optimizer together, as far as they are surely as usual.
+
+        As `evaluate` would one after the other, bit by bit; the next one is for `evaluate`. The Snapshots are not
+        provisional, and every gradient has arrived; `norm` float32[T, P] are their norms. Where something fires, or the
+        state has just been loaded, nothing is known to be usual.
+        """
+        if state.plan is not self.plan or any(len(one.norm) != self._size for one in snapshots):
+            raise GradwatchError("state or snapshot belongs to other sites; use adopt()")
+        if state.active != NONE_ACTIVE or state.ordinary is None:
+            return OrdinarySteps(state)
+        lr, in_turn = state.lr, list[InTurn]()
+        for snapshot in snapshots:
+            before, lr = lr, snapshot.scalars.get("lr", lr)
+            turn = self.turns.in_turn(snapshot.step, state.overdue)
+            missed = turn and self.turns.missed(turn, snapshot, state.overdue) is not state.overdue
+            if missed or jumped(before, lr):
+                break
+            in_turn.append(turn)
+        block = FastBlock(
+            self._fast_paths[NONE_ACTIVE], snapshots[: len(in_turn)], in_turn, norm[: len(in_turn)]
+        )
+        count, baselines = block.learn(state) if in_turn else (0, state.baselines)
+        if not count:
+            return OrdinarySteps(state)
+        lr = next((one.scalars["lr"] for one in reversed(snapshots[:count]) if "lr" in one.scalars), state.lr)
+        after = state.with_learned(baselines, lr)
+        if in_turn[count - 1] or state.overdue:
+            after = after.with_turns(in_turn[count - 1], state.overdue)
+        return OrdinarySteps(after, state.ordinary, in_turn[:count])
 
     def _active_alone(
         self, state: EngineState, active: Iterable[int], learned: Learned, lr: float | None
@@ -317,6 +361,11 @@ class BoundEngine:
         broken = not math.isfinite(total_norm)
         skips = any(_on_gradients(one.rule) and one.rule.acts and one.skip for one in self.plan.rules)
         return replace(self._every_step, skip=broken and skips)
+
+    @property
+    def decision_otherwise(self) -> Decision:
+        """The decision on a step on which no rule acts, but for what policies of `clip:` make of its norms."""
+        return self._every_step
 
     def rebaseline(self, state: EngineState, glob: str = "*") -> EngineState:
         """The state with the baselines of all sites that match `glob` forgotten, and of totals they are

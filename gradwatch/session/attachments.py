@@ -31,6 +31,8 @@ from gradwatch.records.event import Event
 from gradwatch.records.run_info import RunInfo
 from gradwatch.records.snapshot import Sites
 from gradwatch.rules.rule_set import RuleSet
+from gradwatch.session.actions.localise_action import Causes, localising
+from gradwatch.session.actions.snapshot_action import Bundles
 from gradwatch.session.binding.backward_actions import module_bounds_of
 from gradwatch.session.binding.bind_optimizer import Binder
 from gradwatch.session.binding.rank_requirements import rank_requirements
@@ -39,12 +41,10 @@ from gradwatch.session.binding.rule_bindings import RuleBindings
 from gradwatch.session.boundary.optimizer_step import Boundary
 from gradwatch.session.checkpoint_health import Checkpoints
 from gradwatch.session.extra_columns import ExtraColumns
-from gradwatch.session.localise_action import Causes, localising
 from gradwatch.session.logged_once import Notices
 from gradwatch.session.optimizer_context import Contexts
 from gradwatch.session.pause_after_errors import STEP_PATH, Activity
 from gradwatch.session.record_publishing import Publishing
-from gradwatch.session.snapshot_action import Bundles
 from gradwatch.session.step_pipeline import Sources, StepPipeline, deferral_allowed
 from gradwatch.session.watched_optimizers import Ownership
 from gradwatch.taps.pipeline_stages import PipelineStages

@@ -137,8 +137,11 @@ class ExtraColumns:
         if window.skipped is not None:
             scalars["scaler_skip"] = window.skipped
         if window.deferrable:
-            window.deferrable = not (params or modules or histograms) and self._deferrable(
-                ctx, bound_rules, window, scalars
+            complete = not params or (not overdue and bool(window.calls.all()))
+            window.deferrable = (
+                complete
+                and not (modules or histograms)
+                and self._deferrable(ctx, bound_rules, window, scalars)
             )
         extras = NOTHING
         if params or modules or histograms is not None:

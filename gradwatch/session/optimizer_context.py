@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from gradwatch.actions.lbfgs_and_sam import ClosureCalls
 from gradwatch.actions.step_actions import StepActions
@@ -13,6 +14,9 @@ from gradwatch.distributed.membership import RankMembership
 from gradwatch.reading.device import Number
 from gradwatch.session.binding.optimizer_rules import OptimizerRules
 from gradwatch.session.deferred_steps import Deferral
+
+if TYPE_CHECKING:
+    from gradwatch.session.extra_columns import Measurement
 
 
 @dataclass(slots=True, eq=False)
@@ -26,7 +30,7 @@ class OptimizerContext:
 
     captured: OptimizerCapture
     acting: StepActions  # what was set aside or set for the step under way
-    deferral: Deferral  # steps measured and not judged yet
+    deferral: Deferral[Measurement]  # steps measured and not judged yet
     bound_rules: OptimizerRules | None = None
     membership: RankMembership | None = None
     nested: int = 0  # calls of the optimizer's `step` under way

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from gradwatch.account.session_counts import SessionCounts
@@ -68,6 +69,13 @@ class Publishing:
             record = failed(record, left, done, wrong.error, rules)
         bound_rules.record = record
         self._publish(record, facts.in_turn)
+
+    def give_all(self, records: Sequence[Record], in_turn: Sequence[InTurn]) -> None:
+        """Publish Records of steps on which nothing happened, with the staggered series in turn at each."""
+        for record, turn in zip(records, in_turn, strict=True):
+            self.totals.observe(record, turn)
+        for sink in self.sinks:
+            sink.write_all(records)
 
     def flush(self, timeout: float = 2.0) -> None:
         """Make what was written durable, before training is stopped."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -34,17 +35,17 @@ from gradwatch.records.event import Event
 from gradwatch.records.finding import Finding
 from gradwatch.records.snapshot import Snapshot
 from gradwatch.records.verdict import Verdict
+from gradwatch.session.actions.localise_action import Causes
+from gradwatch.session.actions.snapshot_action import Bundles
 from gradwatch.session.binding.optimizer_rules import ORDINARY, ORDINARY_AGAIN, Clock, OptimizerRules
 from gradwatch.session.binding.rule_bindings import RuleBindings
 from gradwatch.session.checkpoint_health import Checkpoints
-from gradwatch.session.deferred_steps import Deferred
 from gradwatch.session.extra_columns import ExtraColumns, Measurement
-from gradwatch.session.localise_action import Causes
 from gradwatch.session.logged_once import Notices
 from gradwatch.session.optimizer_context import OptimizerContext
+from gradwatch.session.ordinary_steps import OrdinarySteps
 from gradwatch.session.pause_after_errors import Activity
 from gradwatch.session.record_publishing import Facts, Judged, Publishing
-from gradwatch.session.snapshot_action import Bundles
 
 UNJUDGED = Verdict()
 """Stands for the verdict of a step on which the engine failed."""
@@ -105,6 +106,14 @@ class StepPipeline:
         self._sources = sources
         self._acts_on_jumps = any(rule.acts and rule.kind == "jump" for rule in engine.ruleset.rules)
         self._defers = deferral_allowed(engine, rule_bindings)
+        self._ordinary_steps = OrdinarySteps(
+            sources.capture,
+            sources.checkpoints,
+            sources.notices,
+            publishing,
+            activity,
+            tuple if sources.causes is None else sources.causes.recorded,
+        )
 
     def needs_host(self, ctx: OptimizerContext) -> bool:
         """True if some rule acts on this very step, and no device can decide it alone."""
@@ -139,11 +148,26 @@ class StepPipeline:
         if captured.on_cpu:
             self.conclude(ctx, measurement)
         else:
-            ctx.deferral.submit(self.deferred(ctx, measurement))
+            self.defer(ctx, measurement)
 
-    def deferred(self, ctx: OptimizerContext, measurement: Measurement) -> Deferred:
-        """A step that is judged, and published as decided, when it is its turn."""
-        return Deferred(measurement.ready, partial(self.conclude, ctx, measurement))
+    def defer(self, ctx: OptimizerContext, measurement: Measurement) -> bool:
+        """Have a step judged, and published as decided, when it is its turn; whether that is now."""
+        reader, window = measurement.bound_rules.column_reader, measurement.window
+        if reader.awaiting and measurement.captured.on_cpu:  # no rule keeps it from being taken
+            reader.moved(window.calls > 0, window.raw.norms() == 0, window.step)
+        return ctx.deferral.submit(measurement, partial(self._conclude_waiting, ctx))
+
+    def _conclude_waiting(self, ctx: OptimizerContext, waiting: deque[Measurement]) -> None:
+        """Judge and publish the first of the steps that wait, and with it those behind it that are ordinary too."""
+        left = len(waiting)
+        try:
+            if self._ordinary_steps.conclude(ctx, waiting):
+                return
+        except Exception as error:
+            self._activity.failed("boundary", error)
+            if len(waiting) < left:  # they have been judged
+                return
+        self.conclude(ctx, waiting.popleft())
 
     def conclude(self, ctx: OptimizerContext, measurement: Measurement) -> Decision:
         """Judge a step whose gradients are gone, or are left to a device, and publish it as decided."""

@@ -7,7 +7,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, TextIO, get_args
@@ -134,6 +134,10 @@ class LogSink:
             self._cause(finding, now)
         if now >= self._next_due:
             self._sum_up(now)
+
+    def write_all(self, records: Sequence[Record]) -> None:
+        """As `write` of each; causes alone can come with steps on which nothing happened, and with the last of them."""
+        self.write(records[-1])
 
     def internal_error(self, component: str, error: BaseException) -> None:
         """Say that a part of gradwatch failed, or cannot do as asked; `Health` calls this once per component."""

@@ -30,7 +30,9 @@ class Sink(Protocol):
     `open` and `write` run on the training thread and must not wait for anything: `write` has microseconds,
     may keep the Record (it is immutable) and must leave slow work to a thread of its own. `close` may be
     called twice, and without `open`. `name` is the `component` label of its errors. A sink may also have
-    `conclude(account)`, which is called just before `close` with the `Account` of the process.
+    `conclude(account)`, which is called just before `close` with the `Account` of the process, and
+    `write_all(records)`, which is called instead of `write` for several steps on which nothing happened: no event, no
+    order, and findings, of what was found by then, with the last of them alone.
     """
 
     name: str

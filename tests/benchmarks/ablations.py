@@ -59,9 +59,11 @@ def _judge_at_once() -> None:
 
 
 def _judge_in_full() -> None:
-    from gradwatch.engine.fast_path import FastPath
+    from gradwatch.engine.fast_path.one_step import FastPath
+    from gradwatch.session.ordinary_steps import OrdinarySteps
 
     _replace(FastPath, "learn", _nothing)
+    _replace(OrdinarySteps, "conclude", _nothing)
 
 
 def _read_clipped_again() -> None:
@@ -98,9 +100,16 @@ def _look_at_no_weights() -> None:
     _replace(Checkpoints, "check_if_due", _nothing)
 
 
+def _judge_one_by_one() -> None:
+    from gradwatch.session.ordinary_steps import OrdinarySteps
+
+    _replace(OrdinarySteps, "conclude", _nothing)
+
+
 ABLATIONS = {
     "hooks": Ablation("most hooks removed once the loop is learned", _keep_all_hooks),
     "deferral": Ablation("calm steps judged some at a time", _judge_at_once),
+    "together": Ablation("calm steps judged in one call", _judge_one_by_one),
     "quiet": Ablation("a calm step judged by bounds", _judge_in_full),
     "factors": Ablation("a clip's factor known, no second read", _read_clipped_again, (CLIPPED,)),
     "squares": Ablation("sums of squares in the machine's own instructions", _read_with_torch),

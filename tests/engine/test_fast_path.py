@@ -11,162 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwatch.detectors import (
-    DETECTORS,
-    Above,
-    AllZero,
-    Below,
-    Dead,
-    DepthRatio,
-    Drift,
-    Drop,
-    LossNonFinite,
-    LossSpike,
-    NonFinite,
-    Sample,
-    Spike,
-    Stale,
-    Stuck,
-    UpdateRatio,
-    breaches,
-)
-from gradwatch.engine import BoundEngine, Engine, EngineState
-from gradwatch.records.snapshot import Column, Snapshot
-from gradwatch.rules.files import load_rules
-from gradwatch.rules.rule_set import Rule, RuleSet
-from tests.engine.cases import (
-    GROUPS,
-    OptimizerRules,
-    default_like,
-    everywhere,
-    make_sites,
-    make_snapshot,
-    rule,
-)
+from gradwatch.detectors import DETECTORS, Sample, breaches
+from gradwatch.engine import EngineState
+from gradwatch.records.snapshot import Snapshot
+from tests.engine.cases import OptimizerRules, everywhere, make_snapshot
+from tests.engine.runs import COSTLY, SIZE, bind, mostly_healthy, packs, with_faults_that_stay
 from tests.support.examples import examples
-
-SIZE = 8
-STEPS = 260
-COSTLY = {"zero_fraction": (0.1, 0.95), "update_ratio": (1e-3, 0.5), "weight_norm": (4.0, 90.0)}
-"""Columns of whole tensors: a usual value of each, and one that a rule has something to say of."""
 
 
 def restless(state: EngineState) -> EngineState:
     """The same state, of which nothing is known: `evaluate` then judges rule by rule."""
     return replace(state, ordinary=None, done=(), active=None)
-
-
-def mostly_healthy(seed: int, steps: int = STEPS) -> list[dict[str, Any]]:
-    """A run that is healthy but for a burst of faults now and then."""
-    rng = np.random.default_rng(seed)
-    level, out = np.exp(rng.normal(0, 1, SIZE)), []
-    for step in range(steps):
-        spread = rng.choice([0.1] * 9 + [0.6])
-        norms: list[float | None] = (level * np.exp(rng.normal(0, spread, SIZE))).tolist()
-        if rng.random() < 0.006:
-            norms[int(rng.integers(SIZE))] = [None, np.nan, np.inf, 0.0, 1e6, 1e-12, 1e-40][rng.integers(7)]
-        scalars = {"lr": 1e-3 if step % 90 else 1e-2}
-        if rng.random() < 0.5:
-            scalars["loss"] = float(rng.choice([2.0, 2.1, np.nan], p=[0.6, 0.39, 0.01]))
-        if rng.random() < 0.5:
-            scalars["reward"] = float(rng.choice([1.0, -1.0, 30.0, np.nan], p=[0.6, 0.38, 0.01, 0.01]))
-        known: dict[str, Any] = {"scalars": scalars, "provisional": rng.random() < 0.01}
-        if (
-            step % 3
-        ):  # as a capture gives them to rules that are judged on some sites at each step, and to others
-            known["columns"] = {
-                name: Column(
-                    rng.choice(values, SIZE, p=[0.99, 0.01]).astype(np.float32), rng.random(SIZE) < 0.5
-                )
-                for name, values in COSTLY.items()
-            }
-        if step % 50 == 0:
-            known["columns"] = {"zero_fraction": everywhere(rng.choice([0.1, 0.95], SIZE))}
-        out.append({"step": step, "norms": norms, **known})
-    return out
-
-
-def with_faults_that_stay(seed: int, steps: int = STEPS) -> list[dict[str, Any]]:
-    """As `mostly_healthy`, but parameters vanish, explode, get zeros or no gradient for tens of steps on end."""
-    rng, faults = np.random.default_rng(seed + 1), dict[int, float | None]({2: None} if seed % 2 else {})
-    out = mostly_healthy(seed, steps)
-    for step in out:
-        if rng.random() < 0.08:
-            site, fault = int(rng.integers(SIZE)), [None, 0.0, 1e-9, 1e-3, 500.0, None, 0.0][rng.integers(7)]
-            faults[site] = fault
-        if faults and rng.random() < 0.08:
-            del faults[min(faults)]
-        for site, fault in faults.items():
-            usual = step["norms"][site]
-            step["norms"][site] = fault if not fault or usual is None else fault * usual
-    return out
-
-
-def packs() -> dict[str, tuple[Rule, ...]]:
-    """Rule sets of every shape: shipped, alike, by group, over totals, with `every`, with tight bounds."""
-    odd = (
-        rule("group", Above(threshold=60.0), scope="group"),
-        rule("total", Below(threshold=0.5), scope="total"),
-        rule("every", Spike(above=3.0), every=3),
-        rule("group-spike", Spike(above=4.0), scope="group"),
-        rule("rms", Below(threshold=0.005, of="rms")),
-        rule("rms-spike", Spike(of="rms", above=4.0)),
-        rule("lr", Above(threshold=5e-3, of="lr")),
-        rule("calls", Below(threshold=1.0, of="calls")),
-        rule("applied", Above(threshold=80.0, of="norm_applied")),
-        rule("nan", NonFinite(values=("nan",)), scope="total"),
-        rule("loss", Above(threshold=2.15, of="loss")),
-    )
-    observed = (
-        rule("high", Above(threshold=20.0, of="observed.reward")),
-        rule("low", Below(threshold=-2.0, of="observed.reward"), for_=2),
-        rule("spike", Spike(of="observed.reward", above=4.0, warmup=5)),
-        rule("spike-signed", LossSpike(of="observed.reward", above=4.0, warmup=5)),
-        rule("drift", Drift(of="observed.reward", above=1.5, fast=3, slow=30)),
-        rule("nan", LossNonFinite(of="observed.reward")),
-        rule("never", Above(threshold=0.0, of="observed.other")),
-    )
-    tight = (
-        rule("spike", Spike(above=2.0, warmup=5, half_life=10)),
-        rule("spike-hard", Spike(above=6.0, warmup=5, half_life=10), exclude=("layers.0.*",)),
-        rule("spike-total", Spike(of="total_norm", above=2.0, warmup=5, half_life=10)),
-        rule("drift", Drift(above=1.5, fast=3, slow=30)),
-        rule("drop", Drop(above=3.0, warmup=10, half_life=10), for_=2),
-        rule("fading", DepthRatio(below=0.5), for_=1),
-        rule("growing", DepthRatio(above=20.0, ends=2), for_=1),
-        rule("stale", Stale(), for_=1),
-        rule("zero", AllZero(min_ndim=0), for_=2),
-    )
-    staggered = (
-        rule("dead", Dead(min_ndim=0), every=3, for_=1),
-        rule("dead-late", Dead(min_ndim=0), every=7, for_=2, keep_firing_for=9),
-        rule("big", UpdateRatio(above=0.3), every=3, for_=1),
-        rule("stuck", Stuck(), every=3, for_=1),
-        rule("weights", Spike(of="weight_norm", above=3.0, warmup=3), every=4),
-    )
-    beside = (
-        *staggered,
-        rule("all", Above(of="zero_fraction", threshold=0.5)),
-        rule("total", Above(of="zero_fraction", threshold=0.3), scope="total", every=5),
-        rule("norm", Spike(above=4.0)),
-    )
-    default = load_rules("default").rules
-    return {
-        "default": default,
-        "like": default_like(),
-        "odd": odd,
-        "observed": observed,
-        "tight": tight,
-        "staggered": staggered,
-        "beside": beside,
-    }
-
-
-def bind(rules: tuple[Rule, ...]) -> BoundEngine:
-    """These rules in the groups of the shipped pack; on a model so large that staggered sites have different phases."""
-    sites = make_sites(SIZE)
-    large = replace(sites, numels=sites.numels * (4096 if rules[0].staggered else 1))
-    return Engine(RuleSet(groups=(*GROUPS, *load_rules("default").groups), rules=rules)).bind(large)
 
 
 @pytest.mark.parametrize("pack", packs())

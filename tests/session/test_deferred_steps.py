@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import itertools
 import sys
+from collections import deque
 from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -21,12 +22,11 @@ from gradwatch.journal import read_journal
 from gradwatch.policies.norm import clip_coefficient
 from gradwatch.reading.batched import CpuReader
 from gradwatch.reading.cpu import CpuNorms
-from gradwatch.records.decision import Decision
 from gradwatch.records.record import Record
 from gradwatch.rules.files import parse_rules
 from gradwatch.session import deferred_steps, extra_columns, step_pipeline
 from gradwatch.session.binding.optimizer_rules import ORDINARY, ORDINARY_AGAIN
-from gradwatch.session.deferred_steps import LONGEST, MOST, Deferral, Deferred
+from gradwatch.session.deferred_steps import LONGEST, MOST, Deferral
 from tests.support import warm
 from tests.support.kept import Kept
 
@@ -158,30 +158,37 @@ def test_no_more_than_a_few_steps_wait(tmp_path: Path) -> None:
     assert [record.snapshot.step for record in records] == list(range(STEPS))
 
 
+class Step(NamedTuple):
+    """A step whose numbers have not arrived."""
+
+    number: int
+
+    def ready(self) -> bool:
+        """Not yet."""
+        return False
+
+
 def test_the_oldest_waits_no_longer_than_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the clock, too, steps become due; all are judged, in order, though one of them fails."""
     now, judged, failed = [100.0], [], []
     monkeypatch.setattr(deferred_steps.time, "monotonic", lambda: now[0])
-    waiting = Deferral()
+    waiting = Deferral[Step]()
 
-    def step(number: int) -> Deferred:
-        def judge() -> Decision:
-            judged.append(number)
-            if number == 0:
-                raise ValueError
-            return Decision()
+    def judge(steps: deque[Step]) -> None:
+        step = steps.popleft()
+        judged.append(step.number)
+        if step.number == 0:
+            raise ValueError
 
-        return Deferred(lambda: False, judge)
-
-    assert not waiting.submit(step(0))
+    assert not waiting.submit(Step(0), judge)
     now[0] += LONGEST * 0.9
-    assert not waiting.submit(step(1))
+    assert not waiting.submit(Step(1), judge)
     now[0] += LONGEST * 0.1 + 1e-6
-    assert waiting.submit(step(2))
+    assert waiting.submit(Step(2), judge)
     waiting.flush(failed.append)
     assert judged == [0, 1, 2]
     assert len(failed) == 1
-    assert not waiting.submit(step(3))
+    assert not waiting.submit(Step(3), judge)
 
 
 @pytest.mark.parametrize("factor", [float("nan"), float("inf"), 100.0])

@@ -29,7 +29,7 @@ from gradwatch.engine.staggering import ByResidue, Staggering
 from gradwatch.reading.device import Number
 from gradwatch.records.snapshot import BoolArray
 
-AWAITING = 8  # steps whose verdict may be due; more than a device's queue of windows
+AWAITING = 64  # steps whose verdict may be due; more than those that wait to be judged
 COLUMNS = GRADIENT_COLUMNS | WEIGHT_COLUMNS | STATE_COLUMNS
 NEVER = 1 << 62
 Zero = Callable[[], BoolArray | None]
@@ -54,6 +54,7 @@ class ColumnReader:
         self._weights = WeightReader()
         self._due = ByResidue(needs.cadences, self._due_at)
         self._copied = ByResidue(needs.cadences, self._copied_at)
+        self._idle_for = ByResidue(needs.cadences, lambda step: self._next(step) - step)
         # What is overdue, by its columns, with the positions of its sites.
         self._late: tuple[OverdueSites, list[tuple[tuple[str, ...], list[int]]]] = (NO_SITES_OVERDUE, [])
         # Weights of steps not judged yet, to be compared with those of the next.
@@ -100,7 +101,7 @@ class ColumnReader:
         due: dict[str, list[int]] = self._due.at(step)
         copied = self._copied.at(step)
         if not due and not copied:
-            self.idle = range(step, self._next(step))
+            self.idle = range(step, step + self._idle_for.at(step))
         gradients = grads() if due or copied or overdue else ()
         if overdue:
             late = self._positions(overdue)

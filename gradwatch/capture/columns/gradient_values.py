@@ -46,7 +46,7 @@ def read_gradient_values(
         ):
             numbers["zero_fraction"].put(k, (tensor.numel() - nonzero) / tensor.numel())
     for name, each in numbers.items():
-        pending.present[name] = each.present(pending.count)
+        pending.present[name] = each.positions()
         pending.parts[name] = each.send(pending.count, 1.0 if name == "zero_fraction" else scale)
 
 

@@ -58,7 +58,7 @@ def read_optimizer_state(
             for k, number in found.items():
                 numbers.put(k, number)
             pending.parts[name] = numbers.send(pending.count)
-            pending.present[name] = numbers.present(pending.count)
+            pending.present[name] = numbers.positions()
             if name == COSINE:
                 pending.defined.add(name)
 

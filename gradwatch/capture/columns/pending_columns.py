@@ -35,18 +35,15 @@ class PendingValues(Protocol):
 
 
 class HostNumbers:
-    """[K] numbers that are here already."""
+    """[K] numbers that are here already; arrays are made of them when they are asked for, in warm caches."""
 
-    __slots__ = ("_scale", "_values")
+    __slots__ = ("_by_position", "_count", "_scale", "_values")
 
-    def __init__(self, positions: Sequence[int], numbers: Sequence[float], count: int, scale: Number) -> None:
-        # In float32, as norms are, unless that would make 0 or infinity of a number.
-        narrow = all(
-            TINY <= size <= LARGEST or size in (0.0, math.inf) or size != size for size in map(abs, numbers)
-        )
-        self._values: NDArray[Any] = np.zeros(count, np.float32 if narrow else np.float64)
-        self._values[list(positions)] = numbers
+    def __init__(self, by_position: Mapping[int, float], count: int, scale: Number) -> None:
+        self._by_position = by_position
+        self._count = count
         self._scale = scale
+        self._values: NDArray[Any] | None = None
 
     def ready(self) -> bool:
         """True if `values()` would return at once."""
@@ -54,12 +51,25 @@ class HostNumbers:
 
     def values(self) -> Floats:
         """[K]."""
+        if self._values is None:
+            self._values = self._spread()
         scale = host_value(self._scale)
         if scale == 1.0:
             return self._values
         with np.errstate(divide="ignore", invalid="ignore"):
             divided: Floats = np.divide(self._values, self._values.dtype.type(scale))
         return divided
+
+    def _spread(self) -> NDArray[Any]:
+        numbers = self._by_position
+        # In float32, as norms are, unless that would make 0 or infinity of a number.
+        narrow = all(
+            TINY <= size <= LARGEST or size in (0.0, math.inf) or size != size
+            for size in map(abs, numbers.values())
+        )
+        values: NDArray[Any] = np.zeros(self._count, np.float32 if narrow else np.float64)
+        values[list(numbers)] = list(numbers.values())
+        return values
 
 
 class Numbers:
@@ -78,22 +88,17 @@ class Numbers:
         else:
             self._of_host[position] = number
 
-    def present(self, count: int) -> BoolArray:
-        """bool[K]: the positions that have a number."""
-        present = np.zeros(count, np.bool_)
-        present[self._positions()] = True
-        return present
-
     def send(self, count: int, scale: Number = 1.0) -> PendingValues:
         """float[K] on their way to the host, divided there by `scale`; one copy from each device."""
         if not self._of_devices:
-            return HostNumbers(list(self._of_host), list(self._of_host.values()), count, scale)
+            return HostNumbers(self._of_host, count, scale)
         parts = [torch.stack([number for _, number in group]) for group in self._of_devices.values()]
         if self._of_host:
             parts.append(torch.tensor(list(self._of_host.values()), dtype=torch.float64, device="cpu"))
-        return AsyncCopy(parts, np.array(self._positions(), np.intp), count, scale=scale)
+        return AsyncCopy(parts, np.array(self.positions(), np.intp), count, scale=scale)
 
-    def _positions(self) -> list[int]:
+    def positions(self) -> list[int]:
+        """The positions that have a number."""
         return [*(k for group in self._of_devices.values() for k, _ in group), *self._of_host]
 
 
@@ -119,7 +124,7 @@ class MovedParameters:
 
 @dataclass(slots=True)
 class PendingColumns:
-    """Columns of one step by name, with the positions of K at which each has a value.
+    """Columns of one step by name, with the positions of K at which each has a value, or a mask bool[K] of those.
 
     A column in `moved` has one only where the optimizer has moved the parameter; it is left out while that is unknown.
     NaN is no value of a column in `defined`.
@@ -127,7 +132,7 @@ class PendingColumns:
 
     count: int
     parts: dict[str, PendingValues] = field(default_factory=dict)
-    present: dict[str, BoolArray] = field(default_factory=dict)
+    present: dict[str, BoolArray | Sequence[int]] = field(default_factory=dict)
     moved: dict[str, MovedParameters] = field(default_factory=dict)
     defined: set[str] = field(default_factory=set)
 
@@ -139,7 +144,7 @@ class PendingColumns:
         """The columns measured this step."""
         found = {}
         for name, part in self.parts.items():
-            present, moved = self.present[name], self.moved.get(name)
+            present, moved = self._mask(name), self.moved.get(name)
             if name in self.defined:
                 values = part.values()
                 found[name] = Column(values, present & ~np.isnan(values))
@@ -149,3 +154,11 @@ class PendingColumns:
                 values = part.values()
                 found[name] = Column(values, present & moved.of(values))
         return found
+
+    def _mask(self, name: str) -> BoolArray:
+        present = self.present[name]
+        if isinstance(present, np.ndarray):
+            return present
+        mask = np.zeros(self.count, np.bool_)
+        mask[list(present)] = True
+        return mask

@@ -57,8 +57,7 @@ class RunningStatisticsReader:
                 buffer = None if module is None else module._buffers.get(BUFFER[name])
                 if buffer is not None and not is_lazy(buffer) and buffer.numel():
                     numbers.put(m, _read(name, dense(buffer)))
-            present = numbers.present(pending.count)
-            if present.any():
+            if present := numbers.positions():
                 pending.parts[name], pending.present[name] = numbers.send(pending.count), present
 
 

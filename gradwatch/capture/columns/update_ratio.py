@@ -24,6 +24,9 @@ WEIGHT_COLUMNS = frozenset({"weight_norm"}) | WEIGHT_MOMENTS | OF_UPDATES
 # A weight matrix that starts at zero (LoRA B, zero-init residuals) has a huge first ratio and no problem.
 WEIGHT_NORM_FLOOR = 0.1
 
+SMALL = 1 << 16
+"""Elements of copies whose memory is kept for good: to get it anew costs more than it is."""
+
 Kind = tuple[torch.device, torch.dtype]
 
 
@@ -73,9 +76,10 @@ class WeightReader:
         self._memory: dict[Kind, Tensor] = {}
 
     def discard(self) -> None:
-        """Discard the copies and their memory: other weights come next, or none for a while."""
+        """Discard the copies, and their memory where it is not small: other weights come next, or none for a while."""
         self._kept = None
-        self._memory.clear()
+        if self._memory and sum(map(Tensor.numel, self._memory.values())) > SMALL:
+            self._memory.clear()
 
     def copied(self, step: int) -> Collection[int]:
         """The positions of the weights that were copied at this step."""
@@ -112,15 +116,13 @@ class WeightReader:
             after.put(k, now)
         if norms:
             pending.parts["weight_norm"] = after.send(pending.count)
-            pending.present["weight_norm"] = after.present(pending.count)
+            pending.present["weight_norm"] = after.positions()
         if copies and kept is not None:
-            changed, there = change.send(pending.count), change.present(pending.count)
+            changed = change.send(pending.count)
             ratio = PendingRatio(changed, before.send(pending.count))
             for name, at in updates.items():
-                asked_at = np.zeros(pending.count, np.bool_)
-                asked_at[list(at)] = True
                 pending.parts[name] = ratio if name == "update_ratio" else changed
-                pending.present[name] = asked_at & there
+                pending.present[name] = [k for k in at if k in copies]
                 pending.moved[name] = kept.moved
 
     def keep(self, step: int, params: Sequence[Tensor], at: Sequence[int], moved: MovedParameters) -> None:
@@ -189,7 +191,7 @@ def _read_moments(
                 numbers[name].put(k, mean if name == "weight_mean" else std)
     for name, each in numbers.items():
         pending.parts[name] = each.send(pending.count)
-        pending.present[name] = each.present(pending.count)
+        pending.present[name] = each.positions()
 
 
 Three = tuple[float | Tensor, float | Tensor, float | Tensor]

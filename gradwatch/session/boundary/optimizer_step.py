@@ -255,7 +255,7 @@ class Boundary:
         window = self._closed_window(optimizer, ctx)
         if not captured.on_cpu and not self._must_wait(ctx, optimizer):
             ctx.deferral.flush_ready()
-            ctx.deferral.submit(pipeline.deferred(ctx, pipeline.measure(ctx, window)))
+            pipeline.defer(ctx, pipeline.measure(ctx, window))
             self._count(optimizer)
             ctx.acting.on_device(
                 optimizer,
@@ -274,7 +274,7 @@ class Boundary:
             )
         if window.deferrable and max_norm is not None:
             window.deferrable = ctx.acting.clip_ahead(optimizer, captured, max_norm)
-        if not window.deferrable or ctx.deferral.submit(pipeline.deferred(ctx, measurement)):
+        if not window.deferrable or pipeline.defer(ctx, measurement):
             ctx.deferral.flush(self._judging_failed)
         if not window.deferrable:
             self._act(optimizer, ctx, pipeline.judge(ctx, measurement, grads_present=True), max_norm)
@@ -376,7 +376,7 @@ class Boundary:
             decision = self._pipeline.conclude(ctx, measurement)
         else:
             ctx.deferral.flush_ready()
-            ctx.deferral.submit(self._pipeline.deferred(ctx, measurement))
+            self._pipeline.defer(ctx, measurement)
             decision = Decision()
         step = captured.step
         captured.advance()

@@ -145,16 +145,24 @@ class PrometheusSink:
 
     def write(self, record: Record) -> None:
         """Add one step to the totals."""
+        self.write_all((record,))
+
+    def write_all(self, records: Sequence[Record]) -> None:
+        """Add several steps to the totals."""
+        left_out = False
         with self._lock:
-            optimizer = self._optimizers.get(record.snapshot.optimizer)
-            if optimizer is None:
-                optimizer = self._admit(record.snapshot.optimizer)
-            optimizer.run_totals.observe(record, self._clock())
-            optimizer.selection.update(record)
-            if optimizer.last_columns is not None and record.snapshot.columns:
-                optimizer.last_columns.observe(record.snapshot)
+            now = self._clock()
+            for record in records:
+                optimizer = self._optimizers.get(record.snapshot.optimizer)
+                if optimizer is None:
+                    optimizer = self._admit(record.snapshot.optimizer)
+                optimizer.run_totals.observe(record, now)
+                optimizer.selection.update(record)
+                if optimizer.last_columns is not None and record.snapshot.columns:
+                    optimizer.last_columns.observe(record.snapshot)
+                left_out = left_out or optimizer.run_totals.names_left_out
             self._version += 1
-        if optimizer.run_totals.names_left_out:
+        if left_out:
             self._health.notice(self.name, NAMES_LEFT_OUT)
 
     def flush(self, timeout: float) -> bool:

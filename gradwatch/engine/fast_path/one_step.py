@@ -85,23 +85,26 @@ class Learned(NamedTuple):
 class FastPath:
     """The evaluation of `plan` on a step on which no rule trips but those `active`, which are judged by `Step`.
 
-    `active` are the numbers of rules that are pending or firing; it must hold none that is about finiteness.
+    `active` are the numbers of rules that are pending or firing; it must hold none that is about finiteness. What it
+    asks of a step is laid out in its attributes, which `FastBlock` reads too: `rare` the cadences at whose steps more
+    rules are due; `guards`, `of_scalars`, `unbounded` and `gathered` the rules without a baseline, by how it is known
+    that they do not breach; `bank_inputs` the baselines; `beside` the columns that a step may have.
     """
 
     __slots__ = (
-        "_bank_inputs",
-        "_beside",
-        "_gathered",
-        "_guards",
-        "_of_scalars",
         "_params",
-        "_rare",
         "_roots",
         "_stacked",
         "_staggered",
-        "_unbounded",
         "active_every_step",
+        "bank_inputs",
+        "beside",
+        "gathered",
+        "guards",
+        "of_scalars",
         "plan",
+        "rare",
+        "unbounded",
     )
 
     def __init__(self, plan: Plan, active: AbstractSet[int] = frozenset()) -> None:
@@ -115,18 +118,18 @@ class FastPath:
         staggered = frozenset[str]().union(
             *(one.detector.columns for one in plan.rules if one.series.phases is not None)
         )
-        self._beside = BY_RANK | staggered.difference(*others)
+        self.beside = BY_RANK | staggered.difference(*others)
         guards = tuple(_guards(one for one in guarded if _bounded(one)))
-        self._guards = tuple(one for one in guards if not is_scalar(one.column))
-        self._of_scalars = tuple(
+        self.guards = tuple(one for one in guards if not is_scalar(one.column))
+        self.of_scalars = tuple(
             one._replace(column=scalar_name(one.column)) for one in guards if is_scalar(one.column)
         )
-        self._unbounded = tuple(one for one in guarded if one.series.owners is None and not _bounded(one))
-        self._gathered = tuple(one for one in guarded if one.series.owners is not None)
-        self._rare = tuple({one.judged_every for one in plan.rules} - {1})
-        self._bank_inputs = tuple(_bank_inputs(plan, active))
+        self.unbounded = tuple(one for one in guarded if one.series.owners is None and not _bounded(one))
+        self.gathered = tuple(one for one in guarded if one.series.owners is not None)
+        self.rare = tuple({one.judged_every for one in plan.rules} - {1})
+        self.bank_inputs = tuple(_bank_inputs(plan, active))
         self._stacked = any(
-            bank_input.select is not None and not bank_input.alone for bank_input in self._bank_inputs
+            bank_input.select is not None and not bank_input.alone for bank_input in self.bank_inputs
         )
         self._params = plan.sites.kinds.count("param")  # they come first
         roots = plan.roots[: self._params] if self._params else np.ones(1, np.float32)
@@ -137,9 +140,9 @@ class FastPath:
 
         Of staggered series only those `in_turn` are judged.
         """
-        if not self._beside.issuperset(snapshot.columns):
+        if not self.beside.issuperset(snapshot.columns):
             return None
-        for every in self._rare:
+        for every in self.rare:
             if snapshot.step % every == 0:
                 return None
         norm, calls, total = (
@@ -156,25 +159,25 @@ class FastPath:
         # Negated, so that NaN is not quiet. From here on every gradient that is there is finite.
         if not (low >= 0 and high < math.inf and TINY <= total < FLOAT32_MAX):
             return None
-        scalars, reader = _scalars(snapshot), Reader(snapshot, in_turn, self.plan.roots)
+        scalars, reader = scalars_of(snapshot), Reader(snapshot, in_turn, self.plan.roots)
         if not self._cannot_breach(reader, scalars, low, high):
             return None
-        if not (BY_RANK.issuperset(snapshot.columns) or self._staggered_idle(reader, snapshot, in_turn)):
+        if not (BY_RANK.issuperset(snapshot.columns) or self.staggered_idle(reader, snapshot, in_turn)):
             return None
         return self._advanced(state, reader, scalars, positive=complete and low > 0)
 
     def _cannot_breach(self, reader: Reader, scalars: Mapping[str, float], low: float, high: float) -> bool:
         """True if no rule without a baseline breaches."""
-        asked, known = self._gathered, self._bounds(low, high)
-        for guard in self._guards:
+        asked, known = self.gathered, self.bounds(low, high)
+        for guard in self.guards:
             least, most = known.get(guard.column, UNKNOWN)
             if not (guard.low <= least and most <= guard.high):
                 asked += guard.rules
-        for guard in self._of_scalars:
+        for guard in self.of_scalars:
             value = scalars.get(guard.column)
             if value is not None and not guard.low <= value <= guard.high:
                 asked += guard.rules
-        for one in self._unbounded:
+        for one in self.unbounded:
             column = one.series.column
             if is_scalar(column):
                 value = scalars.get(scalar_name(column))
@@ -183,9 +186,9 @@ class FastPath:
                 least, most = known.get(column, UNKNOWN)
             if not one.detector.cannot_breach(least, most):
                 asked += (one,)
-        return not any(_breaches(one, reader) for one in asked)
+        return not any(breaches(one, reader) for one in asked)
 
-    def _staggered_idle(self, reader: Reader, snapshot: Snapshot, in_turn: InTurn) -> bool:
+    def staggered_idle(self, reader: Reader, snapshot: Snapshot, in_turn: InTurn) -> bool:
         """True if this step changes no idle rule that is judged on some sites at each step."""
         known: dict[str, tuple[float, float] | None] = {}
         for one in self._staggered:
@@ -195,11 +198,11 @@ class FastPath:
             bounds = known[key]
             if bounds is None:
                 continue
-            if one.bank != NO_BANK or (not one.detector.cannot_breach(*bounds) and _breaches(one, reader)):
+            if one.bank != NO_BANK or (not one.detector.cannot_breach(*bounds) and breaches(one, reader)):
                 return False
         return True
 
-    def _bounds(self, low: float, high: float) -> Mapping[str, tuple[float, float]]:
+    def bounds(self, low: float, high: float) -> Mapping[str, tuple[float, float]]:
         """Bounds on the columns of the sites that follow from those on the norms."""
         least, most = low / self._roots[0], high / self._roots[1]
         if least <= NORMAL:
@@ -216,7 +219,7 @@ class FastPath:
         total, after, results = reader.snapshot.total_norm, list(state.baselines), {}
         logs = _logs(reader.snapshot, self._params) if self._stacked and positive else None
         done = state.done if positive else ()
-        for bank_input in self._bank_inputs:
+        for bank_input in self.bank_inputs:
             number, detector, wanted = bank_input.number, bank_input.detector, bank_input.result_wanted
             if bank_input.scalar and bank_input.scalar not in scalars:
                 continue
@@ -267,7 +270,7 @@ class FastPaths(dict[AbstractSet[int], FastPath]):
         return path
 
 
-def _scalars(snapshot: Snapshot) -> Mapping[str, float]:
+def scalars_of(snapshot: Snapshot) -> Mapping[str, float]:
     """The values that there is one of per step, by name; what was not observed is left out."""
     found = {**snapshot.scalars, "total_norm": snapshot.total_norm}
     if snapshot.loss_scale is not None:
@@ -302,7 +305,7 @@ def _bounds_of(turn: Turn | None, column: Column | None) -> tuple[float, float] 
     return (float(values.min()), float(values.max())) if len(values) else None
 
 
-def _breaches(one: RulePlan, reader: Reader) -> bool:
+def breaches(one: RulePlan, reader: Reader) -> bool:
     """True if a rule without a baseline may breach, asked of its own series."""
     bounds = reader.own_bounds(one.series)
     if bounds is None or one.detector.cannot_breach(*bounds):

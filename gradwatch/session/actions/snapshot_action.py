@@ -34,7 +34,7 @@ from gradwatch.records.snapshot import Snapshot
 from gradwatch.records.verdict import Verdict
 from gradwatch.rules.rule_set import Action, RuleSet
 from gradwatch.runtime.internal_errors import Health
-from gradwatch.session.localise_action import SUSPICIONS, Causes, incident_of
+from gradwatch.session.actions.localise_action import SUSPICIONS, Causes, incident_of
 from gradwatch.sinks.registry import state_restored
 
 MOST_INCIDENTS = 1024

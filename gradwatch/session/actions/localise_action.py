@@ -1,6 +1,6 @@
 """Orders to `localise`, carried out: which rule of a verdict asks, and what was found for it.
 
-Steps are held for orders to `snapshot` too (`gradwatch.session.snapshot_action`).
+Steps are held for orders to `snapshot` too (`gradwatch.session.actions.snapshot_action`).
 """
 
 from __future__ import annotations
@@ -122,6 +122,10 @@ class Causes:
     def close(self) -> None:
         """Remove every hook."""
         self._localiser.close()
+
+    def recorded(self) -> tuple[Finding, ...]:
+        """Causes that were found of late, of steps that have been taken."""
+        return self._localiser.recorded(None)
 
     def of(
         self,

@@ -1,0 +1,171 @@
+"""Many steps on which everything is as usual, judged in one call: what `FastPath` says of each of them, bit by bit.
+
+Of one step the arrays are small, and what it costs is the calls. So what does not depend on the step before is done for
+all at once, and only the recurrences of the baselines run through the steps. Where some step may be out of the usual,
+the block ends before it, and that step is judged by itself.
+
+Axes: T steps, S sites, P parameters, K series of one bank.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.detectors import State, leading, may_breach
+from gradwatch.engine.engine_state import EngineState
+from gradwatch.engine.fast_path.one_step import (
+    BY_RANK,
+    FLOAT32_MAX,
+    TINY,
+    UNKNOWN,
+    BankInput,
+    FastPath,
+    breaches,
+    scalars_of,
+)
+from gradwatch.engine.rule_plan import RulePlan
+from gradwatch.engine.snapshot_reader import Reader
+from gradwatch.engine.turns import InTurn
+from gradwatch.records.columns import is_scalar, scalar_name
+from gradwatch.records.snapshot import Snapshot
+
+
+class FastBlock:
+    """Snapshots of one optimizer, one after the other, on which every gradient has arrived."""
+
+    __slots__ = ("_in_turn", "_norm", "_path", "_scalars", "_snapshots")
+
+    def __init__(
+        self,
+        path: FastPath,
+        snapshots: Sequence[Snapshot],
+        in_turn: Sequence[InTurn],
+        norm: NDArray[np.float32],
+    ) -> None:
+        """`norm` is float32[T, P], those of the Snapshots; `path` the evaluation while no rule is active."""
+        self._path = path
+        self._snapshots = snapshots
+        self._in_turn = in_turn
+        self._norm = norm
+        self._scalars = [scalars_of(snapshot) for snapshot in snapshots]
+
+    def learn(self, state: EngineState) -> tuple[int, tuple[State, ...]]:
+        """Count the first steps that surely change no rule; with the baselines after those."""
+        count = self._usual()
+        count = self._cannot_breach(count) if count else 0
+        logs, baselines = None if not count else self._logs(count), state.baselines
+        while count and logs is not None:
+            below, baselines = self._advanced(state, logs[:count])
+            if below == count:
+                return count, baselines
+            count = below
+        return 0, state.baselines
+
+    def _usual(self) -> int:
+        """Count the first steps judged by rules of every step only, and with finite gradients that are not 0."""
+        totals = np.array([snapshot.total_norm for snapshot in self._snapshots])
+        low, high = np.minimum.reduce(self._norm, axis=1), np.maximum.reduce(self._norm, axis=1)
+        # Compared so that NaN is not usual.
+        usual = (low > 0) & (high < np.inf) & (totals >= TINY) & (totals < FLOAT32_MAX)
+        for every in self._path.rare:
+            usual &= [snapshot.step % every != 0 for snapshot in self._snapshots]
+        usual &= [self._staggered_idle(t) for t in range(len(usual))]
+        return leading(usual)
+
+    def _staggered_idle(self, t: int) -> bool:
+        """True if step t has no columns but those of staggered rules, and no breach by them."""
+        path, snapshot = self._path, self._snapshots[t]
+        if BY_RANK.issuperset(snapshot.columns):
+            return True
+        in_turn = self._in_turn[t]
+        return path.beside.issuperset(snapshot.columns) and path.staggered_idle(
+            self._reader(t), snapshot, in_turn
+        )
+
+    def _cannot_breach(self, count: int) -> int:
+        """Count the first of `count` steps that breach no rule without a baseline."""
+        path, norm = self._path, self._norm[:count]
+        asked = [*path.gathered]
+        known = path.bounds(float(norm.min()), float(norm.max()))
+        for guard in path.guards:
+            least, most = known.get(guard.column, UNKNOWN)
+            if not (guard.low <= least and most <= guard.high):
+                asked += guard.rules
+        of_scalars: list[RulePlan] = []
+        for one in path.unbounded:
+            if is_scalar(one.series.column):
+                of_scalars.append(one)
+            elif not one.detector.cannot_breach(*known.get(one.series.column, UNKNOWN)):
+                asked.append(one)
+        for t, scalars in enumerate(self._scalars[:count]):
+            for guard in path.of_scalars:
+                value = scalars.get(guard.column)
+                if value is not None and not guard.low <= value <= guard.high:
+                    return t
+            for one in of_scalars:
+                value = scalars.get(scalar_name(one.series.column))
+                if value is not None and not one.detector.cannot_breach(value, value):
+                    return t
+            if asked:
+                reader = self._reader(t)
+                if any(breaches(one, reader) for one in asked):
+                    return t
+        return count
+
+    def _reader(self, t: int) -> Reader:
+        return Reader(self._snapshots[t], self._in_turn[t], self._path.plan.roots)
+
+    def _logs(self, count: int) -> NDArray[np.float32]:
+        """float32[count, S + 1]: ln of every parameter's norm, 0 for sites that are none, and ln of the total."""
+        params, size = self._norm.shape[1], len(self._path.plan.sites)
+        stack = np.ones((count, size + 1), np.float32)
+        stack[:, :params] = self._norm[:count]
+        stack[:, size] = [snapshot.total_norm for snapshot in self._snapshots[:count]]
+        return np.log(stack, out=stack)
+
+    def _advanced(self, state: EngineState, logs: NDArray[np.float32]) -> tuple[int, tuple[State, ...]]:
+        """Count the first steps that come close to no threshold; with the baselines after them where that is all."""
+        count, after = len(logs), list(state.baselines)
+        for bank in self._path.bank_inputs:
+            if not count or (state.done and state.done[bank.number]):
+                continue
+            below, after[bank.number] = self._learned(bank, after[bank.number], logs[:count])
+            count = min(count, below)
+        return count, tuple(after)
+
+    def _learned(self, bank: BankInput, before: State, logs: NDArray[np.float32]) -> tuple[int, State]:
+        if bank.select is not None:
+            x = self._total_logs(len(logs)) if bank.alone else logs[:, bank.select]
+            return bank.detector.advance_many_logs(before, x)
+        if bank.scalar:
+            values = [scalars.get(bank.scalar) for scalars in self._scalars[: len(logs)]]
+            known = [value for value in values if value is not None and math.isfinite(value)]
+            scaled = bank.detector.logs_of(known) if len(known) == len(values) else None
+            if scaled is not None:
+                return bank.detector.advance_many_logs(before, scaled[:, None])
+        return self._one_by_one(bank, before, len(logs))
+
+    def _total_logs(self, count: int) -> NDArray[np.float32]:
+        """float32[count, 1], of Python floats, as `FastPath` takes them where the total is alone in its bank."""
+        return np.array([[math.log(snapshot.total_norm)] for snapshot in self._snapshots[:count]], np.float32)
+
+    def _one_by_one(self, bank: BankInput, state: State, count: int) -> tuple[int, State]:
+        """As `advance_many_logs`, of a kind that does not learn from logarithms alone."""
+        for t in range(count):
+            scalars: Mapping[str, float] = self._scalars[t]
+            if bank.scalar and bank.scalar not in scalars:
+                continue
+            if bank.detector.indifferent(state, scalars.get):
+                continue
+            sample = bank.bank.sample(self._reader(t))
+            if sample is None:
+                continue
+            score, after = bank.detector.advance(state, sample)
+            if score is not None and bank.first_crossed is not None and may_breach(bank.first_crossed, score):
+                return t, state
+            state = after
+        return count, state

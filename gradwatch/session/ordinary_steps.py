@@ -1,0 +1,144 @@
+"""Steps of one optimizer that waited, judged and published in one call as far as all of them are as usual.
+
+What `StepPipeline.judge` does for each step is done here once for many, and gives the same Records. A step that could
+need anything else (an event, an action, a second look, other ranks) is left to it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from gradwatch.capture.read_after_backward import Capture
+from gradwatch.capture.snapshot_assembly import Assembled, assemble_many
+from gradwatch.engine.bound_engine import OrdinarySteps as Judged
+from gradwatch.engine.engine_state import NONE_ACTIVE
+from gradwatch.records.finding import Finding
+from gradwatch.records.record import Record
+from gradwatch.session.binding.optimizer_rules import OptimizerRules
+from gradwatch.session.checkpoint_health import Checkpoints
+from gradwatch.session.extra_columns import Measurement
+from gradwatch.session.logged_once import Notices
+from gradwatch.session.optimizer_context import OptimizerContext
+from gradwatch.session.pause_after_errors import Activity
+from gradwatch.session.record_publishing import Publishing
+
+FEWEST = 2
+"""Steps that are worth it: one alone is judged at a glance."""
+MOST_ALONE = 64
+"""Steps that are judged alone, at most, before several are tried together again."""
+
+
+class OrdinarySteps:
+    """Judges the first of the steps that wait, as many as are surely as usual.
+
+    `recorded()` gives causes that the localiser has found, of steps that were taken before.
+    """
+
+    def __init__(
+        self,
+        capture: Capture,
+        checkpoints: Checkpoints,
+        notices: Notices,
+        publishing: Publishing,
+        activity: Activity,
+        recorded: Callable[[], tuple[Finding, ...]],
+    ) -> None:
+        self._capture = capture
+        self._checkpoints = checkpoints
+        self._notices = notices
+        self._publishing = publishing
+        self._activity = activity
+        self._recorded = recorded
+
+    def conclude(self, ctx: OptimizerContext, waiting: deque[Measurement]) -> bool:
+        """Take the first of these off, judge and publish them; False, and nothing is done, if even two cannot be so."""
+        first = waiting[0]
+        bound_rules = first.bound_rules
+        if len(waiting) < FEWEST or not _nothing_else_asked(ctx, bound_rules):
+            return False
+        if bound_rules.alone_left:
+            bound_rules.alone_left -= 1
+            return False
+        measured, judged = _alike(first, waiting), None
+        if len(measured) >= FEWEST:
+            snapshots = assemble_many(
+                bound_rules.sites, first.captured.index, measured, self._capture.coverage.ratio
+            )
+            judged = bound_rules.bound.evaluate_many(bound_rules.state, snapshots.snapshots, snapshots.norm)
+        if judged is None or len(judged.in_turn) < FEWEST:
+            bound_rules.alone = min(2 * bound_rules.alone + 1, MOST_ALONE)
+            bound_rules.alone_left = bound_rules.alone
+            return False
+        for _ in judged.in_turn:
+            waiting.popleft()
+        self._take(bound_rules, measured, snapshots, judged)
+        return True
+
+    def _take(
+        self,
+        bound_rules: OptimizerRules,
+        measured: Sequence[Measurement],
+        found: Assembled,
+        judged: Judged,
+    ) -> None:
+        """Keep what these steps have taught, and publish them."""
+        count, captured = len(judged.in_turn), bound_rules.captured
+        snapshots = found.snapshots[:count]
+        bound_rules.alone, bound_rules.state = 0, judged.state
+        bound_rules.ordinary_steps += count
+        self._activity.judged()
+        self._notices.unmeasured(self._capture.coverage.missing)
+        self._checkpoints.check_if_due(bound_rules, broken=False)
+        for snapshot in snapshots:
+            captured.know_total(snapshot.total_norm, ordinary=True)
+        health = bound_rules.health_tracker.after_usual(snapshots)
+        decision = bound_rules.bound.decision_otherwise
+        records = [
+            Record(snapshot, judged.verdict, decision, *one.clock, now)
+            for one, snapshot, now in zip(measured, snapshots, health, strict=False)
+        ]
+        if findings := self._recorded():
+            records[-1] = replace(records[-1], findings=findings)
+        bound_rules.record = records[-1]
+        self._publishing.give_all(records, judged.in_turn)
+
+
+def _nothing_else_asked(ctx: OptimizerContext, bound_rules: OptimizerRules) -> bool:
+    """True if rules, ranks and weights ask nothing of a step but what is as usual."""
+    membership, decision = ctx.membership, bound_rules.bound.decision_otherwise
+    return (
+        bound_rules.state.active == NONE_ACTIVE
+        and not decision.touches
+        and not bound_rules.bound.clipping.policies
+        and (membership is None or (membership.layout is None and not membership.alone))
+        and bound_rules.health_tracker.untroubled
+    )
+
+
+def _alike(first: Measurement, waiting: deque[Measurement]) -> list[Measurement]:
+    """The first of these that have the same sites, all gradients, and nothing that was looked at twice."""
+    found: list[Measurement] = []
+    captured, bound_rules, sites = first.captured, first.bound_rules, first.bound_rules.sites
+    for one in waiting:
+        window, extras = one.window, one.extras
+        if (
+            one.captured is not captured
+            or one.bound_rules is not bound_rules
+            or not captured.on_cpu
+            or len(window.sites) != len(sites)
+            or window.provisional
+            or window.empty
+            or not window.applied_known
+            or window.loss_scale is not None
+            or window.skipped is not None
+            or extras.modules
+            or extras.ranks
+            or extras.histograms is not None
+            or extras.module_histograms is not None
+            or not window.calls.all()
+        ):
+            break
+        found.append(one)
+    return found

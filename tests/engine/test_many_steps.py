@@ -1,0 +1,118 @@
+"""Many calm steps judged in one call against one after the other: the same events and bit-equal states."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradwatch.engine import BoundEngine, EngineState
+from gradwatch.errors import GradwatchError
+from gradwatch.records.snapshot import Snapshot
+from tests.engine.cases import bound, make_snapshot, rule
+from tests.engine.runs import SIZE, bind, mostly_healthy, packs, with_faults_that_stay
+from tests.support.examples import examples
+
+MOST = 32
+
+
+def calm(snapshot: Snapshot) -> bool:
+    """True if it may be one of a block."""
+    return not snapshot.provisional and bool((snapshot.calls > 0).all())
+
+
+def judged_together(
+    engine: BoundEngine, state: EngineState, snapshots: list[Snapshot]
+) -> tuple[int, list[Any], EngineState]:
+    """Judge the first of these: as many as are calm together, else one; how many, their events, the state then."""
+    count = next((t for t, one in enumerate(snapshots) if not calm(one)), len(snapshots))
+    norm = np.array([one.norm for one in snapshots[:count]]).reshape(count, SIZE)
+    found = engine.evaluate_many(state, snapshots[:count], norm)
+    if found.in_turn:
+        assert not found.verdict.firing
+        assert not found.verdict.events
+        return len(found.in_turn), [], found.state
+    single, after = engine.evaluate(state, snapshots[0])
+    return 1, [repr(event) for event in single.events], after
+
+
+def snapshots_of(engine: BoundEngine, run: list[dict[str, Any]], columns_every: int) -> list[Snapshot]:
+    """These steps, with columns at some of them only."""
+    found = []
+    for step in run:
+        known = {key: value for key, value in step.items() if key not in ("step", "norms")}
+        if step["step"] % columns_every:
+            known.pop("columns", None)
+        found.append(make_snapshot(engine.sites, step["step"], step["norms"], **known))
+    return found
+
+
+@pytest.mark.parametrize("pack", packs())
+@settings(max_examples=examples(4))
+@given(
+    st.integers(0, 10**6),
+    st.sampled_from([mostly_healthy, with_faults_that_stay]),
+    st.sampled_from([10, 7, 10**6]),
+)
+def test_a_block_sees_what_single_steps_see(
+    pack: str, seed: int, run: Callable[[int], list[Any]], columns_every: int
+) -> None:
+    """Cut anywhere, blocks give the events and states of one step after the other."""
+    engine, rng = bind(packs()[pack]), np.random.default_rng(seed)
+    snapshots = snapshots_of(engine, run(seed), columns_every)
+    singly, states, events = engine.init(), [], []
+    for snapshot in snapshots:
+        verdict, singly = engine.evaluate(singly, snapshot)
+        states.append(singly)
+        events.append([repr(event) for event in verdict.events])
+    state, at = engine.init(), 0
+    while at < len(snapshots):
+        cut = int(rng.integers(1, MOST + 1))
+        done, found, state = judged_together(engine, state, snapshots[at : at + cut])
+        assert found == [event for each in events[at : at + done] for event in each]
+        at += done
+        expected = states[at - 1]
+        assert state.to_dict() == expected.to_dict()
+        for name in ("done", "active", "lr"):
+            assert getattr(state, name) == getattr(expected, name)
+        assert (state.ordinary is None) == (expected.ordinary is None)
+        assert state.in_turn.keys() == expected.in_turn.keys()
+        assert {k: v.tolist() for k, v in state.overdue.items()} == {
+            k: v.tolist() for k, v in expected.overdue.items()
+        }
+
+
+@pytest.mark.parametrize("pack", packs())
+def test_steady_steps_are_judged_in_blocks(pack: str) -> None:
+    """Whatever the pack, steady gradients with jitter are judged many at a time, but where a rule is due every N."""
+    engine, rng = bind(packs()[pack]), np.random.default_rng(1)
+    level, state, calls = np.exp(rng.normal(0, 0.1, SIZE)), engine.init(), 0
+    snapshots = [
+        make_snapshot(
+            engine.sites,
+            step,
+            level * (1 + rng.uniform(-0.01, 0.01, SIZE)),
+            scalars={"lr": 1e-3, "loss": 2.0 + step % 3 / 100, "observed.reward": 1.0},
+        )
+        for step in range(300)
+    ]
+    at = 0
+    while at < len(snapshots):
+        done, _, state = judged_together(engine, state, snapshots[at : at + MOST])
+        at, calls = at + done, calls + (at >= 100)
+    rare = {"odd": 2 * 200 / 3, "beside": 2 * 200 / 5}.get(
+        pack, 0
+    )  # the steps of `every`, and what is between them
+    assert calls <= rare + 200 / 10, calls
+
+
+def test_a_block_refuses_snapshots_of_other_sites() -> None:
+    """As `evaluate` does: states and steps of another model are no matter of these rules."""
+    engine, other = bound([rule("spike", packs()["tight"][0].detect)], size=4), bound([], size=3)
+    snapshot = make_snapshot(other.sites, 0, [1.0] * 3)
+    with pytest.raises(GradwatchError, match="other sites"):
+        engine.evaluate_many(engine.init(), [snapshot], snapshot.norm[None])
