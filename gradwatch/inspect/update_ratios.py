@@ -31,7 +31,7 @@ class UpdateRatios(UntilRemoved):
         self._kept: dict[str, list[tuple[int, Tensor]]] = {name: [] for name in self._params}
         self._steps: dict[int, int] = {}
         self._before: dict[str, Tensor] = {}
-        self._remove = step_hooks.listen(self)
+        self._remove = step_hooks.listen(self._keep, self._compare)
 
     @property
     def of(self) -> dict[str, list[tuple[int, float]]]:
@@ -42,7 +42,7 @@ class UpdateRatios(UntilRemoved):
         """Look at no further step; what was found stays. Idempotent."""
         self._remove()
 
-    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _keep(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Called by taps: keep the weights that this optimizer may move."""
         try:
             step = self._steps.get(id(optimizer), 0)
@@ -55,7 +55,7 @@ class UpdateRatios(UntilRemoved):
         except Exception as error:
             guard.fault("inspect", error)
 
-    def after_step(self, optimizer: Optimizer) -> None:
+    def _compare(self, optimizer: Optimizer) -> None:
         """Called by taps: compare."""
         try:
             before, self._before = self._before, {}

@@ -82,7 +82,7 @@ class Agent:
         backward_entry.listen(self._about_to_run)
         clip_functions.listen(self._about_to_clip)
         grad_scaler.listen_scale(self._scaled)
-        step_hooks.listen(self)
+        step_hooks.listen(self.before_step, self.after_step)
         guard.listen(_strictly)
         os.register_at_fork(after_in_child=self._forked)
 

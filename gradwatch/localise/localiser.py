@@ -36,7 +36,6 @@ from gradwatch.taps import backward, step_hooks
 Suspicion = Literal["nonfinite", "exploding", "vanishing"]
 Way = Literal["replay", "record", "detect_anomaly"]
 TRIES = 3  # localisations of one incident that found nothing, before it is left alone
-OLD = 8  # optimizer steps after which a forward without a backward is forgotten
 NOT_SEEN = "no call of the model, as `model(...)`, was seen whose outputs got a gradient since the last step"
 
 
@@ -80,8 +79,7 @@ class Localiser:
         self._rank = rank
         self._models: list[weakref.ref[nn.Module]] = []
         self._recordings = StepRecorder(failed, max_bytes)
-        self._steps = 0
-        self._live: Live | Raising | None = None
+        self._live: list[Live | Raising] = []  # the recording of coming steps, if there is one
         self._ask = Ask()
         self._recorded: list[tuple[int, Finding]] = []  # steps taken when the recording ended
         self._closure: ReplayableClosure | None = None
@@ -89,7 +87,10 @@ class Localiser:
         self._incidents: dict[str, int] = {}
         self._agreement: RankAgreement | None = None
         self.add(models)
-        self._remove = step_hooks.listen(self)
+        self._removes = [
+            step_hooks.listen(after=self._recordings.step_taken),
+            step_hooks.listen(self._before_step, self._after_step, waits_for=self._live),
+        ]
 
     def add(self, models: Iterable[nn.Module]) -> None:
         """Hold the calls of further models."""
@@ -108,15 +109,15 @@ class Localiser:
             pre_attach.kinds |= self._recordings.kinds
             self._recordings.kinds = pre_attach.kinds
         inherited = pre_attach.handed_over(joining, self.models) if self._hold else pre_attach.handed_over(())
-        self._recordings.inherit(inherited, self._steps)
+        self._recordings.inherit(inherited)
 
     def close(self) -> None:
         """Remove every hook; stop recording."""
-        self._remove()
+        for remove in self._removes:
+            remove()
         self._recordings.close()
-        if self._live is not None:
-            self._live.close()
-            self._live = None
+        while self._live:
+            self._live.pop().close()
 
     def discard(self) -> None:
         """Release the calls that were held: they belong to no step."""
@@ -207,7 +208,9 @@ class Localiser:
             return ()
         found, self._recorded = self._recorded, []
         return tuple(
-            finding if not finding.found else _of_step(finding, step if ended == self._steps else None)
+            finding
+            if not finding.found
+            else _of_step(finding, step if ended == self._recordings.steps else None)
             for ended, finding in found
         )
 
@@ -272,10 +275,9 @@ class Localiser:
         if (
             finding.found
             and finding.phase != "loss"
-            and isinstance(self._live, Live)
-            and not self._live.under_way
+            and any(isinstance(live, Live) and not live.under_way for live in self._live)
         ):
-            self._live = None
+            self._live.clear()
         return finding
 
     def _newest(self) -> int:
@@ -288,12 +290,12 @@ class Localiser:
         found = (
             Finding("unknown", "record" if ask.way == "record" else "replay") if finding is None else finding
         )
-        if ask.record_steps and self._live is None:
+        if ask.record_steps and not self._live:
             self._ask = ask
             if ask.way == "detect_anomaly":
-                self._live = Raising(ask.record_steps)
+                self._live.append(Raising(ask.record_steps))
             else:
-                self._live = Live(self.models(), ask.record_steps, self._fault)
+                self._live.append(Live(self.models(), ask.record_steps, self._fault))
             why = _joined(why, f"the next {ask.record_steps} steps are recorded")
         return found.amended(note=_joined(found.note, why))
 
@@ -316,13 +318,13 @@ class Localiser:
     def _fault(self, error: BaseException) -> None:
         self._failed("localise", error)
 
-    # -- around every step -------------------------------------------------------------------------------
+    # -- around every step while some are recorded -------------------------------------------------------
 
-    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """The recording of this step ends."""
         try:
-            if self._live is not None and not _in_backward() and self._owns(optimizer):
-                self._ends(self._live)
+            if not _in_backward() and self._owns(optimizer):
+                self._ends(self._live[0])
         except Exception as error:
             self._failed("localise", error)
 
@@ -332,26 +334,24 @@ class Localiser:
             finding = diagnose([trace], by="record")
             note = _joined(finding.note, f"found in a recorded step, which took {live.seconds:.2f} s")
             finding = finding.amended(note=note, batch=self._batch_of(finding))
-            self._recorded.append((self._steps, self._signed(finding, self._ask)))
+            self._recorded.append((self._recordings.steps, self._signed(finding, self._ask)))
             if self._agreement is None:  # else the others would not know that it is
                 self._incidents[self._ask.incident] = TRIES
             live.left = 0
         if live.left <= 0:
-            self._live = None
+            self._live.clear()
 
-    def after_step(self, optimizer: Optimizer) -> None:
-        """Discard the recorded calls of this step; the recording of the next one begins."""
+    def _after_step(self, optimizer: Optimizer) -> None:
+        """The recording of the next step begins."""
         try:
-            self._steps += 1
-            self._recordings.step_taken(optimizer, self._steps, self._steps - OLD)
-            if self._live is not None and not _in_backward() and self._owns(optimizer):
-                self._live.begin()
+            if not _in_backward() and self._owns(optimizer):
+                self._live[0].begin()
         except Refused as refusal:
-            self._live = None
+            self._live.clear()
             finding = Finding("unknown", "record", note=f"not recorded: {refusal}")
-            self._recorded.append((self._steps, self._signed(finding, self._ask)))
+            self._recorded.append((self._recordings.steps, self._signed(finding, self._ask)))
         except Exception as error:
-            self._live = None
+            self._live.clear()
             self._failed("localise", error)
 
 

@@ -8,6 +8,7 @@ empty, which costs no call at all, and empties it.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
@@ -25,11 +26,13 @@ def noted(one: T) -> weakref.ref[T]:
 class Distinct:
     """Counts each object once, at about 0.1 µs a call; two objects at one address in turn are two.
 
-    What is remembered is at most twice what is alive.
+    What is remembered is at most twice what is alive. `last()` is what was added last, None where that is gone: whoever
+    adds at every step looks first.
     """
 
     def __init__(self) -> None:
         self.count = 0
+        self.last: Callable[[], Any] = _nothing
         self._seen: dict[int, weakref.ref[Any]] = {}
         self._prune_at = _MANY
 
@@ -37,14 +40,19 @@ class Distinct:
         """Count `found` unless it has been counted."""
         known = self._seen.get(id(found))
         if known is not None and known() is found:
+            self.last = known
             return
         self.count += 1
-        self._seen[id(found)] = weakref.ref(found)
+        self.last = self._seen[id(found)] = weakref.ref(found)
         if len(self._seen) > self._prune_at:
             self._seen = {key: ref for key, ref in list(self._seen.items()) if ref() is not None}
             self._prune_at = max(_MANY, 2 * len(self._seen))
 
     def reset(self) -> None:
         """Start at 0 again."""
-        self.count = 0
+        self.count, self.last = 0, _nothing
         self._seen = {}
+
+
+def _nothing() -> None:
+    """Nothing was added yet."""

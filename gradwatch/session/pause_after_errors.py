@@ -18,7 +18,9 @@ STEP_PATH = ("capture", "boundary", "engine")  # a broken tap must not blind the
 class Activity:
     """The state of one session: attached or not, paused or not, in which process and on which thread it steps.
 
-    `resumed` is called when a pause has ended. Three internal errors in a row on the step path pause it for a minute.
+    It serves the process `pid`, 0 for none. `thread` takes the steps, None = not known; it is set by whoever is called
+    at them. `resumed` is called when a pause has ended. Three internal errors in a row on the step path pause it for a
+    minute.
     """
 
     def __init__(self, health: Health, strict: bool, resumed: Callable[[], None]) -> None:
@@ -26,36 +28,36 @@ class Activity:
         self.pauses = 0
         self._strict = strict
         self._resumed = resumed
-        # The process served: none before every part is there (another thread may train while this one attaches).
-        self._serving = 0
+        # None before every part is there: another thread may train while this one attaches.
+        self.pid = 0
         self._failures = 0
-        self._paused_until = 0.0
-        self._thread: int | None = None  # that took the last step
+        self.paused_until = 0.0
+        self.thread: int | None = None
 
     def begin(self, pid: int) -> None:
         """Everything is attached, in this process."""
-        self._serving = pid
+        self.pid = pid
 
     def end(self) -> None:
         """Nothing is watched any more."""
-        self._serving = 0
+        self.pid = 0
 
     @property
     def serving(self) -> bool:
         """Attached, not closed, and no forked child; true in a pause too."""
-        return here[0] == self._serving
+        return here[0] == self.pid
 
     def idle(self) -> bool:
         """True if nothing is watched now: closed, not attached yet, a forked child, a pause after internal errors."""
-        return here[0] != self._serving or (self._paused_until > 0 and self.paused())
+        return here[0] != self.pid or (self.paused_until > 0 and self.paused())
 
     def paused(self) -> bool:
         """True if internal errors have switched the step path off; at the end of a pause it starts afresh."""
-        if not self._paused_until:
+        if not self.paused_until:
             return False
-        if time.monotonic() < self._paused_until:
+        if time.monotonic() < self.paused_until:
             return True
-        self._paused_until = 0.0
+        self.paused_until = 0.0
         self._resumed()
         for component in STEP_PATH:
             self.health.mark(component, True)
@@ -69,7 +71,7 @@ class Activity:
         if component in STEP_PATH:
             self._failures += 1
         if self._failures >= FAILURES:
-            self._paused_until = time.monotonic() + PAUSE_SECONDS
+            self.paused_until = time.monotonic() + PAUSE_SECONDS
             self._failures = 0
             self.pauses += 1
             self.health.mark(component, False)
@@ -80,12 +82,8 @@ class Activity:
         """A step was judged without an internal error."""
         self._failures = 0
 
-    def steps_here(self) -> None:
-        """Note the present thread as the one that takes the steps."""
-        self._thread = threading.get_ident()
-
     def is_step_thread(self) -> bool:
         """True if this is the thread that takes the steps, as far as one has been seen, or that thread has ended."""
-        if self._thread in (None, threading.get_ident()):
+        if self.thread in (None, threading.get_ident()):
             return True
-        return all(thread.ident != self._thread for thread in threading.enumerate())
+        return all(thread.ident != self.thread for thread in threading.enumerate())

@@ -52,8 +52,8 @@ class ProcessTotals:
 
 TOTALS = ProcessTotals()
 _optimizers = Distinct()  # those that were stepped, each counted once
-# By thread, of each call of `step` under way: the number of the step it is part of, and the optimizer by `id`.
-_open: dict[int, list[tuple[int, int]]] = {}
+open_steps: dict[int, list[tuple[int, int]]] = {}
+"""By thread, of each call of `step` under way: the number of the step it is part of, and the optimizer by `id`."""
 _last: dict[int, int] = {}  # by thread, the number of the step that began last
 _numbers = itertools.count(1)
 
@@ -65,9 +65,9 @@ def step_begins(optimizer: object, part_of: Callable[[], list[bool]]) -> None:
     this one is part of it; it is asked only where a step seems to be open, which one that raised leaves behind too.
     """
     thread = threading.get_ident()
-    calls = _open.get(thread)
+    calls = open_steps.get(thread)
     if calls is None:
-        calls = _open[thread] = []
+        calls = open_steps[thread] = []
     if calls:
         around = part_of()
         _raised(calls, len(around))
@@ -78,8 +78,9 @@ def step_begins(optimizer: object, part_of: Callable[[], list[bool]]) -> None:
     _last[thread] = number = next(_numbers)
     calls.append((number, id(optimizer)))
     TOTALS.steps += 1
-    _optimizers.add(optimizer)
-    TOTALS.stepped = _optimizers.count
+    if _optimizers.last() is not optimizer:
+        _optimizers.add(optimizer)
+        TOTALS.stepped = _optimizers.count
 
 
 def step_rejected(optimizer: object) -> None:
@@ -102,10 +103,8 @@ def present_step(optimizer: object) -> int:
     Never used twice; the parts of a step have its number. A step may run its closure in another thread than its own.
     """
     thread = threading.get_ident()
-    own = _open.get(thread, [])
-    if own and own[-1][1] == id(optimizer):  # almost always
-        return own[-1][0]
-    for calls in (own, *list(_open.values())):
+    own = open_steps.get(thread, [])
+    for calls in (own, *list(open_steps.values())):
         for number, one in reversed(calls):
             if one == id(optimizer):
                 return number
@@ -114,12 +113,12 @@ def present_step(optimizer: object) -> int:
 
 def ended_by_exceptions() -> None:
     """No step is under way on this thread: those that have not ended were ended by an exception."""
-    _raised(_open.pop(threading.get_ident(), []), 0)
+    _raised(open_steps.pop(threading.get_ident(), []), 0)
 
 
 def step_ends(optimizer: object) -> None:
     """A step of this optimizer has returned, the last that began on this thread."""
-    calls = _open.get(threading.get_ident(), [])
+    calls = open_steps.get(threading.get_ident(), [])
     while calls:
         number, ended = calls.pop()
         if ended == id(optimizer):
@@ -141,7 +140,7 @@ def _start_again() -> None:
     """In a forked child: what the parent did is counted there."""
     TOTALS.reset()
     _optimizers.reset()
-    _open.clear()
+    open_steps.clear()
     _last.clear()
 
 

@@ -9,10 +9,11 @@ step, before the next backward outside one.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sized
 from functools import partial
+from threading import get_ident
 from types import CodeType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.optim import Optimizer
@@ -21,21 +22,22 @@ from torch.utils.hooks import RemovableHandle
 
 from gradwatch.runtime import guard
 from gradwatch.taps import backward_entry, closure_calls, dispatch_modes
+from gradwatch.taps.dispatch_modes import dispatching, functions
 from gradwatch.taps.optimizers.wrapped_optimizers import with_inner
-from gradwatch.taps.process_totals import TOTALS, step_begins, step_ends
+from gradwatch.taps.process_totals import TOTALS, open_steps, step_begins, step_ends
 
+Before = Callable[[Optimizer, Any, Any], Any]
+"""Called with (optimizer, args, kwargs) before every `optimizer.step()` of the process.
 
-class StepListener(Protocol):
-    """Called around every `optimizer.step()` of the process."""
+It returns None, or (args, kwargs) that replace those of the call. What it raises reaches the user's step.
+"""
+After = Callable[[Optimizer], None]
+"""Called when a step has returned normally."""
 
-    def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        """None, or (args, kwargs) that replace those of the call. What it raises reaches the user's step."""
-
-    def after_step(self, optimizer: Optimizer) -> None:
-        """The step has returned normally."""
-
-
-_listeners: list[StepListener] = []
+# Each with what it waits for: it is called only where that is not empty.
+_befores: list[tuple[Before, Sized]] = []
+_afters: list[tuple[After, Sized]] = []
+_ALWAYS = (None,)
 _handles: list[RemovableHandle] = []
 _later: list[Callable[[], None]] = []  # ends what waits for the next backward
 _tracing = torch.compiler.is_dynamo_compiling
@@ -48,16 +50,26 @@ except ImportError:  # then it cannot be known, and the shield is always up
     _listening = object
 
 
-def listen(listener: StepListener) -> Callable[[], None]:
-    """Add a listener; the returned call removes it (and the last one out removes torch's hooks)."""
-    _listeners.append(listener)
+def listen(
+    before: Before | None = None, after: After | None = None, waits_for: Sized = _ALWAYS
+) -> Callable[[], None]:
+    """Call these around every step; the returned call ends that (and the last one out removes torch's hooks).
+
+    They are called only where `waits_for` is not empty, which is looked at without a Python call.
+    """
+    befores = [] if before is None else [(before, waits_for)]
+    afters = [] if after is None else [(after, waits_for)]
+    _befores.extend(befores)
+    _afters.extend(afters)
     if not _handles:
         _handles.append(register_optimizer_step_pre_hook(_before))
         _handles.append(register_optimizer_step_post_hook(_after))
 
     def remove() -> None:
-        if listener in _listeners:
-            _listeners.remove(listener)
+        while befores:
+            _befores.remove(befores.pop())
+        while afters:
+            _afters.remove(afters.pop())
         _tidy()
 
     return remove
@@ -75,7 +87,7 @@ def begun() -> int:
 
 def _tidy() -> None:
     """Take torch's hooks away where no listener is left, now or later."""
-    if _listeners or not _handles:
+    if _befores or _afters or not _handles:
         return
     if not _stepping():
         for handle in _handles:
@@ -164,13 +176,14 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any, shielded: bool = False
         if not shielded and (_tracing() or _listening() is not None):
             return _shielded_before(optimizer, args, kwargs, True)
         step_begins(optimizer, partial(_part_of, optimizer))
-        aside = dispatch_modes.Aside() if dispatch_modes.dispatching() or dispatch_modes.functions() else None
+        aside = dispatch_modes.Aside() if dispatching() or functions() else None
         try:
             # Not over a copy: a launcher's listener may add the watch that must see this very step.
-            for listener in _listeners:
-                result = listener.before_step(optimizer, args, kwargs)
-                if result is not None:
-                    args, kwargs = changed = result
+            for listener, waits_for in _befores:
+                if waits_for:
+                    result = listener(optimizer, args, kwargs)
+                    if result is not None:
+                        args, kwargs = changed = result
         finally:
             if aside is not None:
                 aside.put_back()
@@ -185,11 +198,16 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any, shielded: bool = False)
         if not shielded and (_tracing() or _listening() is not None):
             _shielded_after(optimizer, args, kwargs, True)
             return
-        step_ends(optimizer)
-        aside = dispatch_modes.Aside() if dispatch_modes.dispatching() or dispatch_modes.functions() else None
+        calls = open_steps.get(get_ident())
+        if calls and calls[-1][1] == id(optimizer):  # almost always
+            calls.pop()
+        else:
+            step_ends(optimizer)
+        aside = dispatch_modes.Aside() if dispatching() or functions() else None
         try:
-            for listener in tuple(_listeners):
-                listener.after_step(optimizer)
+            for listener, waits_for in tuple(_afters):
+                if waits_for:
+                    listener(optimizer)
         finally:
             if aside is not None:
                 aside.put_back()

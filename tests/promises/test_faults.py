@@ -231,7 +231,7 @@ def test_three_faults_in_a_row_pause_the_watch(tmp_path: Path, monkeypatch: pyte
         assert len(calls) == pause_after_errors.FAILURES
         assert gw.health.up()["boundary"] is False
         monkeypatch.setattr(pause_after_errors, "PAUSE_SECONDS", 0.0)
-        session_of(gw)._activity._paused_until = 0.0
+        session_of(gw)._activity.paused_until = 0.0
         train(model, optimizer, skip_nan=False)
         assert gw.status()["steps"] > 0
 

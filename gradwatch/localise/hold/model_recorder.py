@@ -174,7 +174,8 @@ class ModelRecorder:
         if not self.calls:
             return
         if self.moves(optimizer):
-            self.drop()
+            self.calls.clear()
+            self.dropped, self._open = 0, None
             return
         for call in list(self.calls):
             if call.gradients or call.step <= before:

@@ -24,6 +24,7 @@ from gradwatch.taps.dynamo import anything_compiled, compiles
 
 UNCALLED = 2  # steps after which a model that was not called is looked for in its children
 LEVELS = 3  # of children
+OLD = 8  # optimizer steps after which a forward without a backward is forgotten
 WIDEST = 64  # parts of one model
 FEW = 16  # parts held beside their model: each call of one costs 4 us
 
@@ -162,9 +163,8 @@ class StepRecorder:
         """True if no model and no criterion is held, and no call."""
         return not (self._families or self._criteria or self._former)
 
-    def inherit(self, before: Inherited, steps: int) -> None:
-        """Go on with what was held before this began; `steps` have been taken so far."""
-        self._steps[0] = steps
+    def inherit(self, before: Inherited) -> None:
+        """Go on with what was held before this began."""
         for family in before.families:
             if self._families:
                 self._release(family.model())
@@ -217,21 +217,29 @@ class StepRecorder:
         for criterion in self._criteria:
             criterion.cleared(over)
 
-    def step_taken(self, optimizer: Optimizer, number: int, before: int) -> None:
-        """The step `number` has been taken; calls made before the step `before` are forgotten in any case."""
-        self._steps[0] = number
-        held = self._former + self._criteria
-        for family in self._families:
-            held += family.recordings  # `self`, without its Python calls in cold caches
-        for recording in held:
-            if recording.calls or recording.indices is not None:
-                recording.taken(optimizer, before)
-        for family in self._families:
-            family.outermost.now = None  # a forward that raised has left it set
-            if family.sought:
-                family.step_taken(optimizer)
-        if self._former:
-            self._former = [recording for recording in self._former if recording.calls]
+    @property
+    def steps(self) -> int:
+        """Steps taken by any optimizer since this began."""
+        return self._steps[0]
+
+    def step_taken(self, optimizer: Optimizer) -> None:
+        """One more step has been taken: its calls are discarded, and those made too many steps ago in any case."""
+        try:
+            self._steps[0] = number = self._steps[0] + 1
+            held = self._former + self._criteria
+            for family in self._families:
+                held += family.recordings  # `self`, without its Python calls in cold caches
+            for recording in held:
+                if recording.calls or recording.indices is not None:
+                    recording.taken(optimizer, number - OLD)
+            for family in self._families:
+                family.outermost.now = None  # a forward that raised has left it set
+                if family.sought:
+                    family.step_taken(optimizer)
+            if self._former:
+                self._former = [recording for recording in self._former if recording.calls]
+        except Exception as error:
+            self._failed("localise", error)
 
     def calls(self) -> list[tuple[nn.Module, Call]]:
         """(module, call) of those that a gradient has reached, in the order they were made."""

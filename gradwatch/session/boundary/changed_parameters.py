@@ -35,13 +35,17 @@ class CurrentContexts:
         self._binder = binder
         self._without_optimizer = without_optimizer
         self._judging_failed = judging_failed
+        self._found: OptimizerContext | None = None  # last; there is but one in almost every training
         self._registrations = capture.coverage.registrations
 
     def find(self, optimizer: Optimizer) -> OptimizerContext | None:
         """The context of an optimizer; None where nothing was captured of it yet."""
         for captured in self._capture.captures:  # not by `capture_of`: almost every step has but one
             if captured.optimizer is not None and captured.optimizer() is optimizer:
-                return self._contexts.of(captured)
+                found = self._found
+                if found is None or found.captured is not captured:
+                    self._found = found = self._contexts.of(captured)
+                return found
         return None
 
     def renewed(

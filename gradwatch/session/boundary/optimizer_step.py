@@ -8,12 +8,14 @@ inside `step`.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from threading import get_ident
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gradwatch.actions.lbfgs_and_sam import ClosureCalls
 from gradwatch.actions.step_actions import Outcome
 from gradwatch.actions.stop_training import stop_training
 from gradwatch.capture.optimizer_capture import OptimizerCapture
@@ -25,6 +27,7 @@ from gradwatch.reading.device import capturing, host_value, on_host, start_copy
 from gradwatch.records.decision import Decision
 from gradwatch.runtime import guard
 from gradwatch.runtime.held_weakly import Distinct
+from gradwatch.runtime.process_identity import here
 from gradwatch.session.binding.bind_optimizer import Binder
 from gradwatch.session.boundary.changed_parameters import CurrentContexts
 from gradwatch.session.boundary.step_in_backward import InBackward
@@ -81,7 +84,11 @@ class Boundary:
         self.steps = 0  # measured; an optimizer that wraps another one takes a step together with it
         self.optimizers = Distinct()  # of which a step was measured
         self._counted = 0  # number of the step counted last
-        self._removes = [step_hooks.listen(self), grad_scaler.listen(self), guard.listen(activity.failed)]
+        self._removes = [
+            step_hooks.listen(self.before_step, self.after_step),
+            grad_scaler.listen(self),
+            guard.listen(activity.failed),
+        ]
 
     def close(self) -> None:
         """Remove the hooks; judge what still waits; give back any gradient set aside."""
@@ -110,8 +117,11 @@ class Boundary:
 
     def _count(self, optimizer: Optimizer) -> None:
         """One more step was measured, unless it is the one counted last."""
-        self.optimizers.add(optimizer)
-        number = process_totals.present_step(optimizer)
+        if self.optimizers.last() is not optimizer:
+            self.optimizers.add(optimizer)
+        calls = process_totals.open_steps.get(get_ident(), [])
+        own = calls and calls[-1][1] == id(optimizer)  # almost always
+        number = calls[-1][0] if own else process_totals.present_step(optimizer)
         if number != self._counted:
             self._counted = number
             self.steps += 1
@@ -123,7 +133,7 @@ class Boundary:
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Judge and act now, or, where a closure will run the backward, right after it."""
-        self._activity.steps_here()
+        self._activity.thread = get_ident()
         if backward.current() != backward.NONE:
             self._guarded(self._step_in_backward, optimizer)
             return None
@@ -187,7 +197,12 @@ class Boundary:
         After a backward the caches are cold, and every Python call costs microseconds: hence what is passed along
         here and below, and what is asked before it is called.
         """
-        if self._activity.idle() if known is not None else not self.owns(optimizer):
+        if known is None:
+            idle = not self.owns(optimizer)
+        else:
+            activity = self._activity
+            idle = (here[0] != activity.pid or activity.paused_until > 0) and activity.idle()
+        if idle:
             self._among_ranks(known, optimizer, _nothing)
             return
         if (
@@ -402,26 +417,27 @@ class Boundary:
         """Give back what was set aside and open the next window."""
         try:
             mark = self._spent.begin()
-            self._after_step(optimizer)
+            ctx = self._current.find(optimizer)
+            if ctx is not None and ctx.closure_calls is not None:
+                self._after_closure(optimizer, ctx, ctx.closure_calls)
+            elif ctx is not None and ctx.nested:
+                ctx.nested -= 1
+                if not ctx.nested:
+                    self._leave(ctx)
             self._spent.end(mark)
         except Exception as error:
             self._activity.failed("boundary", error)
 
-    def _after_step(self, optimizer: Optimizer) -> None:
-        ctx = self._current.find(optimizer)
-        if ctx is None:
+    def _after_closure(self, optimizer: Optimizer, ctx: OptimizerContext, calls: ClosureCalls) -> None:
+        evaluations = self._closures.step_ended(optimizer, ctx, calls)
+        if evaluations is None:
             return
-        evaluations = ctx.closure_calls
-        if evaluations is not None:
-            evaluations = self._closures.step_ended(optimizer, ctx, evaluations)
-            if evaluations is None:
-                return
         if ctx.nested:
             ctx.nested -= 1
             if not ctx.nested:
                 self._leave(ctx)
         # What a skip took from copies made in the midst of the step is restored before what was at its beginning.
-        if evaluations is not None and evaluations.skipped and evaluations.backup is not None:
+        if evaluations.skipped and evaluations.backup is not None:
             evaluations.backup.restore()
 
     def _leave(self, ctx: OptimizerContext) -> None:

@@ -34,7 +34,7 @@ def trained(recorder: StepRecorder, loss: Callable[[Tensor], Tensor], steps: int
     for number in range(steps):
         if number:
             optimizer.step()
-            recorder.step_taken(optimizer, number, 0)
+            recorder.step_taken(optimizer)
         loss(model(torch.ones(2, 4))).backward()
     return [call for held, call in recorder.calls() if held is model]
 
