@@ -11,24 +11,24 @@ VARIED = 100  # steps after a change of that count during which every backward i
 
 
 class AccumulationSchedule:
-    """Accumulation pattern of one optimizer; `expected` backwards a step (None = no step seen yet)."""
+    """Accumulation pattern of one optimizer; `expected` backwards a step (None = no step seen yet).
+
+    A step may follow after `may_end_from` backwards, 1 or more.
+    """
 
     def __init__(self) -> None:
         self.expected: int | None = None
+        self.may_end_from = 1
         self._equal = 0
         self._varied = -VARIED
-
-    def may_end(self, step: int, backwards: int) -> bool:
-        """True if a step may follow after so many backwards."""
-        if self.expected is None or self._equal < LEARNED or step - self._varied < VARIED:
-            return True
-        return backwards >= self.expected
 
     def count(self, step: int, backwards: int) -> None:
         """A step came after so many backwards."""
         if backwards == self.expected:
             self._equal += 1
-            return
-        if self.expected is not None:
-            self._varied = step
-        self.expected, self._equal = backwards, 1
+        else:
+            if self.expected is not None:
+                self._varied = step
+            self.expected, self._equal = backwards, 1
+        learned = self._equal >= LEARNED and step + 1 - self._varied >= VARIED
+        self.may_end_from = max(1, self.expected) if learned else 1

@@ -7,7 +7,7 @@ Nothing announces `zero_grad()`, so one gradient of the last backward is looked 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 import torch
@@ -24,16 +24,20 @@ class ArrivalCounts:
     is gone (`set_to_none`) is noticed: to find zeros there, the host would have to wait.
     """
 
-    def __init__(self, params: Sequence[Tensor]) -> None:
+    def __init__(self, params: Sequence[Tensor], positions: Mapping[int, int]) -> None:
         self.count = 0
         self.cleared = 0
         self._params = params
-        self._bulk: NDArray[np.int32] | None = None  # arrivals counted in bulk
-        self._per_param = [0] * len(params)  # arrivals counted one by one
+        self._positions = positions
+        self._touched: list[list[int]] = []  # the slots that each backward reached
+        self._by_hand: set[int] = set()  # positions of gradients that no backward brought
         self._zero_grad_probe: tuple[int, int, int] | None = None  # position, identity, version
-        # What `add_slots` was given last, and the positions that it stands for.
-        self._usual: tuple[list[int], dict[int, int], list[int]] | None = None
-        self._counted: tuple[list[int], NDArray[np.int32]] | None = None
+        # The slots given last, and the position of the last of them that is here; None where none is.
+        self._usual: tuple[list[int], int | None] = ([], None)
+        # What `counted` made last, and of what. In most loops it is the same step after step.
+        self._counted: tuple[list[list[int]], NDArray[np.int32]] = ([], np.zeros(len(params), np.int32))
+        self.complete = not params  # each of K gradients has arrived, as `counted` said last
+        self._corrected: tuple[list[int], NDArray[np.int32]] | None = None
         self._by_versions: tuple[list[int], int, NDArray[np.int32]] | None = None
         # FSDP1 takes gradients away and puts them back in the midst of a backward.
         self._has_gradient = True
@@ -45,40 +49,51 @@ class ArrivalCounts:
         """Backwards whose gradients have not been cleared since."""
         return self.count - self.cleared
 
-    def add(self, counts: NDArray[np.int32], last: int | None = None) -> None:
-        """One backward has ended: `counts[K]` arrivals, the last of them at position `last`."""
-        self.count += 1
-        self._bulk = counts if self._bulk is None else self._bulk + counts
-        self._note(last)
+    def add(self, touched: list[int]) -> bool:
+        """A backward has ended that reached these slots, of whichever capture. True if any is here.
 
-    def add_slots(self, touched: Sequence[int], positions: dict[int, int]) -> bool:
-        """As `add`, from a handful of slots; numpy would cost more than it saves. True if any is here."""
-        usual = self._usual
-        if usual is None or usual[0] != touched or usual[1] is not positions:
-            here = [positions[slot] for slot in touched if slot in positions]
-            self._usual = usual = list(touched), positions, here
-        here, per_param = usual[2], self._per_param
-        if not here:
+        The list is not copied: what was given once must not change.
+        """
+        last = self._usual[1]
+        if self._usual[0] is not touched:
+            last = self._find_last(touched)
+        if last is None:
             return False
-        for k in here:
-            per_param[k] += 1
         self.count += 1
-        self._note(here[-1])
+        self._touched.append(touched)
+        # One gradient that is there now; the last to arrive, which the next backward makes last.
+        grad = self._params[last].grad if self._has_gradient else None
+        if grad is not None and type(grad) is not Tensor:
+            grad = local(grad)
+        self._zero_grad_probe = None if grad is None else (last, id(grad), grad._version)
         return True
 
-    def per_param(self) -> list[int]:
-        """Arrivals of each of K gradients; the list itself, which the caller may correct."""
-        if self._bulk is not None:
-            self._per_param = (self._bulk + self._per_param).tolist()  # sync: numpy
-            self._bulk = None
-        return self._per_param
+    def _find_last(self, touched: list[int]) -> int | None:
+        positions = self._positions
+        last = next((positions[slot] for slot in reversed(touched) if slot in positions), None)
+        self._usual = touched, last
+        return last
 
     def counted(self) -> NDArray[np.int32]:
-        """`per_param`, as an array; the same one while nothing changes."""
-        per_param = self.per_param()
-        if self._counted is None or self._counted[0] != per_param:
-            self._counted = per_param.copy(), np.array(per_param, np.int32)
+        """int32[K] arrivals; the same array while nothing changes."""
+        if self._counted[0] != self._touched:
+            positions = self._positions
+            places = [positions[slot] for slots in self._touched for slot in slots if slot in positions]
+            counts = np.bincount(np.array(places, np.intp), minlength=len(self._params)).astype(np.int32)
+            self._counted, self.complete = (self._touched.copy(), counts), bool(counts.all())
         return self._counted[1]
+
+    def corrected(self, absent: Sequence[int], by_hand: Sequence[int]) -> NDArray[np.int32]:
+        """`counted` without those that are `absent`, and with one of each that no hook was called for."""
+        self._by_hand.update(by_hand)
+        counts = self.counted().tolist()  # sync: numpy
+        for k in self._by_hand:
+            counts[k] = counts[k] or 1
+        for k in absent:
+            counts[k] = 0
+        if self._corrected is None or self._corrected[0] != counts:
+            self._corrected = counts, np.array(counts, np.int32)
+        return self._corrected[1]
 
     def by_versions(self, versions: list[int]) -> NDArray[np.int32]:
         """The arrivals that versions of gradients stand for (-1 = none); the same array while nothing changes."""
@@ -110,23 +125,15 @@ class ArrivalCounts:
     def restart(self) -> None:
         """A new step."""
         self.count = self.cleared = 0
-        self._bulk = self._zero_grad_probe = None
-        self._per_param = [0] * len(self._params)
+        self._zero_grad_probe = None
+        self._touched = []
+        if self._by_hand:
+            self._by_hand = set()
 
     def shift(self, backwards: int) -> None:
         """The first `backwards` of them, all cleared, belong to a step that is over."""
         self.count -= backwards
         self.cleared -= backwards
-
-    def _note(self, k: int | None) -> None:
-        """Remember one gradient that is there now; the last to arrive, which the next backward makes last."""
-        grad = self._params[k].grad if k is not None and self._has_gradient else None
-        if grad is None or k is None:
-            self._zero_grad_probe = None
-            return
-        if type(grad) is not Tensor:
-            grad = local(grad)
-        self._zero_grad_probe = k, id(grad), grad._version
 
     def _gone(self, k: int, identity: int, version: int) -> bool:
         grad = self._params[k].grad

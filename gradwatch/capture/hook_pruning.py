@@ -25,7 +25,8 @@ RECHECK = 16  # steps between full comparisons of the optimizer's parameters whi
 class HookPruning:
     """The pruning of the hooks on K parameters of one optimizer: learned from its steps, undone where it miscounts."""
 
-    def __init__(self) -> None:
+    def __init__(self, count: int) -> None:
+        self.possible = count >= PRUNE_FROM  # enough parameters for it to pay
         self.pruned = False
         # The versions of the gradients (-1 = none) noted last; the same list while they are the same steps.
         self._pattern: list[int] = []
@@ -55,7 +56,7 @@ class HookPruning:
     def due(self, step: int) -> bool:
         """True if a few hooks would count the same arrivals as one on every parameter."""
         steady = self._steady >= STEADY and step >= self._blocked_until
-        return steady and not self.pruned and len(self._pattern) >= PRUNE_FROM
+        return steady and self.possible and not self.pruned
 
     def prune(self, count: int = KEPT_HOOKS) -> list[int]:
         """All hooks go but those at these `count` positions (2 or more): spread over those that had a gradient."""

@@ -19,13 +19,14 @@ class ManualGradients:
     """Of K gradients, those of the last step that no hook was called for: storage and version, by position."""
 
     def __init__(self) -> None:
+        self.seen = False  # of this step or the last, any was looked at
         self._before: dict[int, tuple[StorageWeakRef, int]] = {}
         self._now: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def step(self) -> None:
         """A step is about to be looked at: what was looked at since the last call is the last step's."""
-        if self._before or self._now:
-            self._before, self._now = self._now, {}
+        self._before, self._now = self._now, {}
+        self.seen = bool(self._before)
 
     def is_new(self, k: int, grad: Tensor, now: State, before: State | None, backwards: int) -> bool:
         """True if a gradient arrived since the last step: not the same tensor, never written to since.
@@ -39,7 +40,7 @@ class ManualGradients:
             return False
         storage = _storage(grad)
         if storage is not None:
-            self._now[k] = storage, versions[k]
+            self._now[k], self.seen = (storage, versions[k]), True
         if before is None:
             return True
         last_ids, last_versions, last = before

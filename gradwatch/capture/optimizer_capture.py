@@ -81,7 +81,7 @@ class OptimizerCapture:
             sharded = type(param) is not nn.Parameter and hasattr(param, "to_local")
             self.distributed = self.distributed or sharded
             self.on_cpu = self.on_cpu and param.is_cpu
-        self.pruning = HookPruning()
+        self.pruning = HookPruning(len(params))
         self.spans_two_steps = False  # this window cannot be one step's alone
         self.hook_missed = False  # a gradient arrived and its hook was not called
         self.backward_end_missed = False  # the end of its last backward was missed: read at the step boundary
@@ -96,7 +96,7 @@ class OptimizerCapture:
         self._reader = GradientReader(self._size_plan, self.on_cpu, self.distributed)
         self._norms: Reading | None = None
         self._after: Reading | None = None
-        self._kept: list[Tensor | None] | None = None  # a second walk finds them faster while they are held
+        self.kept: list[Tensor | None] | None = None  # a second walk finds them faster while they are held
         self._assumed = False  # the versions at the read were taken to be those foreseen
         self._held: list[weakref.ref[Tensor] | None] = []  # of gradients too large to be held until the step
         self._left_alone = False  # no code changed a gradient between the end of backward and the last step
@@ -108,7 +108,7 @@ class OptimizerCapture:
         self._reading = ForkSafeLock()
         self.losses = WindowLoss()
         self._manual = ManualGradients()
-        self._arrivals = ArrivalCounts(params)
+        self.arrivals = ArrivalCounts(params, self.position)
         self._schedule = AccumulationSchedule()
         self._ids: list[int] = []
         self._versions: list[int] = []
@@ -146,7 +146,7 @@ class OptimizerCapture:
     @property
     def backwards(self) -> int:
         """Backwards since the last step, whatever became of their gradients."""
-        return self._arrivals.count
+        return self.arrivals.count
 
     @property
     def unread(self) -> bool:
@@ -159,7 +159,7 @@ class OptimizerCapture:
         if self.unread or self._norms is None:
             return self.backwards > 0 or self._set_by_hand
         return not (self.known_scalings or self.distributed) and replaced(
-            self._kept or self._held, self.params
+            self.kept or self._held, self.params
         )
 
     @property
@@ -220,35 +220,29 @@ class OptimizerCapture:
 
     # -- during backward ---------------------------------------------------------------------------------
 
-    def arrived(self, counts: NDArray[np.int32], last: int | None = None, root: Root | None = None) -> None:
-        """One backward from `root` has ended that touched this capture: `counts[K]` arrivals, the last at `last`."""
-        self._arrivals.add(counts, last)
-        self.losses.add(root)
-
     def add_arrivals(self, touched: list[int], root: Root | None = None) -> bool:
-        """As `arrived`, from the slots of a handful of arrivals; whether any of them is here."""
-        if not self._arrivals.add_slots(touched, self.position):
+        """One backward from `root` has ended that reached these slots; whether any of them is here."""
+        if not self.arrivals.add(touched):
             return False
         self.losses.add(root)
         return True
 
     def begins(self) -> bool:
         """A backward begins, which may need what is held here; whether the gradients before it were cleared."""
-        self._kept = None
+        self.kept = None
         self._reader.write_probes.release()
-        cleared = self._arrivals.begins()
+        cleared = self.arrivals.begins()
         if cleared:
             self.losses.clear()
         return cleared
 
     def stash(self) -> None:
         """Our own doing moves the gradients aside for the length of a backward."""
-        self._arrivals.stash()
+        self.arrivals.stash()
 
     def due(self) -> bool:
         """True if the backward that just ended may have been the last of this step."""
-        backwards = self._arrivals.count
-        return backwards > 0 and self._schedule.may_end(self.step, backwards)
+        return self.arrivals.count >= self._schedule.may_end_from
 
     def read_overdue(self, clipped: Sequence[Tensor] | None = None) -> None:
         """Read what a clip of these gradients (None: of any), in whichever thread, must not find unread.
@@ -268,13 +262,13 @@ class OptimizerCapture:
     def read(self) -> None:
         """Read every gradient of the capture, with whatever loss scale they carry; `unscaled` takes it out."""
         with self._reading.held:
-            grads = self.grads()
+            grads = parts(self.params) if self.distributed else list(map(_grad, self.params))
             # A loop that is learned and lets gradients be: `close_window` finds out soon enough if it changed.
             self._assumed = self.pruning.pruned and self._left_alone
             self._ids = list(map(id, grads))
-            current = self._arrivals.count - self._arrivals.cleared
+            current = self.arrivals.count - self.arrivals.cleared
             self._versions = self.pruning.versions(current) if self._assumed else versions_of(grads)
-            self._kept = grads if self._keeps else None
+            self.kept = grads if self._keeps else None
             self._held = (
                 [] if self._keeps else [None if grad is None else weakref.ref(grad) for grad in grads]
             )
@@ -283,7 +277,7 @@ class OptimizerCapture:
                 probes.hold(grads)
             known = NOTHING if self.norms_from_hooks is None else self.norms_from_hooks(grads)
             self._norms = self._reader.read(grads, 1.0, known)
-            self._read_at = self._arrivals.count
+            self._read_at = self.arrivals.count
             self.known_scalings.clear()
 
     def unscaled(self, scale: Number) -> None:
@@ -300,39 +294,50 @@ class OptimizerCapture:
         `scale` is the loss scale the gradients still carry here (fused optimizers under a GradScaler).
         """
         with self._reading.held:
-            return self._close_window(scale)
+            grads = parts(self.params) if self.distributed else list(map(_grad, self.params))
+            ids, versions = list(map(id, grads)), versions_of(grads)
+            if self._held:
+                self._mark_replaced(grads)
+            unread = self._norms is None or self._read_at != self.arrivals.count
+            if unread:
+                self._ids, self._versions, self._assumed = ids, versions, False
+                self._norms = self._reader.read(grads, scale)
+            elif type(scale) is not float or scale != 1.0:
+                self.unscaled(scale)
+            raw = self._norms
+            assert raw is not None
+            after = raw
+            moved = ids != self._ids or versions != self._versions
+            if moved or not (unread or self._reader.untouched(grads, raw, scale)):
+                now, at_read = (ids, versions), (self._ids, self._versions)
+                clipped = self._reader.clipped(grads, now, at_read, raw, scale, self.known_scalings)
+                after = clipped or self._reader.changed(grads, now, at_read, raw, scale)
+            return self._closed(grads, (ids, versions, raw), after, unread, scale)
 
-    def _close_window(self, scale: Number) -> WindowNorms:
-        grads = self.grads()
-        ids, versions = list(map(id, grads)), versions_of(grads)
-        for k, (held, grad) in enumerate(zip(self._held, grads, strict=True)) if self._held else ():
+    def _mark_replaced(self, grads: Grads) -> None:
+        """Mark gradients that others have taken the place of, which may have the ids of those that are gone."""
+        for k, (held, grad) in enumerate(zip(self._held, grads, strict=True)):
             if held is not None and grad is not None and held() is not grad:
-                self._ids[k] = GONE  # another gradient, which may have the id of the one that is gone
-        backwards = self._arrivals.count
-        current = backwards - self._arrivals.cleared
-        unread = self._norms is None or self._read_at != backwards
-        if unread:
-            self._ids, self._versions, self._assumed = ids, versions, False
-            self._norms = self._reader.read(grads, scale)
-        elif type(scale) is not float or scale != 1.0:
-            self.unscaled(scale)
-        raw = self._norms
-        assert raw is not None
-        after = raw
-        moved = ids != self._ids or versions != self._versions
-        if moved or not (unread or self._reader.untouched(grads, raw, scale)):
-            now, at_read = (ids, versions), (self._ids, self._versions)
-            clipped = self._reader.clipped(grads, now, at_read, raw, scale, self.known_scalings)
-            after = clipped or self._reader.changed(grads, now, at_read, raw, scale)
+                self._ids[k] = GONE
+
+    def _closed(self, grads: Grads, state: State, after: Reading, unread: bool, scale: Number) -> WindowNorms:
+        """The window whose gradients have this state, and these norms `after` what other code made of them."""
+        _, versions, raw = state
+        arrivals = self.arrivals
+        backwards = arrivals.count
+        current = backwards - arrivals.cleared
         ordinary = not (unread or self.spans_two_steps) and is_ordinary(raw, after)
-        state = ids, versions, raw
-        self._manual.step()
+        if self._manual.seen:
+            self._manual.step()
         pruned: PrunedCount | None = None
         if self.pruning.pruned:
             pruned = self.pruning.count(self._versions, current, self._assumed, state, self._last, ordinary)
-            calls = self._arrivals.by_versions(pruned.versions)
+            calls = arrivals.by_versions(pruned.versions)
         else:
-            calls = self._arrived(grads, state, current)
+            calls = arrivals.counted()
+            # A custom Function may return None: its hook is called, and no gradient has arrived.
+            if not arrivals.complete or -1 in versions:
+                calls = self._corrected(calls, grads, state, current)
         miscounted = pruned is not None and not pruned.right
         uncertain = (
             unread or self.backward_end_missed or self.spans_two_steps or self.distributed or miscounted
@@ -350,10 +355,15 @@ class OptimizerCapture:
             pruned,
             loss=self.losses.total(),
         )
-        self._learn(calls, backwards, current)
+        if self.attached_mid_window or self.spans_two_steps:
+            self.attached_mid_window = False  # what arrived is not the whole of one step, or that of two
+        else:
+            self._schedule.count(self.step, backwards)
+            if self.pruning.possible and not self.pruning.pruned:
+                self.pruning.note(self._versions, calls, current)
         self._last = state
         self._after = after
-        self._kept = None
+        self.kept = None
         self._left_alone = after is raw and not self.known_scalings
         self.closed_at = backwards
         return window
@@ -372,10 +382,10 @@ class OptimizerCapture:
         self.closed_at = -1
         self.spans_two_steps = self.backward_end_missed = False
         self.reduced_total = None
-        self._arrivals.restart()
+        self.arrivals.restart()
         self.losses.clear()
         self._read_at = 0
-        self._norms = self._kept = None
+        self._norms = self.kept = None
         self._held = []
         self.known_scalings.clear()
 
@@ -386,10 +396,10 @@ class OptimizerCapture:
         """
         self.step += 1
         over, self.closed_at = max(self.closed_at, 0), -1
-        if self._arrivals.cleared < over:
+        if self.arrivals.cleared < over:
             self.spans_two_steps = True
         else:
-            self._arrivals.shift(over)
+            self.arrivals.shift(over)
             if over:  # the weights have not moved: equal norms are no sign of an old gradient
                 self._last = None
             self._read_at -= over
@@ -407,10 +417,10 @@ class OptimizerCapture:
         """
         raw = self._norms
         assert raw is not None
-        left: Grads = self._kept or [None if ref is None else ref() for ref in self._held]
-        gone = self.distributed and self._kept is None
+        left: Grads = self.kept or [None if ref is None else ref() for ref in self._held]
+        gone = self.distributed and self.kept is None
         self._after = after = None if gone else self._reader.left(left, self._versions, raw)
-        calls, current = self._arrivals.counted().copy(), self._arrivals.current
+        calls, current = self.arrivals.counted().copy(), self.arrivals.current
         calls[np.array(self._versions) < 0] = 0
         return WindowNorms(
             self.sites,
@@ -470,35 +480,22 @@ class OptimizerCapture:
     def release(self) -> None:
         """The optimizer is gone: keep index and step for a successor, and release the parameters."""
         self.params, self.slots, self.position, self.watched_ids = [], np.zeros(0, np.intp), {}, []
-        self._norms = self._after = self._last = self._kept = None
-        self.frozen, self._held, self._arrivals = [], [], ArrivalCounts([])
+        self._norms = self._after = self._last = self.kept = None
+        self.frozen, self._held, self.arrivals = [], [], ArrivalCounts([], {})
         self._reader.write_probes.release()
 
     # -- inside ------------------------------------------------------------------------------------------
 
-    def _arrived(self, grads: Grads, state: State, current: int) -> NDArray[np.int32]:
-        """Arrivals of each gradient, by the hooks on all of them and by what they missed."""
+    def _corrected(
+        self, calls: NDArray[np.int32], grads: Grads, state: State, current: int
+    ) -> NDArray[np.int32]:
+        """Arrivals of each gradient, by the hooks on all of them (`calls[K]`) and by what they missed."""
         _, versions, _ = state
-        counts = self._arrivals.per_param()
-        if (
-            -1 in versions
-        ):  # a custom Function may return None: its hook is called, and no gradient has arrived
-            counts[:] = [0 if version == -1 else n for n, version in zip(counts, versions, strict=True)]
-        if 0 in counts:
-            for k, (count, grad) in enumerate(zip(counts, grads, strict=True)):
-                if (
-                    not count
-                    and grad is not None
-                    and self._manual.is_new(k, grad, state, self._last, current)
-                ):
-                    counts[k], self.hook_missed = 1, True
-        return self._arrivals.counted()
-
-    def _learn(self, calls: NDArray[np.int32], backwards: int, current: int) -> None:
-        # What arrived is not the whole of one step, or that of two.
-        if self.attached_mid_window or self.spans_two_steps:
-            self.attached_mid_window = False
-            return
-        self._schedule.count(self.step, backwards)
-        if not self.pruning.pruned:
-            self.pruning.note(self._versions, calls, current)
+        absent = [k for k, version in enumerate(versions) if version == -1]
+        by_hand = []
+        for k in np.flatnonzero(calls == 0).tolist():  # sync: numpy
+            grad = grads[k]
+            if grad is not None and self._manual.is_new(k, grad, state, self._last, current):
+                by_hand.append(k)
+        self.hook_missed = self.hook_missed or bool(by_hand)
+        return self.arrivals.corrected(absent, by_hand)

@@ -12,8 +12,8 @@ import functools
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import nn
 from torch.optim import Optimizer
@@ -24,6 +24,7 @@ from gradwatch.capture.parameter_names import fallback_name, shape_of
 from gradwatch.capture.watched_parameters import GONE, Slots
 from gradwatch.capture.window_norms import WindowNorms
 from gradwatch.records.snapshot import Sites
+from gradwatch.runtime.held_weakly import died
 from gradwatch.runtime.locks import ForkSafeLock
 from gradwatch.runtime.own_time import OwnTime
 from gradwatch.taps import backward, dispatch_modes, module_tree
@@ -31,8 +32,17 @@ from gradwatch.taps.optimizers.param_groups import params_of
 
 # By name: to walk torch's module from cold caches costs microseconds.
 _grad_enabled, _set_grad_enabled = torch.is_grad_enabled, dispatch_modes.set_grad_enabled
-IN_BULK = 32  # arrivals from which numpy counts them faster
+PATTERNS = 64  # lists of arrivals that are kept, to be compared with those of later backwards
 REINSTALL_EVERY = 16  # steps between looks for parameters that want a gradient again
+
+
+class Waiting(Protocol):
+    """Optimizers that are known but have no capture yet: `wanted` is empty where there are none."""
+
+    wanted: list[Any]
+
+    def waiting(self, capture: Capture) -> list[Optimizer]:
+        """Those of `wanted` that are alive and have no capture."""
 
 
 class Capture:
@@ -49,9 +59,10 @@ class Capture:
         ended: Callable[[list[OptimizerCapture]], None],
         failed: Callable[[str, BaseException], None],
         spent: OwnTime,
-        waiting: Callable[[Capture], list[Optimizer]] | None = None,
+        waiting: Waiting | None = None,
     ) -> None:
         self._waiting = waiting
+        self._awaited: list[Any] = [] if waiting is None else waiting.wanted
         self._ended = ended
         self._failed = failed
         self.captures: list[OptimizerCapture] = []
@@ -74,6 +85,7 @@ class Capture:
         self.losses = Losses(failed)
         self.backwards_without_hook = 0  # that the few hooks left did not see, known by their gradients
         self._by_hand: weakref.WeakSet[OptimizerCapture] = weakref.WeakSet()  # of loops without an optimizer
+        self._patterns: dict[tuple[int, int], list[int]] = {}  # by how many arrived, and which first
         self.replaced = False  # a capture was replaced: some of its parameters may have no optimizer now
 
     # -- parameters --------------------------------------------------------------------------------------
@@ -129,7 +141,7 @@ class Capture:
             hook_missed = True
         if hook_missed and not captured.backwards:
             self.backwards_without_hook += 1
-        if self.has_dead():
+        if (died or self.slots.by_hand) and self.has_dead():
             self.drop_dead()
         if captured.step % REINSTALL_EVERY == 0:
             self.reinstall(captured)
@@ -171,11 +183,15 @@ class Capture:
 
         Another thread's backward, or clip, waits until all of them stand: it may be the one that reached them.
         """
+        made: list[OptimizerCapture] = []
         with self.arranging.held:
-            waiting = None if self._waiting is None else self._waiting(self)
-            if not waiting:
-                return []
-            made = [self._adopt(each, None) for each in waiting if each not in self.stepped_inside]
+            awaited = len(self._awaited)
+            try:
+                for optimizer in () if self._waiting is None else self._waiting.waiting(self):
+                    if optimizer not in self.stepped_inside and self.capture_of(optimizer) is None:
+                        made.append(self._adopt(optimizer, None))
+            finally:  # only now: whoever finds nothing there does not ask
+                del self._awaited[:awaited]
             for captured in made if from_first_backward else ():
                 captured.attached_in_time()
         return made
@@ -351,9 +367,16 @@ class Capture:
     def arm(self) -> None:
         """Arm the end of the running backward, also where no hook is called in it."""
         for captured in self.captures:
+            if (captured.arrivals.count or captured.kept) and not captured.without_optimizer:
+                dispatch_modes.unseen(self._begins_again)
+                break
+        self._ends.arm(self.losses.reached())
+
+    def _begins_again(self) -> None:
+        """Another backward of an open window begins: discard what was captured of gradients that have been cleared."""
+        for captured in self.captures:
             if not captured.without_optimizer and captured.begins():
                 self.cleared(captured)
-        self._ends.arm(self.losses.reached())
 
     def _abandon(self) -> None:
         """A backward before this one raised, so its callback never ran: its arrivals do not count."""
@@ -379,9 +402,21 @@ class Capture:
             touched += self._manual_arrivals(touched)
         if not self.slots.arrival:
             self.slots.arrival = {slot: k for k, slot in enumerate(dict.fromkeys(touched))}
-        self.adopt_waiting(from_first_backward=True)
-        touched_captures = self._record_arrivals(touched)
-        self._ended(touched_captures)
+        if self._awaited:
+            self.adopt_waiting(from_first_backward=True)
+        # The list of an earlier backward where it is the same: it is then known to every capture.
+        pattern = len(touched), touched[0] if touched else -1
+        if self._patterns.get(pattern) == touched:
+            touched = self._patterns[pattern]
+        else:
+            if len(self._patterns) >= PATTERNS:
+                self._patterns.clear()
+            self._patterns[pattern] = touched
+        root, reached = self.losses.latest(), []
+        for captured in self.captures:
+            if captured.add_arrivals(touched, root):
+                reached.append(captured)
+        self._ended(reached)
         if self.after_backward is not _nothing and not backward.nested():
             self.after_backward()
         # Last: optimizers that have stepped inside the backward own theirs by now.
@@ -389,9 +424,9 @@ class Capture:
         if unowned is None:
             unowned = self.unowned_slots()
         if unowned and touched:
-            reached = [slot for slot in touched if slot in unowned]
-            if reached:
-                self.unowned(reached, self.losses.latest())
+            without_owner = [slot for slot in touched if slot in unowned]
+            if without_owner:
+                self.unowned(without_owner, self.losses.latest())
 
     def expect(self, params: list[nn.Parameter]) -> None:
         """A backward has begun that will reach parameters whose hooks are not called (FSDP1)."""
@@ -404,23 +439,6 @@ class Capture:
         hook_missed = self._unhooked.difference(touched)
         self._unhooked.clear()
         return sorted(slot for slot in hook_missed if self.params[slot].grad is not None)
-
-    def _record_arrivals(self, touched: list[int]) -> list[OptimizerCapture]:
-        """Tell each capture what reached it; those that anything did."""
-        root, touched_captures = self.losses.latest(), []
-        if len(touched) < IN_BULK:
-            for captured in self.captures:
-                if captured.add_arrivals(touched, root):
-                    touched_captures.append(captured)
-            return touched_captures
-        counts = np.bincount(touched, minlength=len(self.params)).astype(np.int32)
-        for captured in self.captures:
-            mine = counts[captured.slots]
-            if mine.any():
-                known = (captured.position[slot] for slot in reversed(touched) if slot in captured.position)
-                captured.arrived(mine, next(known, None), root)
-                touched_captures.append(captured)
-        return touched_captures
 
     def drain(self) -> None:
         """Count arrivals whose callback never ran as one backward: compiled autograd has none, or it raised."""
@@ -451,7 +469,7 @@ class Capture:
 def _arm(owner: weakref.ref[Capture]) -> None:
     capture = owner()
     if capture is not None:
-        dispatch_modes.unseen(capture.arm)
+        capture.arm()
 
 
 def _nothing(*_: object) -> None:

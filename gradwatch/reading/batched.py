@@ -198,17 +198,16 @@ class CpuReader:
         plan = self._plan
         if plan is None or plan.count != len(grads) or self._off >= self._patience:
             self._plan = plan = self._planned(grads)
-        row_buffer = plan.row_buffer
         matrices, missed = plan.matrices(grads)
         parts = plan.parts(missed) if missed else None
         # As by `silently`, without its frame.
-        total, min_row = NO_WARNINGS.copy().run(row_buffer.read, matrices, parts)
-        rows = RowNorms(plan, row_buffer.rows(), total, min_row, missed)
+        rows, total, min_row = NO_WARNINGS.copy().run(plan.row_buffer.read, matrices, parts)
+        found = RowNorms(plan, rows, total, min_row, missed)
         if missed or plan.others:
-            rows.read_alone(grads)
+            found.read_alone(grads)
             if missed or (plan.absent and any(grads[k] is not None for k in plan.absent)):
                 self._off += 1
-        return rows
+        return found
 
     def _planned(self, grads: Sequence[Tensor | None]) -> Plan:
         before = self._plan

@@ -38,10 +38,7 @@ class SingleTensor(NamedTuple):
 
 
 class RowBuffer(ABC):
-    """Buffer for the rows of one read after another: `read` fills it from float32 gradients on the CPU.
-
-    `rows` are a copy: sums of squares or norms, as its kind has them, which `squares` and `norm` make of them.
-    """
+    """Buffer for the rows of one read after another: `read` fills it from float32 gradients on the CPU."""
 
     __slots__ = ("_few", "_host", "_outs")
 
@@ -75,17 +72,17 @@ class RowBuffer(ABC):
         return matrices, missed
 
     @abstractmethod
-    def read(self, matrices: Sequence[Any], parts: Sequence[int] | None = None) -> tuple[float, float]:
+    def read(
+        self, matrices: Sequence[Any], parts: Sequence[int] | None = None
+    ) -> tuple[NDArray[np.float32], float, float]:
         """Take every row of each matrix into its part (`parts` None: into all of them, in order).
 
-        Returns the root sum of squares of all rows, good to 1e-4, and the smallest sum of squares of a row, infinite
-        without rows. All matrices are made before any is read: a large gradient drives everything else out of the
-        caches, and what comes between it and the next then costs several times what it should. To be called `silently`.
-        """
+        Returns the rows, a copy: sums of squares or norms, as its kind has them. Further their root sum of squares,
+        good to 1e-4, and the smallest sum of squares of a row, infinite without rows. To be called `silently`.
 
-    def rows(self) -> NDArray[np.float32]:
-        """[R] the rows of the last read."""
-        return self._host.copy()
+        All matrices are made before any is read: a large gradient drives everything else out of the caches, and what
+        comes between it and the next then costs several times what it should.
+        """
 
     @staticmethod
     @abstractmethod

@@ -58,17 +58,18 @@ class SquareRows(RowBuffer):
 
     def read(
         self, matrices: Sequence[NDArray[np.float32]], parts: Sequence[int] | None = None
-    ) -> tuple[float, float]:
+    ) -> tuple[NDArray[np.float32], float, float]:
         outs = self._outs if parts is None else [*map(self._outs.__getitem__, parts)]
         if self._few:
             # Without a line of Python in between, for the same reason.
             deque(map(vecdot, matrices, matrices, outs), maxlen=0)
             squares = self._host.tolist()  # sync: numpy
-            return math.sqrt(math.fsum(squares)), min(squares, default=math.inf)
+            return self._host.copy(), math.sqrt(math.fsum(squares)), min(squares, default=math.inf)
         # The total is taken by the same operation: what numpy's reductions pass through costs ten times as much.
         outs = [*outs, *self._totals]
         deque(map(vecdot, [*matrices, *self._chunks], [*matrices, *self._ones], outs), maxlen=0)
-        return math.sqrt(math.fsum(self._sums.tolist())), float(self._host.min())  # sync: numpy
+        total = math.sqrt(math.fsum(self._sums.tolist()))  # sync: numpy
+        return self._host.copy(), total, float(self._host.min())  # sync: numpy
 
     @classmethod
     def of(cls, vector: Tensor) -> float | None:

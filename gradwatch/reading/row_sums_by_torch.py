@@ -31,7 +31,9 @@ class NormRows(RowBuffer):
             raise TypeError(f"not float32 but {grad.dtype}")
         return (grad if order is None else grad.permute(order)).view(shape)
 
-    def read(self, matrices: Sequence[Tensor], parts: Sequence[int] | None = None) -> tuple[float, float]:
+    def read(
+        self, matrices: Sequence[Tensor], parts: Sequence[int] | None = None
+    ) -> tuple[NDArray[np.float32], float, float]:
         take = torch.linalg.vector_norm
         outs = self._outs if parts is None else map(self._outs.__getitem__, parts)
         for rows, out in zip(matrices, outs, strict=True):
@@ -42,7 +44,7 @@ class NormRows(RowBuffer):
         else:  # by the very operation whose code is in the caches by now
             total = float(take(self._rows, 2, 1, out=self._scalar))  # sync: CPU tensor
             least = float(take(self._rows, -math.inf, 1, out=self._scalar))  # sync: CPU tensor
-        return total, least * least
+        return self._host.copy(), total, least * least
 
     @staticmethod
     def squares(rows: NDArray[np.float32]) -> NDArray[Any]:

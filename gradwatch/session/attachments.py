@@ -104,8 +104,9 @@ class Attached:
         self._activity, self._notices = services.activity, services.notices
         self.ownership = ownership
         self._containers: list[nn.Module] = []
+        self._bound: list[OptimizerCapture] = []  # captures that were seen to have rules
         spent = services.publishing.totals.own_time
-        self.capture = Capture(models, self._backward_ended, self._activity.failed, spent, ownership.waiting)
+        self.capture = Capture(models, self._backward_ended, self._activity.failed, spent, ownership)
         self.capture.slots.add_loose(loose, by_hand=not ownership.given(()))
         self.taps: ModuleTaps | None = None
         self._flat = FlatTaps((), self.capture.expect, self._activity.failed)
@@ -296,11 +297,15 @@ class Attached:
     def _backward_ended(self, touched: list[OptimizerCapture]) -> None:
         if self._activity.idle():
             return
-        for captured in self.capture.captures:
+        captures = self.capture.captures
+        for captured in captures:
             if not captured.on_cpu and capturing():
                 return  # a read would become part of the user's CUDA graph, or break it
-        self.rule_bindings.backward_ended()
-        self.binder.bind_missing()
+        if self.rule_bindings.hooked:
+            self.rule_bindings.backward_ended()
+        if self._bound != captures:
+            self.binder.bind_missing()
+            self._bound = captures.copy()
         for captured in touched:  # the gradients of others may have been clipped since they were read
             if captured.due():
                 captured.read()

@@ -16,12 +16,12 @@ class Ownership:
 
     def __init__(self, given: Sequence[Optimizer]) -> None:
         self._given = [weakref.ref(optimizer) for optimizer in given]
-        self._wanted = [weakref.ref(optimizer) for optimizer in given]
+        self.wanted = [weakref.ref(optimizer) for optimizer in given]  # since captures were made last
         self._named: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def join(self, optimizers: Iterable[Optimizer]) -> None:
         """Watch these too."""
-        self._wanted += map(weakref.ref, optimizers)
+        self.wanted += map(weakref.ref, optimizers)
 
     def given(self, captures: Sequence[OptimizerCapture]) -> list[Optimizer]:
         """Those named at the attach, in that order, then those of `captures`."""
@@ -33,23 +33,20 @@ class Ownership:
         return list(found.values())
 
     def waiting(self, capture: Capture) -> list[Optimizer]:
-        """Optimizers named since this was last asked that have no capture yet."""
-        if not self._wanted:
-            return []
+        """Optimizers named since captures were made last that have none yet."""
         found = []
-        for ref in self._wanted:
+        for ref in self.wanted:
             optimizer = ref()
             if optimizer is not None:
                 self._named.add(optimizer)
                 if capture.capture_of(optimizer) is None:
                     found.append(optimizer)
-        self._wanted.clear()
         return found
 
     def includes(self, optimizer: Optimizer, capture: Capture) -> bool:
         """True if this optimizer is watched: named at the attach or since, or owner of a watched parameter."""
         if capture.capture_of(optimizer) is not None:
             return True
-        if optimizer in self._named or any(ref() is optimizer for ref in self._wanted):
+        if optimizer in self._named or any(ref() is optimizer for ref in self.wanted):
             return True
         return capture.holds(optimizer)

@@ -121,10 +121,15 @@ def _end(owner: weakref.ref[Ends], task: int) -> None:
     try:
         ends = owner()
         if ends is not None:
-            ready = ends._discard(task)
+            ends._threads.pop(task, None)
+            ready = ends.ready.pop(task, [])
             if ends.task[0] == task:
                 ends.task[0] = IDLE
-            if not (ends.ready and any(one is ready for one in list(ends.ready.values()))):
+            if ends.ready and any(one is ready for one in list(ends.ready.values())):
+                return
+            if dispatch_modes.dispatching() or dispatch_modes.functions():
                 dispatch_modes.unseen(ends._ended, ready)
+            else:  # its frame less: caches are cold here
+                ends._ended(ready)
     except Exception as error:
         guard.fault("capture", error)

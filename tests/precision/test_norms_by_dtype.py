@@ -87,9 +87,8 @@ def capture_of(grads: list[Tensor], on_device: bool) -> OptimizerCapture:
         ndims=np.zeros(count, np.int64),
         depths=np.arange(count),
     )
-    captured = OptimizerCapture(
-        0, None, [SimpleNamespace(grad=grad, device=grad.device, is_cpu=grad.is_cpu) for grad in grads], sites
-    )  # type: ignore[misc]
+    params = [SimpleNamespace(grad=grad, device=grad.device, is_cpu=grad.is_cpu) for grad in grads]
+    captured = OptimizerCapture(0, None, params, sites, np.arange(count))  # type: ignore[arg-type]
     if on_device:
         as_on_device(captured)
     return captured
@@ -99,7 +98,7 @@ def snapshot_of(grads: list[Tensor], on_device: bool) -> Snapshot:
     """What a step with these gradients is seen as."""
     captured = capture_of(grads, on_device)
     captured.read()
-    captured.arrived(np.ones(len(grads), np.int32))
+    captured.add_arrivals(list(range(len(grads))))
     return assemble(0, captured.sites, captured.close_window(), Extras(), {}, 1.0)
 
 

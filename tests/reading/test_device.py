@@ -21,6 +21,13 @@ X = torch.randn(4, 3, generator=torch.Generator().manual_seed(3))
 WAITING = ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "unique")
 
 
+class _Elsewhere(type):
+    """Type of a class that every tensor is an instance of, and none directly."""
+
+    def __instancecheck__(cls, one: object) -> bool:
+        return isinstance(one, torch.Tensor)
+
+
 class Operations(TorchDispatchMode):
     """Notes the name of every ATen operation, gradwatch's included: it is not set aside as a script's mode is.
 
@@ -36,7 +43,9 @@ class Operations(TorchDispatchMode):
     def __enter__(self) -> Operations:
         for length in ("dispatching", "functions"):
             self._patch.setattr(dispatch_modes, length, lambda: 0)
-        self._patch.setattr(losses, "on_host", lambda tensor: False)  # these tests take the host for a device
+        # These tests take the host for a device: no loss is a plain tensor whose number is at hand.
+        self._patch.setattr(losses, "on_host", lambda tensor: False)
+        self._patch.setattr(losses, "Tensor", _Elsewhere("Tensor", (), {}))
         # At the attach and once a second, at whichever step that is, the weights are looked at. Here they are on the
         # host, where that is an operation that waits or none, as threads and sizes have it.
         for look in () if self._looks else ("check_if_due", "meet"):

@@ -64,6 +64,7 @@ class RuleBindings:
         self.saved_states = OptimizerStates(contexts)
         self._before_captures: LocalNorms | None = None
         self.in_backward = bool(asks_backward(engine.ruleset))
+        self.hooked = self.in_backward  # tensor hooks may measure or do something in a backward
         self._drops = drops_micro(engine.ruleset)
         self.module_bounds: ModuleBounds | None = None  # of the tapped modules, sites of the first capture
         self._remove_scale_listeners: list[Callable[[], None]] = []
@@ -89,7 +90,7 @@ class RuleBindings:
             self._remove_scale_listeners.append(grad_scaler.listen_scale(self._scaled))
         several = self._ranks.several and bool(COMPARING_RANKS & self._engine.columns)
         if several or "norm_local" in self._engine.columns:
-            self._before_captures = LocalNorms(wanted, self._activity.failed)
+            self._before_captures, self.hooked = LocalNorms(wanted, self._activity.failed), True
 
     def _scaled(self, scale: Tensor) -> None:
         """A GradScaler has multiplied a loss."""
