@@ -141,9 +141,9 @@ class CheckpointHealthTracker:
             or self.poisoned_at is not None
         )
 
-    def after_usual(self, snapshots: Sequence[Snapshot]) -> list[CheckpointHealth]:
-        """As `after` each of these steps in turn, which were judged and taken, and on which no rule fires."""
-        verdict, decision = Verdict(), Decision()
+    def after_all(self, snapshots: Sequence[Snapshot], verdict: Verdict) -> list[CheckpointHealth]:
+        """As `after` each of these steps in turn, which had the same verdict and were taken."""
+        decision = Decision()
         return [self.after(snapshot, verdict, decision) for snapshot in snapshots]
 
     def unjudged(self, step: int) -> None:

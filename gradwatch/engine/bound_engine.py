@@ -15,11 +15,12 @@ from gradwatch.engine.actions.backward_clips import Asked, asked, bounds, module
 from gradwatch.engine.actions.rule_actions import by_rule, orders, rescaled, without_overridden
 from gradwatch.engine.clip_policy_binding import clips_only_total, needs_host
 from gradwatch.engine.columns_needed import Needs, needs_of
-from gradwatch.engine.engine_state import NONE_ACTIVE, EngineState, empty_state
-from gradwatch.engine.fast_path.many_steps import FastBlock
+from gradwatch.engine.engine_state import EngineState, empty_state
+from gradwatch.engine.fast_path.many_steps import FastBlock, breaching
 from gradwatch.engine.fast_path.one_step import FastPath, FastPaths, Learned
-from gradwatch.engine.judge import Step, firing_now
-from gradwatch.engine.rule_plan import NO_BANK, Plan, make_plan
+from gradwatch.engine.firing import Track
+from gradwatch.engine.judge import Step, firing_now, under_factor
+from gradwatch.engine.rule_plan import NO_BANK, Plan, RulePlan, make_plan
 from gradwatch.engine.series import labels
 from gradwatch.engine.snapshot_reader import Reader
 from gradwatch.engine.strictest_clip import Failed
@@ -221,12 +222,14 @@ class BoundEngine:
         """Judge the first of several steps of one optimizer together, as far as they are surely as usual.
 
         As `evaluate` would one after the other, bit by bit; the next one is for `evaluate`. The Snapshots are not
-        provisional, and every gradient has arrived; `norm` float32[T, P] are their norms. Where something fires, or the
-        state has just been loaded, nothing is known to be usual.
+        provisional, and every gradient has arrived; `norm` float32[T, P] are their norms. A rule without `do` may go on
+        firing on the same series. Where the state has just been loaded, nothing is known to be usual.
         """
         if state.plan is not self.plan or any(len(one.norm) != self._size for one in snapshots):
             raise GradwatchError("state or snapshot belongs to other sites; use adopt()")
-        if state.active != NONE_ACTIVE or state.ordinary is None:
+        path: FastPath | None = None if state.active is None else self._fast_paths[state.active]
+        firing = None if path is None else breaching(state, path.active_every_step)
+        if path is None or firing is None or state.may_act:
             return OrdinarySteps(state)
         lr, in_turn = state.lr, list[InTurn]()
         for snapshot in snapshots:
@@ -236,9 +239,8 @@ class BoundEngine:
             if missed or jumped(before, lr):
                 break
             in_turn.append(turn)
-        block = FastBlock(
-            self._fast_paths[NONE_ACTIVE], snapshots[: len(in_turn)], in_turn, norm[: len(in_turn)]
-        )
+        usual = len(in_turn)
+        block = FastBlock(path, snapshots[:usual], in_turn, norm[:usual], firing)
         count, baselines = block.learn(state) if in_turn else (0, state.baselines)
         if not count:
             return OrdinarySteps(state)
@@ -246,7 +248,17 @@ class BoundEngine:
         after = state.with_learned(baselines, lr)
         if in_turn[count - 1] or state.overdue:
             after = after.with_turns(in_turn[count - 1], state.overdue)
-        return OrdinarySteps(after, state.ordinary, in_turn[:count])
+        verdict = (
+            state.ordinary if state.ordinary is not None and not firing else self._firing_on(state, firing)
+        )
+        return OrdinarySteps(after, verdict, in_turn[:count])
+
+    def _firing_on(self, state: EngineState, rules: Iterable[tuple[RulePlan, Track]]) -> Verdict:
+        """The verdict on a step that changes nothing while these rules fire, and others that it has no data of."""
+        breaching = {
+            one.rule.id: one.shown.spread(track.firing, len(self.plan.sites)) for one, track in rules
+        }
+        return Verdict(firing_now(state), breaching, standing=under_factor(self.plan, state.tracks))
 
     def _active_alone(
         self, state: EngineState, active: Iterable[int], learned: Learned, lr: float | None

@@ -13,7 +13,6 @@ from dataclasses import replace
 from gradwatch.capture.read_after_backward import Capture
 from gradwatch.capture.snapshot_assembly import Assembled, assemble_many
 from gradwatch.engine.bound_engine import OrdinarySteps as Judged
-from gradwatch.engine.engine_state import NONE_ACTIVE
 from gradwatch.records.finding import Finding
 from gradwatch.records.record import Record
 from gradwatch.session.binding.optimizer_rules import OptimizerRules
@@ -93,7 +92,7 @@ class OrdinarySteps:
         self._checkpoints.check_if_due(bound_rules, broken=False)
         for snapshot in snapshots:
             captured.know_total(snapshot.total_norm, ordinary=True)
-        health = bound_rules.health_tracker.after_usual(snapshots)
+        health = bound_rules.health_tracker.after_all(snapshots, judged.verdict)
         decision = bound_rules.bound.decision_otherwise
         records = [
             Record(snapshot, judged.verdict, decision, *one.clock, now)
@@ -109,7 +108,7 @@ def _nothing_else_asked(ctx: OptimizerContext, bound_rules: OptimizerRules) -> b
     """True if rules, ranks and weights ask nothing of a step but what is as usual."""
     membership, decision = ctx.membership, bound_rules.bound.decision_otherwise
     return (
-        bound_rules.state.active == NONE_ACTIVE
+        not bound_rules.state.may_act
         and not decision.touches
         and not bound_rules.bound.clipping.policies
         and (membership is None or (membership.layout is None and not membership.alone))

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from gradwatch.engine import BoundEngine, EngineState
 from gradwatch.errors import GradwatchError
 from gradwatch.records.snapshot import Snapshot
+from gradwatch.records.verdict import Verdict
 from tests.engine.cases import bound, make_snapshot, rule
 from tests.engine.runs import SIZE, bind, mostly_healthy, packs, with_faults_that_stay
 from tests.support.examples import examples
@@ -27,17 +28,27 @@ def calm(snapshot: Snapshot) -> bool:
 
 def judged_together(
     engine: BoundEngine, state: EngineState, snapshots: list[Snapshot]
-) -> tuple[int, list[Any], EngineState]:
-    """Judge the first of these: as many as are calm together, else one; how many, their events, the state then."""
+) -> tuple[int, Verdict, EngineState]:
+    """Judge the first of these: as many as are calm together, else one; how many, their verdict, the state then."""
     count = next((t for t, one in enumerate(snapshots) if not calm(one)), len(snapshots))
     norm = np.array([one.norm for one in snapshots[:count]]).reshape(count, SIZE)
     found = engine.evaluate_many(state, snapshots[:count], norm)
     if found.in_turn:
-        assert not found.verdict.firing
         assert not found.verdict.events
-        return len(found.in_turn), [], found.state
-    single, after = engine.evaluate(state, snapshots[0])
-    return 1, [repr(event) for event in single.events], after
+        assert not found.verdict.acting
+        return len(found.in_turn), found.verdict, found.state
+    return 1, *engine.evaluate(state, snapshots[0])
+
+
+def told(verdict: Verdict) -> dict[str, Any]:
+    """Everything that a verdict says, to be compared."""
+    masks = {name: getattr(verdict, name) for name in ("firing", "breaching", "standing")}
+    return {
+        "events": list(map(repr, verdict.events)),
+        "acting": verdict.acting,
+        "due": sorted(verdict.due),
+        **{name: {rule: mask.tolist() for rule, mask in found.items()} for name, found in masks.items()},
+    }
 
 
 def snapshots_of(engine: BoundEngine, run: list[dict[str, Any]], columns_every: int) -> list[Snapshot]:
@@ -64,16 +75,16 @@ def test_a_block_sees_what_single_steps_see(
     """Cut anywhere, blocks give the events and states of one step after the other."""
     engine, rng = bind(packs()[pack]), np.random.default_rng(seed)
     snapshots = snapshots_of(engine, run(seed), columns_every)
-    singly, states, events = engine.init(), [], []
+    singly, states, verdicts = engine.init(), [], []
     for snapshot in snapshots:
         verdict, singly = engine.evaluate(singly, snapshot)
         states.append(singly)
-        events.append([repr(event) for event in verdict.events])
+        verdicts.append(told(verdict))
     state, at = engine.init(), 0
     while at < len(snapshots):
         cut = int(rng.integers(1, MOST + 1))
         done, found, state = judged_together(engine, state, snapshots[at : at + cut])
-        assert found == [event for each in events[at : at + done] for event in each]
+        assert verdicts[at : at + done] == [told(found)] * done
         at += done
         expected = states[at - 1]
         assert state.to_dict() == expected.to_dict()
@@ -108,6 +119,23 @@ def test_steady_steps_are_judged_in_blocks(pack: str) -> None:
         pack, 0
     )  # the steps of `every`, and what is between them
     assert calls <= rare + 200 / 10, calls
+
+
+def test_a_rule_that_fires_on_is_no_reason_to_judge_one_by_one() -> None:
+    """While the same parameter vanishes for hundreds of steps, they are judged many at a time, with that verdict."""
+    engine, rng = bind(packs()["default"]), np.random.default_rng(1)
+    state, verdicts, at = engine.init(), [], 0
+    snapshots = []
+    for step in range(400):
+        norms = 2 + rng.uniform(-0.01, 0.01, SIZE)
+        norms[0] *= 1e-9 if 100 <= step < 300 else 1.0
+        snapshots.append(make_snapshot(engine.sites, step, norms, scalars={"lr": 1e-3, "loss": 2.0}))
+    while at < len(snapshots):
+        done, verdict, state = judged_together(engine, state, snapshots[at : at + MOST])
+        verdicts.append((at, done, sorted(verdict.firing)))
+        at += done
+    assert sum(done for at, done, firing in verdicts if "vanishing" in firing and done > 1) > 150
+    assert len([at for at, _, _ in verdicts if 150 <= at < 290]) < 20
 
 
 def test_a_block_refuses_snapshots_of_other_sites() -> None:

@@ -10,12 +10,13 @@ Axes: T steps, S sites, P parameters, K series of one bank.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.detectors import State, leading, may_breach
+from gradwatch.detectors import breaches as breaches_of
 from gradwatch.engine.engine_state import EngineState
 from gradwatch.engine.fast_path.one_step import (
     BY_RANK,
@@ -27,17 +28,37 @@ from gradwatch.engine.fast_path.one_step import (
     breaches,
     scalars_of,
 )
-from gradwatch.engine.rule_plan import RulePlan
+from gradwatch.engine.firing import Track, unchanged_by
+from gradwatch.engine.rule_plan import NO_BANK, RulePlan
 from gradwatch.engine.snapshot_reader import Reader
 from gradwatch.engine.turns import InTurn
 from gradwatch.records.columns import is_scalar, scalar_name
-from gradwatch.records.snapshot import Snapshot
+from gradwatch.records.snapshot import FloatArray, Snapshot
+
+
+def breaching(state: EngineState, rules: Iterable[int]) -> list[tuple[RulePlan, Track]] | None:
+    """The rules of these numbers with their tracks, where steps may leave all of them as they are.
+
+    So where none has anything to do; None elsewhere.
+    """
+    found = [(state.plan.rules[number], state.tracks[number]) for number in rules]
+    return found if all(not one.rule.do and one.series.phases is None for one, _ in found) else None
+
+
+def _breaches_on(one: RulePlan, track: Track, reader: Reader) -> bool:
+    """True if just those series of a rule without a baseline breach that are firing, and none is pending."""
+    sample = reader.sample(one.series, one.detector.columns)
+    return sample is not None and _unchanged(one, track, one.detector.score((), sample))
+
+
+def _unchanged(one: RulePlan, track: Track, score: FloatArray) -> bool:
+    return unchanged_by(track, breaches_of(one.detector, score), one.rule.for_)
 
 
 class FastBlock:
     """Snapshots of one optimizer, one after the other, on which every gradient has arrived."""
 
-    __slots__ = ("_in_turn", "_norm", "_path", "_scalars", "_snapshots")
+    __slots__ = ("_firing", "_in_turn", "_norm", "_path", "_scalars", "_snapshots")
 
     def __init__(
         self,
@@ -45,9 +66,14 @@ class FastBlock:
         snapshots: Sequence[Snapshot],
         in_turn: Sequence[InTurn],
         norm: NDArray[np.float32],
+        firing: Sequence[tuple[RulePlan, Track]] = (),
     ) -> None:
-        """`norm` is float32[T, P], those of the Snapshots; `path` the evaluation while no rule is active."""
+        """`norm` is float32[T, P], those of the Snapshots; `path` the evaluation while none but these rules is active.
+
+        `firing` are those of them that every step has something to judge of.
+        """
         self._path = path
+        self._firing = firing
         self._snapshots = snapshots
         self._in_turn = in_turn
         self._norm = norm
@@ -110,9 +136,13 @@ class FastBlock:
                 value = scalars.get(scalar_name(one.series.column))
                 if value is not None and not one.detector.cannot_breach(value, value):
                     return t
-            if asked:
+            if asked or self._firing:
                 reader = self._reader(t)
                 if any(breaches(one, reader) for one in asked):
+                    return t
+                if not all(
+                    _breaches_on(one, track, reader) for one, track in self._firing if one.bank == NO_BANK
+                ):
                     return t
         return count
 
@@ -131,13 +161,15 @@ class FastBlock:
         """Count the first steps that come close to no threshold; with the baselines after them where that is all."""
         count, after = len(logs), list(state.baselines)
         for bank in self._path.bank_inputs:
-            if not count or (state.done and state.done[bank.number]):
+            if not count or (state.done and state.done[bank.number] and not bank.result_wanted):
                 continue
             below, after[bank.number] = self._learned(bank, after[bank.number], logs[:count])
             count = min(count, below)
         return count, tuple(after)
 
     def _learned(self, bank: BankInput, before: State, logs: NDArray[np.float32]) -> tuple[int, State]:
+        if bank.result_wanted:
+            return self._firing_on(bank, before, len(logs))
         if bank.select is not None:
             x = self._total_logs(len(logs)) if bank.alone else logs[:, bank.select]
             return bank.detector.advance_many_logs(before, x)
@@ -148,6 +180,22 @@ class FastBlock:
             if scaled is not None:
                 return bank.detector.advance_many_logs(before, scaled[:, None])
         return self._one_by_one(bank, before, len(logs))
+
+    def _firing_on(self, bank: BankInput, state: State, count: int) -> tuple[int, State]:
+        """As `_one_by_one`, of a bank some of whose rules fire: up to where that changes."""
+        firing = [(one, track) for one, track in self._firing if one.bank == bank.number]
+        for t in range(count):
+            sample = bank.bank.sample(self._reader(t))
+            if sample is None:
+                return t, state
+            score, after = bank.detector.advance(state, sample)
+            if score is not None and bank.first_crossed is not None and may_breach(bank.first_crossed, score):
+                return t, state
+            whole = bank.detector.score(state, sample) if score is None else score
+            if not all(_unchanged(one, track, whole[one.part]) for one, track in firing):
+                return t, state
+            state = after
+        return count, state
 
     def _total_logs(self, count: int) -> NDArray[np.float32]:
         """float32[count, 1], of Python floats, as `FastPath` takes them where the total is alone in its bank."""
