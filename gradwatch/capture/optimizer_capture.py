@@ -23,7 +23,7 @@ from gradwatch.capture.gradient_reader import NOTHING, GradientReader, Grads, Si
 from gradwatch.capture.hook_pruning import HookPruning, PrunedCount
 from gradwatch.capture.manual_gradients import ManualGradients
 from gradwatch.capture.norm_after_user_clip import KnownScaling
-from gradwatch.capture.window_norms import WindowNorms, is_ordinary, root_of_squares
+from gradwatch.capture.window_norms import WindowNorms, is_finite, root_of_squares
 from gradwatch.reading.cpu import CpuNorms
 from gradwatch.reading.device import DeviceNorms, Number
 from gradwatch.reading.foreach import multiply
@@ -326,7 +326,8 @@ class OptimizerCapture:
         arrivals = self.arrivals
         backwards = arrivals.count
         current = backwards - arrivals.cleared
-        ordinary = not (unread or self.spans_two_steps) and is_ordinary(raw, after)
+        # The quick total was enough for these gradients, and shows that they are finite.
+        ordinary = not (unread or self.spans_two_steps or raw.looked) and (after is raw or is_finite(after))
         if self._manual.seen:
             self._manual.step()
         pruned: PrunedCount | None = None

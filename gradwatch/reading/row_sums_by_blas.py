@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradwatch.reading.row_sums import ROW, Order, RowBuffer, Shape, divided
+from gradwatch.reading.row_sums import ROW, Order, RowBuffer, Shape, SingleTensor, divided
 
 _FLOAT32 = np.dtype(np.float32)
 vecdot: Any = getattr(np, "vecdot", None)  # numpy 2.0
@@ -55,6 +55,22 @@ class SquareRows(RowBuffer):
         if values.dtype is not _FLOAT32 or not values.flags.c_contiguous:
             raise TypeError(f"not float32 without gaps but {values.dtype} with strides {values.strides}")
         return values.reshape(shape)
+
+    @classmethod
+    def matrices(
+        cls, singles: Sequence[SingleTensor], grads: Sequence[Tensor | None]
+    ) -> tuple[list[Any], list[int]]:
+        made, missed = [], []
+        for place, shape, order in singles:
+            grad: Any = grads[place]
+            try:
+                values = (grad.detach() if grad.requires_grad else grad).numpy()  # sync: CPU tensor
+                # Without the frame of `matrix` for what is as almost every gradient.
+                plain = order is None and values.dtype is _FLOAT32 and values.flags.c_contiguous
+                made.append(values.reshape(shape) if plain else cls.matrix(grad, shape, order))
+            except (AttributeError, TypeError, ValueError, RuntimeError):
+                missed.append(place)
+        return made, missed
 
     def read(
         self, matrices: Sequence[NDArray[np.float32]], parts: Sequence[int] | None = None

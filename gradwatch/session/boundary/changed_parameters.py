@@ -63,7 +63,12 @@ class CurrentContexts:
 
     def changed(self, optimizer: Optimizer, captured: OptimizerCapture) -> bool:
         """True if the optimizer has other parameters than when the capture was built."""
-        if sum(map(len, map(_params_of, optimizer.param_groups))) != len(captured.watched_ids):
+        groups = optimizer.param_groups
+        # Of one group, as in almost every optimizer, without what goes through several: caches are cold here.
+        given = (
+            groups[0]["params"] if len(groups) == 1 else list(chain.from_iterable(map(_params_of, groups)))
+        )
+        if len(given) != len(captured.watched_ids):
             return True
         if captured.frozen and any(param.requires_grad for param in captured.frozen):
             return True
@@ -73,5 +78,4 @@ class CurrentContexts:
             return False
         if disturbed:
             captured.compared_at(self._registrations[0])
-        given = chain.from_iterable(map(_params_of, optimizer.param_groups))
         return list(map(id, given)) != captured.watched_ids
