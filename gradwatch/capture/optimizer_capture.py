@@ -230,7 +230,6 @@ class OptimizerCapture:
     def begins(self) -> bool:
         """A backward begins, which may need what is held here; whether the gradients before it were cleared."""
         self.kept = None
-        self._reader.write_probes.release()
         cleared = self.arrivals.begins()
         if cleared:
             self.losses.clear()
@@ -272,9 +271,6 @@ class OptimizerCapture:
             self._held = (
                 [] if self._keeps else [None if grad is None else weakref.ref(grad) for grad in grads]
             )
-            probes = self._reader.write_probes
-            if not probes.kept_by_read and self.on_cpu and not self.distributed:
-                probes.hold(grads)
             known = NOTHING if self.norms_from_hooks is None else self.norms_from_hooks(grads)
             self._norms = self._reader.read(grads, 1.0, known)
             self._read_at = self.arrivals.count
@@ -284,7 +280,6 @@ class OptimizerCapture:
         """The gradients are being divided by `scale`: what was read of them before loses it too."""
         if self._norms is not None:  # what is read later no longer carries it
             self._norms = unscaled(self._norms, scale)
-            self._reader.write_probes.release()
 
     # -- at the step boundary ----------------------------------------------------------------------------
 
@@ -483,7 +478,6 @@ class OptimizerCapture:
         self.params, self.slots, self.position, self.watched_ids = [], np.zeros(0, np.intp), {}, []
         self._norms = self._after = self._last = self.kept = None
         self.frozen, self._held, self.arrivals = [], [], ArrivalCounts([], {})
-        self._reader.write_probes.release()
 
     # -- inside ------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -32,7 +33,6 @@ NEAR = 4.0
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 
 Squares = NDArray[np.float64]
-_tobytes: Callable[[NDArray[np.float32]], bytes] = np.ndarray.tobytes
 
 
 def fastest() -> type[RowBuffer]:
@@ -72,7 +72,17 @@ def _dot(vector: Tensor) -> float:
 class RowNorms:
     """One read of K gradients whose sums are still to be taken."""
 
-    __slots__ = ("_missed", "_plan", "_quick_total", "_read", "_rows", "_single", "_squares", "min_row")
+    __slots__ = (
+        "_kept",
+        "_missed",
+        "_plan",
+        "_quick_total",
+        "_read",
+        "_rows",
+        "_single",
+        "_squares",
+        "min_row",
+    )
 
     def __init__(
         self, plan: Plan, rows: NDArray[np.float32], quick_total: float, min_row: float, missed: list[int]
@@ -84,6 +94,7 @@ class RowNorms:
         self._quick_total = quick_total
         self.min_row = min_row
         self._missed = missed
+        self._kept = _NONE_KEPT
         self._single: dict[int, float] = {}
         self._squares: Squares | None = None
 
@@ -97,6 +108,15 @@ class RowNorms:
     def read_alone(self, grads: Sequence[Tensor | None]) -> None:
         """Read one by one what could not be planned, or is not as planned."""
         self._single = {k: _alone(grads[k]) for k in (*self._missed, *self._plan.others)}
+
+    def keep(self, chosen: Sequence[int]) -> None:
+        """Have every read like this one keep what `contents` gives."""
+        self._plan.keep(chosen)
+
+    def keep_matrices(self, matrices: Sequence[Any]) -> None:
+        """Keep what is in those single gradients that were chosen for that."""
+        plan = self._plan
+        self._kept = {place: plan.kind.content(matrices[part]) for place, part in plan.kept}
 
     def total(self) -> float:
         """Root sum of squares over all gradients, good to 1e-4, in one operation."""
@@ -127,14 +147,20 @@ class RowNorms:
         return [math.sqrt(squares[k]) for k in chosen]
 
     def contents(self, chosen: Sequence[int]) -> list[bytes] | None:
-        """The elements of a few gradients as they were read; None where they are not kept, or not any more."""
-        plan = self._plan
+        """The elements of a few gradients as they were read; None where they are not kept, or not any more.
+
+        Of single gradients they are given once, and not held until the norms are asked for.
+        """
+        plan, kept, self._kept = self._plan, self._kept, _NONE_KEPT
         if self._missed or self._read != plan.reads:
             return None
+        found = []
         try:
-            return list(map(_tobytes, map(plan.copies.__getitem__, chosen)))
+            for k in chosen:
+                found.append(kept[k] if k in kept else plan.copies[k].tobytes())
         except KeyError:
-            return None  # some are too large to be laid out
+            return None  # some are large, or have gaps
+        return found
 
     def is_ordinary(self, usual: float, grads: Sequence[Tensor | None], floor: Squares) -> bool:
         """True if the quick total is `NEAR` the `usual` one, and no gradient `may_underflow`."""
@@ -203,6 +229,8 @@ class CpuReader:
         # As by `silently`, without its frame.
         rows, total, min_row = NO_WARNINGS.copy().run(plan.row_buffer.read, matrices, parts)
         found = RowNorms(plan, rows, total, min_row, missed)
+        if plan.kept and not missed:
+            found.keep_matrices(matrices)
         if missed or plan.others:
             found.read_alone(grads)
             if missed or (plan.absent and any(grads[k] is not None for k in plan.absent)):
@@ -214,7 +242,10 @@ class CpuReader:
         varying = before is not None and before.count == len(grads)
         self._patience = PATIENCE if before is None else min(self._patience * 2, 1 << 12)
         self._off = 0
-        return Plan(grads, self._kind(), varying)
+        plan = Plan(grads, self._kind(), varying)
+        if before is not None and varying:
+            plan.keep(before.chosen)
+        return plan
 
 
 def _alone(grad: Tensor | None) -> float:
@@ -222,6 +253,7 @@ def _alone(grad: Tensor | None) -> float:
 
 
 _NO_PLAN = Plan((), NormRows)
+_NONE_KEPT: dict[int, bytes] = {}
 _NO_ROWS: NDArray[np.float32] = np.zeros(0, np.float32)
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 from gradwatch.reading.batched import sum_of_squares
 from gradwatch.reading.cpu import CpuNorms
 from gradwatch.reading.device import DeviceNorms
-from gradwatch.reading.row_sums import ROW, UNDERFLOW
+from gradwatch.reading.row_sums import UNDERFLOW
 from gradwatch.reading.row_sums_by_blas import norms_of_rows, silently
 
 Reading = CpuNorms | DeviceNorms
@@ -91,29 +91,16 @@ class WriteProbes:
         self._numels = numels
         self._chosen: list[int] = []
         self._floors: list[float] = []  # of those chosen: as floats, which compare without numpy
-        self.kept_by_read = True  # a read keeps copies of those chosen, or none are chosen
-        self._held: list[bytes] | None = None  # what was in those chosen, where no read keeps that
-
-    def hold(self, grads: Sequence[Tensor | None]) -> None:
-        """Keep what is in those chosen, for `agree`, before a read that does not: cheaper than norms after it, and
-        tells of every bit.
-        """
-        large = any(self._numels[k] > ROW for k in self._chosen)
-        self._held = None if large else _contents(map(grads.__getitem__, self._chosen))
-
-    def release(self) -> None:
-        """Drop what is held; it will not be compared."""
-        self._held = None
 
     def agree(
         self, grads: Sequence[Tensor | None], read: CpuNorms, factor: float, but: Container[int] = ()
     ) -> bool:
-        """True if these gradients, `but` for some, have the norms that were read of them, times `factor`."""
-        if factor == 1.0 and not but and self._chosen:
-            known = read.rows.contents(self._chosen) if read.scale == 1.0 else None
-            self.kept_by_read = known is not None
-            if known is None:
-                known, self._held = self._held, None
+        """True if these gradients, `but` for some, have the norms that were read of them, times `factor`.
+
+        Where the read has kept what was in them that is compared: cheaper than norms, and it tells of every bit.
+        """
+        if factor == 1.0 and read.scale == 1.0 and self._chosen and not but:
+            known = read.rows.contents(self._chosen)
             if known is not None and any(map(_not_zero, known)):
                 return _contents(map(grads.__getitem__, self._chosen)) == known
         compared = False
@@ -145,7 +132,7 @@ class WriteProbes:
         parts = small[:, None] if len(small) <= MOST else np.array_split(small, MOST)
         self._chosen = [int(part[np.argmax(norms[part])]) for part in parts]
         self._floors = [float(self._floor[k]) for k in self._chosen]
-        self.kept_by_read = not self._chosen or read.rows.contents(self._chosen) is not None
+        read.rows.keep(self._chosen)
         return self._chosen
 
 

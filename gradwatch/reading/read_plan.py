@@ -73,6 +73,21 @@ class Plan:
         found = zip(strung + planned, self.starts, lengths, strict=True)
         self.row = {k: int(start) for k, start, length in found if length == 1}
         self.row_buffer = kind(self.shapes)
+        self.chosen: Sequence[int] = ()
+        self.kept: list[tuple[int, int]] = []
+
+    def keep(self, chosen: Sequence[int]) -> None:
+        """Have every read keep what is in these few gradients, as far as they are small and without gaps.
+
+        Those in packed groups are kept as it is; of the others `kept` are place and matrix.
+        """
+        self.chosen = chosen
+        singles = enumerate(self.singles, self.first_single)
+        self.kept = [
+            (one.place, part)
+            for part, one in singles
+            if one.place in chosen and one.shape[0] == 1 and one.order is None
+        ]
 
     def matrices(self, grads: Sequence[Tensor | None]) -> tuple[list[Any], list[int]]:
         """Matrices to be read, of all parts of the row buffer, and places of those planned for that are not so.

@@ -86,6 +86,11 @@ class RowBuffer(ABC):
 
     @staticmethod
     @abstractmethod
+    def content(matrix: Any) -> bytes:
+        """The elements of a matrix."""
+
+    @staticmethod
+    @abstractmethod
     def squares(rows: NDArray[np.float32]) -> NDArray[Any]:
         """[R] sums of squares of rows, at least float32."""
 

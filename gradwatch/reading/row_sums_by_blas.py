@@ -99,6 +99,10 @@ class SquareRows(RowBuffer):
             return float(np.add.reduce(squares, axis=None, dtype=np.float64))
 
     @staticmethod
+    def content(matrix: NDArray[np.float32]) -> bytes:
+        return matrix.tobytes()
+
+    @staticmethod
     def squares(rows: NDArray[np.float32]) -> NDArray[Any]:
         return rows
 

@@ -47,6 +47,10 @@ class NormRows(RowBuffer):
         return self._host.copy(), total, least * least
 
     @staticmethod
+    def content(matrix: Tensor) -> bytes:
+        return matrix.numpy().tobytes()  # sync: CPU tensor
+
+    @staticmethod
     def squares(rows: NDArray[np.float32]) -> NDArray[Any]:
         return np.square(rows, dtype=np.float64)
 

@@ -82,8 +82,6 @@ def _read_with_torch() -> None:
 def _probe_nothing() -> None:
     from gradwatch.reading.gradient_writes import WriteProbes
 
-    for name in ("hold", "release"):
-        _replace(WriteProbes, name, _nothing)
     _replace(WriteProbes, "agree", lambda *_: True)
 
 

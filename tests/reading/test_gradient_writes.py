@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections import Counter
 from collections.abc import Callable
 from typing import Any
@@ -17,6 +16,9 @@ import gradwatch
 from gradwatch.reading.batched import CpuReader
 from gradwatch.reading.cpu import CpuNorms
 from gradwatch.reading.gradient_writes import WriteProbes
+from gradwatch.reading.row_sums import RowBuffer
+from gradwatch.reading.row_sums_by_blas import SquareRows
+from gradwatch.reading.row_sums_by_torch import NormRows
 from gradwatch.rules.files import parse_rules
 from tests.support.kept import Kept
 from tests.support.recorder import norms_of
@@ -172,17 +174,16 @@ def test_sentinels_agree_exactly_with_what_was_read(sizes: tuple[int, ...], dtyp
         assert sentinels.agree([*broken, None], read_of([*broken, None]), 1.0)
 
 
+@pytest.mark.parametrize("kind", [SquareRows, NormRows])
 @pytest.mark.parametrize("sizes", [(5, 9, 300), (5, 9, 300, 7)])
 @pytest.mark.parametrize("change", ["signs", "one bit", "other memory", "nothing"])
-def test_what_sentinels_hold_tells_of_every_bit(sizes: tuple[int, ...], change: str) -> None:
-    """Kept before the read, or by it where it lays gradients out: also what leaves every norm as it was is noticed."""
+def test_what_a_read_has_kept_tells_of_every_bit(
+    kind: type[RowBuffer], sizes: tuple[int, ...], change: str
+) -> None:
+    """Read one by one or laid out together: also what leaves every norm as it was is noticed."""
     grads: list[torch.Tensor | None] = [torch.randn(n) for n in sizes]
-    reader, sentinels = CpuReader(), WriteProbes(np.array(sizes))
-    read = CpuNorms(reader.read(grads), np.zeros(len(grads)), 1.0)
-    assert sentinels.agree(grads, read, 1.0)  # chooses
-    assert sentinels.kept_by_read == (len(sizes) > 3)
-    if not sentinels.kept_by_read:
-        sentinels.hold(grads)
+    reader, sentinels = CpuReader(lambda: kind), WriteProbes(np.array(sizes))
+    assert sentinels.agree(grads, CpuNorms(reader.read(grads), np.zeros(len(grads)), 1.0), 1.0)  # chooses
     read = CpuNorms(reader.read(grads), np.zeros(len(grads)), 1.0)
     grad = grads[2]
     assert grad is not None
@@ -193,6 +194,18 @@ def test_what_sentinels_hold_tells_of_every_bit(sizes: tuple[int, ...], change: 
     elif change == "other memory":
         grad.data = grad.data.clone().neg_()
     assert sentinels.agree(grads, read, 1.0) == (change == "nothing")
+
+
+def test_large_gradients_are_not_kept_by_a_read() -> None:
+    """What has more than one row is compared by its norm: no copy of megabytes waits for that."""
+    grads: list[torch.Tensor | None] = [torch.randn(1 << 16), torch.randn(1 << 17)]
+    reader, sentinels = CpuReader(), WriteProbes(np.array([1 << 16, 1 << 17]))
+    for factor in (1.0, 0.5):
+        read = CpuNorms(reader.read(grads), np.zeros(len(grads)), 1.0)
+        assert read.rows.contents(sentinels._chosen or [0]) is None
+        for grad in grads:
+            grad.data.mul_(factor)  # type: ignore[union-attr]
+        assert sentinels.agree(grads, read, 1.0) == (factor == 1.0)
 
 
 def test_what_a_later_read_has_laid_out_is_not_taken_for_an_earlier_one() -> None:
@@ -209,31 +222,34 @@ def test_what_a_later_read_has_laid_out_is_not_taken_for_an_earlier_one() -> Non
 
 
 def test_sentinels_that_are_zero_say_nothing_and_others_are_chosen() -> None:
-    """Zero stays zero whatever it is multiplied by: what held nothing else asks the norms, which then choose anew."""
+    """Zero stays zero whatever it is multiplied by: where all are, the norms are asked, which then choose anew."""
     grads: list[torch.Tensor | None] = [torch.ones(4), torch.ones(4)]
-    sentinels, sizes = WriteProbes(np.array([4, 4])), [4, 4]
-    assert sentinels.agree(grads, read_of(grads), 1.0)
-    zeros: list[torch.Tensor | None] = [torch.zeros(n) for n in sizes]
-    sentinels.hold(zeros)
-    assert sentinels.agree(zeros, read_of(zeros), 1.0)
-    sentinels.hold(grads)
-    read = read_of(grads)
+    reader, sentinels = CpuReader(), WriteProbes(np.array([4, 4]))
+
+    def read_again(now: list[torch.Tensor | None]) -> CpuNorms:
+        return CpuNorms(reader.read(now), np.zeros(2), 1.0)
+
+    assert sentinels.agree(grads, read_again(grads), 1.0)
+    zeros: list[torch.Tensor | None] = [torch.zeros(4), torch.zeros(4)]
+    assert sentinels.agree(zeros, read_again(zeros), 1.0)
+    assert not sentinels._chosen
+    read = read_again(grads)
     for grad in grads:
         grad.data.mul_(0.5)  # type: ignore[union-attr]
     assert not sentinels.agree(grads, read, 1.0)
 
 
-def test_sentinels_hold_no_gradient_beyond_the_step() -> None:
-    """What was kept for the comparison is gone with it, and where no step came, with the next backward."""
-    for over in (lambda s, g, r: s.agree(g, r, 1.0), lambda s, g, r: s.release()):
-        grads: list[torch.Tensor | None] = [torch.ones(4)]
-        sentinels, read = WriteProbes(np.array([4])), read_of(grads)
+def test_what_was_kept_for_sentinels_is_given_once() -> None:
+    """It does not wait for the norms to be asked for, steps later; then these are compared."""
+    grads: list[torch.Tensor | None] = [torch.ones(4)]
+    reader, sentinels = CpuReader(), WriteProbes(np.array([4]))
+    for _ in range(2):
+        read = CpuNorms(reader.read(grads), np.zeros(1), 1.0)
         assert sentinels.agree(grads, read, 1.0)
-        sentinels.hold(grads)
-        over(sentinels, grads, read)
-        gone = weakref.ref(grads[0])  # type: ignore[arg-type]
-        grads.clear()
-        assert gone() is None
+    assert read.rows.contents([0]) is None
+    assert CpuNorms(reader.read(grads), np.zeros(1), 1.0).rows.contents([0]) == [
+        np.ones(4, np.float32).tobytes()
+    ]
 
 
 def test_sentinels_are_few_small_and_spread() -> None:
