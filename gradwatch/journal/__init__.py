@@ -12,6 +12,8 @@ header and little-endian arrays), and each payload one entry:
     norms    first 1,000 steps, 200 either   norm[S], calls[S], coef[S], measured columns, histograms, firing
              side of an incident, while a    masks, and why this step was written (`reason`, `every`)
              rule fires, else 1 step in k
+    norms_   in its stead, where several     the same of at most 64 steps that have the same columns, firing
+      block  are written at once             rules and reason, and no histograms; reads back as `norms` of each
     events   each step with a transition     the rule events of the step
     lost     after a gap                     how many records were not written, and why
     end      last, on an orderly close       number of records
@@ -20,6 +22,8 @@ Guarantees. An incident is acknowledged only when its `events` frame has been th
 only ever appended to; a failed write is cut off again. A sealed file may be replaced, by an atomic rename,
 with a thinner copy of itself (fewer entries, none altered but for the cadence they state) or be deleted to
 stay within the cap; the head never is. What belongs to one step is written within 1,024 steps of its scalars.
+A Record waits up to 0.25 s for the journal's thread (or until 256 wait), its scalars then for up to 1 s (or until
+there are 64 of them): where the disk keeps up, that is what SIGKILL costs.
 Readers skip unknown kinds and keys, and step over damage.
 """
 
@@ -29,11 +33,11 @@ from gradwatch.journal.entries import (
     Entry,
     EventsEntry,
     LostEntry,
-    NormsEntry,
     RunEntry,
     SitesEntry,
 )
 from gradwatch.journal.frames import Damage
+from gradwatch.journal.norms_entry import NormsEntry
 from gradwatch.journal.reader import JournalReader, read_journal
 from gradwatch.journal.records_of_steps import RecordedStep
 

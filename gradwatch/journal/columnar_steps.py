@@ -59,15 +59,20 @@ class GroupNorms:
             [position.get(label, rest) if kind == "param" else rest for label, kind in pairs], int
         )
 
-    def __call__(self, norm: NDArray[np.float32], calls: NDArray[np.int32]) -> dict[str, float]:
-        """Root sum of squares in float64 per group, over the sites that had a gradient (`calls > 0`)."""
+    def __call__(self, norm: NDArray[np.float32], calls: NDArray[np.int32]) -> list[dict[str, float]]:
+        """Of each of n steps the root sum of squares in float64 per group, over the sites that had a gradient.
+
+        `norm[n, S]`, `calls[n, S]` (> 0: the site had one).
+        """
         if not self._names:
-            return {}
+            return [{} for _ in norm]
         with np.errstate(invalid="ignore", over="ignore"):
             squares = np.square(norm, dtype=np.float64)
         squares[calls <= 0] = 0.0
-        sums = np.bincount(self._index, squares, len(self._names) + 1)
-        return dict(zip(self._names, np.sqrt(sums).tolist(), strict=False))
+        groups = len(self._names) + 1
+        index = self._index + groups * np.arange(len(norm))[:, None]
+        sums = np.bincount(index.ravel(), squares.ravel(), len(norm) * groups).reshape(-1, groups)
+        return [dict(zip(self._names, each, strict=False)) for each in np.sqrt(sums).tolist()]
 
 
 def step_row(record: Record, groups: Mapping[str, float]) -> StepRow:
@@ -105,21 +110,22 @@ class StepsEntry:
     def encode(self) -> bytes:
         """The payload of this entry: about 60 bytes a step, 9 more per scalar and per group."""
         rows = self.rows
+        column = dict(zip(StepRow._fields, zip(*rows, strict=True), strict=True))
         flags = [
             row.provisional * _PROVISIONAL + row.decision.skip * _SKIP + row.decision.stop * _STOP
             for row in rows
         ]
         arrays: dict[str, Array] = {
-            "step": np.array([row.step for row in rows], np.int64),
-            "micro": np.array([row.micro for row in rows], np.int32),
+            "step": np.array(column["step"], np.int64),
+            "micro": np.array(column["micro"], np.int32),
             "flags": np.array(flags, np.uint8),
         }
-        arrays |= {name: np.array([getattr(row, name) for row in rows], np.float64) for name in _FLOATS}
-        arrays |= _optional("step_seconds", [row.step_seconds for row in rows])
-        arrays |= _optional("loss_scale", [row.loss_scale for row in rows])
+        arrays |= {name: np.array(column[name], np.float64) for name in _FLOATS}
+        arrays |= _optional("step_seconds", column["step_seconds"])
+        arrays |= _optional("loss_scale", column["loss_scale"])
         arrays |= _optional("max_norm", [row.decision.max_norm for row in rows])
-        scalars = sorted({name for row in rows for name in row.scalars})
-        groups = sorted({name for row in rows for name in row.groups})
+        scalars = sorted(set().union(*column["scalars"]))
+        groups = sorted(set().union(*column["groups"]))
         head = {
             "optimizer": self.optimizer,
             "sites": self.sites_id,
@@ -129,19 +135,22 @@ class StepsEntry:
             "orders": {str(at): _orders(row.decision) for at, row in enumerate(rows) if row.decision.orders},
         }
         for name in scalars:
-            arrays |= _optional(f"scalar:{name}", [row.scalars.get(name) for row in rows])
+            arrays |= _optional(f"scalar:{name}", [each.get(name) for each in column["scalars"]])
         for name in groups:
-            arrays |= _optional(f"group:{name}", [row.groups.get(name) for row in rows])
+            arrays |= _optional(f"group:{name}", [each.get(name) for each in column["groups"]])
         return encode_payload("steps", head, arrays)
 
 
 def _optional(name: str, values: Sequence[float | None]) -> dict[str, Array]:
     """A column of float64 with, where any value is absent, its bits of presence; nothing where all are."""
-    present = np.array([value is not None for value in values], bool)
-    if not present.any():
+    absent = values.count(None)
+    if absent == len(values):
         return {}
-    column = {name: np.array([0.0 if value is None else value for value in values], np.float64)}
-    return column if present.all() else column | {f"{name}?": present}
+    if not absent:
+        return {name: np.array(values, np.float64)}
+    present = np.array([value is not None for value in values], bool)
+    filled = [0.0 if value is None else value for value in values]
+    return {name: np.array(filled, np.float64), f"{name}?": present}
 
 
 def _orders(decision: Decision) -> list[list[object]]:

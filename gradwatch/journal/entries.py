@@ -5,27 +5,27 @@ Axes: S sites, n steps of one batch. An entry stands on its own: it needs at mos
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
-from typing import Any, Literal, get_args
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 from pydantic import TypeAdapter
 
 from gradwatch.journal.columnar_steps import StepsEntry, decode_steps
-from gradwatch.journal.payload import Array, Payload, decode_payload, encode_payload
+from gradwatch.journal.norms_block import KIND as NORMS_BLOCK
+from gradwatch.journal.norms_block import decode_block
+from gradwatch.journal.norms_entry import NormsEntry, decode_norms
+from gradwatch.journal.payload import Array, Payload, decode_payload, encode_payload, of_length
 from gradwatch.records.event import Event
 from gradwatch.records.finding import Finding
-from gradwatch.records.histogram import BINS, Histogram
 from gradwatch.records.run_info import RunInfo
-from gradwatch.records.snapshot import Column, Sites
+from gradwatch.records.snapshot import Sites
 from gradwatch.runtime.json_numbers import json_number
 
 FORMAT = 1
-HISTOGRAM_SITES, HISTOGRAM_COUNTS = "histogram:sites", "histogram:counts"
-Reason = Literal["first", "incident", "sample", "full", "firing"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +98,9 @@ def _decode_sites(payload: Payload) -> SitesEntry:
     sites = Sites(
         names=names,
         kinds=_labels(head["kinds"], arrays["kind_index"]),
-        numels=_of_length(arrays["numels"], len(names)),
-        ndims=_of_length(arrays["ndims"], len(names)),
-        depths=_of_length(arrays["depths"], len(names)),
+        numels=of_length(arrays["numels"], len(names)),
+        ndims=of_length(arrays["ndims"], len(names)),
+        depths=of_length(arrays["depths"], len(names)),
         groups=_labels(head["groups"], arrays["group_index"]),
     )
     if len(sites.kinds) != len(names) or len(sites.groups) not in (0, len(names)):
@@ -112,115 +112,6 @@ def _labels(distinct: Sequence[str], index: Array) -> tuple[str, ...]:
     if index.min(initial=0) < 0:
         raise ValueError("a label is counted from 0")
     return tuple(str(distinct[at]) for at in index)
-
-
-def _of_length(array: Array, length: int) -> Array:
-    if len(array) != length:
-        raise ValueError(f"an array of {len(array)} elements where {length} are due")
-    return array
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class NormsEntry:
-    """The per-site arrays of one step: `norm[S]`, `calls[S]`, `coef[S]`, the measured `columns` and `histograms`.
-
-    `reason` says why this step was written: "first" (of the run), "incident" (around one), "sample" (one step
-    in `every`), "full" (every step was asked for) or "firing" (a rule is firing). `every` is the cadence of
-    samples at the time of writing. `firing` maps each firing rule to bool[S].
-    """
-
-    optimizer: int
-    step: int
-    sites_id: int
-    reason: Reason
-    every: int
-    norm: NDArray[np.float32]
-    calls: NDArray[np.int32]
-    coef: NDArray[np.float32]
-    columns: Mapping[str, Column] = field(default_factory=dict)
-    firing: Mapping[str, NDArray[np.bool_]] = field(default_factory=dict)
-    histograms: Mapping[int, Histogram] = field(default_factory=dict)
-
-    def encode(self) -> bytes:
-        """The payload of this entry; `calls` and `coef` shrink to one element where all are bit-equal."""
-        head = {
-            "optimizer": self.optimizer,
-            "step": self.step,
-            "sites": self.sites_id,
-            "reason": self.reason,
-            "every": self.every,
-            "columns": list(self.columns),
-            "firing": list(self.firing),
-        }
-        arrays: dict[str, Array] = {
-            "norm": np.asarray(self.norm, np.float32),
-            "calls": _shrunk(np.asarray(self.calls, np.int32)),
-            "coef": _shrunk(np.asarray(self.coef, np.float32)),
-        }
-        for name, (values, present) in self.columns.items():
-            exact = values if values.dtype in (np.float32, np.float64) else values.astype(np.float64)
-            arrays |= {f"values:{name}": exact, f"present:{name}": present}
-        if self.histograms:
-            arrays |= _of_histograms(self.histograms)
-        return encode_payload(
-            "norms", head, arrays | {f"firing:{rule}": at for rule, at in self.firing.items()}
-        )
-
-
-def _of_histograms(histograms: Mapping[int, Histogram]) -> dict[str, Array]:
-    """The sites that have one, and of each the zeros, the octaves and the number of NaN and Inf."""
-    counts = [np.concatenate([[one.zeros], one.counts, [one.nonfinite]]) for one in histograms.values()]
-    return {
-        HISTOGRAM_SITES: np.fromiter(histograms, np.int32, len(histograms)),
-        HISTOGRAM_COUNTS: np.concatenate(counts).astype(np.int64),
-    }
-
-
-def _decode_histograms(arrays: Mapping[str, Array], size: int) -> dict[int, Histogram]:
-    sites = arrays.get(HISTOGRAM_SITES)
-    if sites is None:
-        return {}
-    if len(sites) and not 0 <= sites.min() <= sites.max() < size:
-        raise ValueError("a histogram of a site that is not there")
-    rows = _of_length(arrays[HISTOGRAM_COUNTS], len(sites) * (BINS + 2)).reshape(-1, BINS + 2)
-    return {
-        int(site): Histogram(int(row[0]), row[1:-1], int(row[-1]))
-        for site, row in zip(sites, rows, strict=True)
-    }
-
-
-def _shrunk(array: Array) -> Array:
-    bits = array.view(np.uint32)  # NaN equals itself, -0.0 differs from 0.0
-    return array[:1] if len(bits) and bool((bits == bits[0]).all()) else array
-
-
-def _decode_norms(payload: Payload) -> NormsEntry:
-    head, arrays = payload.fields, payload.arrays
-    size = len(arrays["norm"])
-    calls, coef = (
-        np.broadcast_to(arrays[name], size) if len(arrays[name]) == 1 else _of_length(arrays[name], size)
-        for name in ("calls", "coef")
-    )
-    columns = {
-        name: Column(_of_length(arrays[f"values:{name}"], size), _of_length(arrays[f"present:{name}"], size))
-        for name in head["columns"]
-    }
-    firing = {rule: _of_length(arrays[f"firing:{rule}"], size) for rule in head["firing"]}
-    if head["reason"] not in get_args(Reason):
-        raise ValueError(f"unknown reason {head['reason']!r}")
-    return NormsEntry(
-        optimizer=int(head["optimizer"]),
-        step=int(head["step"]),
-        sites_id=int(head["sites"]),
-        reason=head["reason"],
-        every=int(head["every"]),
-        norm=arrays["norm"],
-        calls=calls,
-        coef=coef,
-        columns=columns,
-        firing=firing,
-        histograms=_decode_histograms(arrays, size),
-    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,24 +207,25 @@ Entry = RunEntry | SitesEntry | StepsEntry | NormsEntry | EventsEntry | LostEntr
 _ARRAYS: dict[str, Callable[[Payload], Entry]] = {
     "sites": _decode_sites,
     "steps": decode_steps,
-    "norms": _decode_norms,
+    "norms": decode_norms,
 }
 _DOCUMENTS = {"run": RunEntry, "events": EventsEntry, "lost": LostEntry, "end": EndEntry}
 
 
-def decode_entry(data: bytes) -> Entry | None:
-    """The entry in a frame's payload; None for a kind this version does not know.
+def decode_entries(data: bytes) -> Sequence[Entry]:
+    """The entry in a frame's payload, or several of norms; none for a kind this version does not know.
 
     `ValueError` where the content makes no sense, whoever wrote it.
     """
     payload = decode_payload(data)
     try:
+        if payload.kind == NORMS_BLOCK:
+            return decode_block(payload).entries()
         if payload.kind in _ARRAYS:
-            return _ARRAYS[payload.kind](payload)
+            return (_ARRAYS[payload.kind](payload),)
         if payload.kind in _DOCUMENTS:
             # Checks every type; keys of a newer gradwatch are ignored.
-            entry: Entry = _adapter(payload.kind).validate_python(dict(payload.fields))
-            return entry
+            return (_adapter(payload.kind).validate_python(dict(payload.fields)),)
     except (LookupError, TypeError, AttributeError, OverflowError) as error:
         raise ValueError(f"not a {payload.kind} entry: {error!r}") from error
-    return None
+    return ()

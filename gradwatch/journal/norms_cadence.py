@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from typing import NamedTuple
 
-from gradwatch.journal.entries import Reason
+from gradwatch.journal.norms_entry import Reason
 from gradwatch.records.record import Record
 
 FIRST = 1_000

@@ -91,6 +91,13 @@ def _split(data: bytes, start: int, listing: list[tuple[str, str, int]]) -> tupl
     return arrays, start
 
 
+def of_length(array: Array, length: int) -> Array:
+    """The array; `ValueError` where it has another length."""
+    if len(array) != length:
+        raise ValueError(f"an array of {len(array)} elements where {length} are due")
+    return array
+
+
 def _refuse(constant: str) -> float:
     raise ValueError(f"not a payload: bare {constant} in the JSON")
 

@@ -9,12 +9,12 @@ import os
 import re
 import stat
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from gradwatch.journal.entries import EndEntry, Entry, EventsEntry, RunEntry, decode_entry
+from gradwatch.journal.entries import EndEntry, Entry, EventsEntry, RunEntry, decode_entries
 from gradwatch.journal.frames import Damage, FrameScanner
 from gradwatch.journal.records_of_steps import RecordedStep, join_records
 from gradwatch.records.event import Event
@@ -96,10 +96,10 @@ class JournalReader:
                 while (found := scanner.read()) is not None:
                     last = last if isinstance(found, Damage) else found.payload
         try:
-            entry = None if last is None else decode_entry(last)
+            entries = () if last is None else decode_entries(last)
         except ValueError:
             return None
-        return entry if isinstance(entry, EndEntry) else None
+        return next((entry for entry in entries if isinstance(entry, EndEntry)), None)
 
     def entries(self) -> Generator[Entry, None, None]:
         """Every readable entry, in the order written."""
@@ -108,7 +108,7 @@ class JournalReader:
             with suppress(FileNotFoundError), opened(path) as scanner:  # rotated away meanwhile
                 while (found := self._next(scanner, live=False)) is not None:
                     if not isinstance(found, Damage):
-                        yield found
+                        yield from found
                 self.missing += scanner.missing
 
     def events(self) -> Iterator[Event]:
@@ -156,7 +156,7 @@ class JournalReader:
                 found = self._next(scanner, live=not sealed)
                 if found is not None:
                     if not isinstance(found, Damage):
-                        yield found
+                        yield from found
                 elif sealed or self.complete:
                     break
                 elif path not in self.files[-1:]:
@@ -167,19 +167,20 @@ class JournalReader:
                     time.sleep(poll_seconds)
             self.missing += scanner.missing
 
-    def _next(self, scanner: FrameScanner, live: bool) -> Entry | Damage | None:
+    def _next(self, scanner: FrameScanner, live: bool) -> Sequence[Entry] | Damage | None:
+        """The entries of the next frame that has any, or damage; None at the end."""
         while (found := scanner.read(live)) is not None:
             if isinstance(found, Damage):
                 self.damage.append(found)
                 return found
             try:
-                entry = decode_entry(found.payload)
+                entries = decode_entries(found.payload)
             except ValueError:
                 self.damage.append(Damage(scanner.path, found.offset, len(found.payload), "unreadable"))
                 continue
-            if entry is not None:
-                self.complete = isinstance(entry, EndEntry)
-                return entry
+            if entries:
+                self.complete = isinstance(entries[-1], EndEntry)
+                return entries
             self.unknown += 1
         return None
 

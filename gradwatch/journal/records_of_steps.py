@@ -14,7 +14,8 @@ from typing import TypeVar
 import numpy as np
 
 from gradwatch.journal.columnar_steps import StepRow, StepsEntry
-from gradwatch.journal.entries import Entry, EventsEntry, NormsEntry, RunEntry, SitesEntry
+from gradwatch.journal.entries import Entry, EventsEntry, RunEntry, SitesEntry
+from gradwatch.journal.norms_entry import NormsEntry
 from gradwatch.records.record import Record
 from gradwatch.records.snapshot import Sites, Snapshot
 from gradwatch.records.verdict import Verdict

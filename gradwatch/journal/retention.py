@@ -14,6 +14,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gradwatch.journal.frames import Damage, Frame, FrameScanner, encode_frame
+from gradwatch.journal.norms_block import KIND as NORMS_BLOCK
+from gradwatch.journal.norms_block import decode_block
 from gradwatch.journal.payload import Payload, decode_payload, encode_payload
 from gradwatch.journal.reader import opened
 from gradwatch.runtime.atomic_files import replacing
@@ -24,7 +26,7 @@ _UNLIMITED_SEGMENT = 64 << 20
 _MOST_FILES = 64
 _SAMPLES, _NORMS, _SCALARS, _ALL = 1, 2, 3, 4
 _KINDS = {
-    _SAMPLES: {"run", "sites", "steps", "norms", "events", "lost", "end"},
+    _SAMPLES: {"run", "sites", "steps", "norms", NORMS_BLOCK, "events", "lost", "end"},
     _NORMS: {"run", "sites", "steps", "events", "lost", "end"},
     _SCALARS: {"run", "events", "lost", "end"},
 }
@@ -173,13 +175,17 @@ class Retention:
         payload = decode_payload(frame.payload)
         if payload.kind not in _KINDS[level]:
             return None
-        if payload.kind != "norms" or payload.fields["reason"] not in ("sample", "firing"):
+        if payload.fields.get("reason") not in ("sample", "firing"):
             return frame.payload, False
-        every = self.every(payload.fields["optimizer"])
-        if payload.fields["step"] % every:
-            return None
-        return _with_cadence(payload, every), True
+        samples = _at_cadence(payload, self.every(payload.fields["optimizer"]))
+        return None if samples is None else (samples, True)
 
 
-def _with_cadence(payload: Payload, every: int) -> bytes:
+def _at_cadence(payload: Payload, every: int) -> bytes | None:
+    """The payload of norms with the steps of this cadence, saying so; None where it has none of them."""
+    if payload.kind == NORMS_BLOCK:
+        block = decode_block(payload).at_cadence(every)
+        return None if block is None else block.encode()
+    if payload.fields["step"] % every:
+        return None
     return encode_payload("norms", {**payload.fields, "every": every}, payload.arrays)

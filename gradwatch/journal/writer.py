@@ -10,20 +10,25 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import TypeVar
 
 import numpy as np
 
 from gradwatch.journal.columnar_steps import GroupNorms, StepRow, StepsEntry, step_row
-from gradwatch.journal.entries import EndEntry, EventsEntry, LostEntry, NormsEntry, RunEntry, encode_sites
+from gradwatch.journal.entries import EndEntry, EventsEntry, LostEntry, RunEntry, encode_sites
 from gradwatch.journal.files import JournalFiles
 from gradwatch.journal.health_tag import HealthTag
-from gradwatch.journal.norms_cadence import FIRST, Cadence, Chosen
+from gradwatch.journal.norms_batch import StepNorms, encode_norms, put_together, steps_at_once, to_write
+from gradwatch.journal.norms_cadence import FIRST, Cadence
 from gradwatch.journal.retention import Retention
 from gradwatch.records.event import Event
 from gradwatch.records.record import Record
 from gradwatch.records.run_info import RunInfo
 from gradwatch.records.snapshot import Sites, Snapshot
 from gradwatch.runtime.backoff import Backoff
+
+T = TypeVar("T")
 
 _ROWS = 64
 _ROWS_SECONDS = 1.0
@@ -35,14 +40,21 @@ _BACKOFF_SECONDS = (0.25, 10.0)  # after the first failure, and at most
 
 @dataclass(slots=True)
 class _Track:
-    """One optimizer's present sites; `generation` is that of the last file its `payload` was written to."""
+    """One optimizer's present sites, and what waits to be written of its steps.
 
+    `generation` is that of the last file its `payload` was written to. `taken` and `norms` wait until the present batch
+    is through, `rows` for up to a second.
+    """
+
+    optimizer: int
     sites_id: int
     sites: Sites
     payload: bytes
     group_norms: GroupNorms
     cadence: Cadence
+    taken: list[Record] = field(default_factory=list)
     rows: list[StepRow] = field(default_factory=list)
+    norms: list[StepNorms] = field(default_factory=list)
     generation: int = -1
 
 
@@ -99,12 +111,17 @@ class Recorder:
         """Take in Records, in order; their events first, acknowledged on return if the disk works."""
         self._tag.add(batch)
         for record in batch:
-            self._guarded(self._add_events, record)
+            if record.verdict.events or record.findings:
+                self._guarded(self._add_events, record)
         if self._urgent:
             self._flush_events()
         for record in batch:
             self._guarded(self._add_step, record)
             self._pause()
+        for track in self._tracks.values():
+            self._write_taken(track)
+        if self._rows >= _ROWS:
+            self._write_rows()
 
     def _guarded(self, take: Callable[[Record], None], record: Record) -> None:
         """A Record that cannot be encoded must not take its neighbours with it."""
@@ -157,8 +174,6 @@ class Recorder:
 
     def _add_events(self, record: Record) -> None:
         snapshot, events = record.snapshot, record.verdict.events
-        if not (events or record.findings):
-            return
         at = snapshot.optimizer, snapshot.step, record.wall_time
         entry = EventsEntry(self._numbers, *at, events, record.findings)
         self._numbers += 1
@@ -208,72 +223,88 @@ class Recorder:
             self._acknowledge(waiting.events)
 
     def _add_step(self, record: Record) -> None:
-        snapshot = record.snapshot
         self._records += 1
+        snapshot = record.snapshot
         track = self._track(snapshot)
-        if not self._rows:
-            self._rows_since = time.monotonic()
-        track.rows.append(step_row(record, track.group_norms(snapshot.norm, snapshot.calls)))
-        self._rows += 1
-        if self._rows >= _ROWS:
-            self._write_rows()
+        track.taken.append(record)
         chosen = track.cadence.choose(record, self.retention.every(snapshot.optimizer), self._records)
-        for each in chosen:
-            self._write_norms(track, each)
+        track.norms += [to_write(each, self._columns) for each in chosen]
+
+    def _write_taken(self, track: _Track) -> None:
+        """Make rows of the steps of this batch, and write the norms that were chosen in it."""
+        taken, track.taken = track.taken, []
+        norms, track.norms = track.norms, []
+        if taken and not self._rows:
+            self._rows_since = time.monotonic()
+        most = steps_at_once(taken[0]) if taken else 1
+        for at in range(0, len(taken), most):
+            self._together(partial(self._add_rows, track), taken[at : at + most], _lost_records)
+            self._pause()
+        for alike in put_together(norms):
+            self._together(partial(self._write_norms, track), alike, _lost_norms)
+            self._pause()
+
+    def _together(
+        self, take: Callable[[list[T]], None], items: list[T], lost: Callable[[list[T]], LostEntry]
+    ) -> None:
+        """Take items at once, or, where that fails, one by one: a bad one must not take its neighbours with it."""
+        try:
+            take(items)
+        except Exception as error:
+            if len(items) > 1:
+                for item in items:
+                    self._together(take, [item], lost)
+            else:
+                self._failed(error)
+                self.lose(lost(items))
+
+    def _add_rows(self, track: _Track, records: list[Record]) -> None:
+        snapshots = [record.snapshot for record in records]
+        norm, calls = (
+            np.array([each.norm for each in snapshots]),
+            np.array([each.calls for each in snapshots]),
+        )
+        track.rows += map(step_row, records, track.group_norms(norm, calls))
+        self._rows += len(records)
 
     def _track(self, snapshot: Snapshot) -> _Track:
         """The track of the snapshot's optimizer; a new one where its sites are not those of before."""
         track = self._tracks.get(snapshot.optimizer)
         if track is not None and _same_sites(track.sites, snapshot.sites):
             return track
+        for each in self._tracks.values():
+            self._write_taken(each)
         self._write_rows()
         sites = snapshot.sites
         payload = encode_sites(self._sites, snapshot.optimizer, sites)
         first = track.cadence.first if track else FIRST
         full = self._run.params == "full"
         cadence = Cadence(full, _RING_BYTES, self.retention.window_bytes, first)
-        track = _Track(self._sites, sites, payload, GroupNorms(sites), cadence)
+        track = _Track(snapshot.optimizer, self._sites, sites, payload, GroupNorms(sites), cadence)
         self._tracks[snapshot.optimizer] = track
         self.retention.bases[snapshot.optimizer] = Cadence.base(len(sites))
         self._sites += 1
         return track
 
     def _write_rows(self) -> None:
-        for optimizer, track in self._tracks.items():
+        for track in self._tracks.values():
             rows, track.rows = track.rows, []
-            self._rows_wait = _ROWS_SECONDS if rows else self._rows_wait
-            if rows and not self._write([StepsEntry(optimizer, track.sites_id, rows).encode()], track):
-                steps = [row.step for row in rows]
-                self.lose(LostEntry(scalars=len(rows), first_step=min(steps), last_step=max(steps)))
+            if rows:
+                self._rows_wait = _ROWS_SECONDS
+                self._together(partial(self._write_steps, track), rows, _lost_rows)
         self._rows = 0
 
-    def _write_norms(self, track: _Track, chosen: Chosen) -> None:
-        snapshot = chosen.record.snapshot
-        sampled = chosen.reason in ("sample", "firing")
-        if not (self._backoff.ready and self._write([self._norms(track, chosen)], track, sampled)):
-            self.lose(LostEntry(norms=1, first_step=snapshot.step, last_step=snapshot.step))
-        self._pause()
+    def _write_steps(self, track: _Track, rows: list[StepRow]) -> None:
+        if not self._write([StepsEntry(track.optimizer, track.sites_id, rows).encode()], track):
+            self.lose(_lost_rows(rows))
 
-    def _norms(self, track: _Track, chosen: Chosen) -> bytes:
-        snapshot, firing = chosen.record.snapshot, chosen.record.verdict.firing
-        columns, histograms = snapshot.columns, snapshot.histograms
-        wanted = {self._columns.get(rule, "") for rule, mask in firing.items() if mask.any()}
-        if chosen.reason == "firing" and "" not in wanted:
-            columns = {name: column for name, column in columns.items() if name.partition(":")[0] in wanted}
-            histograms = {}
-        return NormsEntry(
-            optimizer=snapshot.optimizer,
-            step=snapshot.step,
-            sites_id=track.sites_id,
-            reason=chosen.reason,
-            every=self.retention.every(snapshot.optimizer),
-            norm=snapshot.norm,
-            calls=snapshot.calls,
-            coef=snapshot.coef,
-            columns=columns,
-            firing=firing,
-            histograms=histograms,
-        ).encode()
+    def _write_norms(self, track: _Track, norms: list[StepNorms]) -> None:
+        """Write norms that fit one entry; on a disk that is not to be tried yet they are not even encoded."""
+        every, sampled = self.retention.every(track.optimizer), norms[0].reason in ("sample", "firing")
+        if not (
+            self._backoff.ready and self._write([encode_norms(track.sites_id, every, norms)], track, sampled)
+        ):
+            self.lose(_lost_norms(norms))
 
     def _write(self, payloads: list[bytes], track: _Track | None = None, sampled: bool = False) -> bool:
         """Append ordinary payloads, behind the sites they need and the count of what is missing."""
@@ -333,6 +364,21 @@ class Recorder:
         if self._failing:
             self._failing = False
             self._report(None)
+
+
+def _lost_records(records: list[Record]) -> LostEntry:
+    steps = [record.snapshot.step for record in records]
+    return LostEntry(scalars=len(steps), first_step=min(steps), last_step=max(steps))
+
+
+def _lost_rows(rows: list[StepRow]) -> LostEntry:
+    steps = [row.step for row in rows]
+    return LostEntry(scalars=len(steps), first_step=min(steps), last_step=max(steps))
+
+
+def _lost_norms(norms: list[StepNorms]) -> LostEntry:
+    steps = [each.record.snapshot.step for each in norms]
+    return LostEntry(norms=len(steps), first_step=min(steps), last_step=max(steps))
 
 
 def _same_sites(one: Sites, other: Sites) -> bool:

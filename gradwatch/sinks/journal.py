@@ -9,7 +9,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal, NamedTuple
 from weakref import WeakSet
@@ -34,6 +34,13 @@ _CLOSE_SECONDS = 1.5
 _PIECE_SECONDS = 100e-6
 _REST_SECONDS = 200e-6
 _FULL = BufferError("the journal's queue is full: records are being dropped")
+
+
+class _Queued(NamedTuple):
+    """A Record that waits, and the bytes it keeps alive."""
+
+    record: Record
+    size: int
 
 
 class _Work(NamedTuple):
@@ -76,7 +83,7 @@ class JournalSink:
         self.dropped = 0
         self._lock = threading.Lock()
         self._condition = threading.Condition(self._lock)
-        self._queue: deque[Record] = deque()
+        self._queue: deque[_Queued] = deque()
         self._queued_bytes = 0
         self._accepted = self._taken = 0
         self._flush_asked = self._flush_answered = self._flush_target = 0
@@ -110,22 +117,32 @@ class JournalSink:
 
     def write(self, record: Record) -> None:
         """Hand a Record over, by reference; microseconds, whatever the disk does."""
+        self.write_all((record,))
+
+    def write_all(self, records: Sequence[Record]) -> None:
+        """Hand several Records over, in order, as `write` does one."""
         if not self._open:
             return
-        urgent, size = bool(record.verdict.events), record_bytes(record)
+        queued = [_Queued(record, record_bytes(record)) for record in records]
         with self._lock:
-            waiting = len(self._queue)
-            light = self._queued_bytes + size <= _MAX_QUEUED_BYTES or urgent or not waiting
-            if light and waiting < (MAX_QUEUE if urgent else MAX_QUEUE - _FOR_EVENTS):
-                self._queue.append(record)
-                self._queued_bytes += size
-                self._accepted += 1
-                if urgent or waiting >= _WAKE_AT:
-                    self._draining = True
-                    self._condition.notify_all()
-                return
-            self._drop(record)
-        self._health.report("journal-queue", _FULL)
+            taken = [self._enqueue(each) for each in queued]
+            if self._draining:
+                self._condition.notify_all()
+        for _ in range(taken.count(False)):
+            self._health.report("journal-queue", _FULL)
+
+    def _enqueue(self, each: _Queued) -> bool:
+        """Append to the queue where there is room; whether there was. The lock is held."""
+        urgent, waiting = bool(each.record.verdict.events), len(self._queue)
+        light = self._queued_bytes + each.size <= _MAX_QUEUED_BYTES or urgent or not waiting
+        if not light or waiting >= (MAX_QUEUE if urgent else MAX_QUEUE - _FOR_EVENTS):
+            self._drop(each.record)
+            return False
+        self._queue.append(each)
+        self._queued_bytes += each.size
+        self._accepted += 1
+        self._draining |= urgent or waiting >= _WAKE_AT
+        return True
 
     def _drop(self, record: Record) -> None:
         step, events = record.snapshot.step, len(record.verdict.events)
@@ -198,8 +215,10 @@ class JournalSink:
         """Up to 64 records, once there is a reason to work: an event, a flush, a long queue, or the time."""
         with self._condition:
             self._condition.wait_for(self._awake, _POLL_SECONDS)
-            batch = [self._queue.popleft() for _ in range(min(_BATCH, len(self._queue)))]
-            self._queued_bytes -= sum(map(record_bytes, batch))
+            self._piece_began = time.perf_counter()
+            queued = [self._queue.popleft() for _ in range(min(_BATCH, len(self._queue)))]
+            self._queued_bytes -= sum(each.size for each in queued)
+            batch = [each.record for each in queued]
             self._taken += len(batch)
             self._draining = bool(self._queue)
             dropped, self._unrecorded = self._unrecorded, LostEntry()
@@ -221,10 +240,12 @@ class JournalSink:
 
     def _rest(self) -> None:
         """Let other threads have the interpreter after 0.1 ms of work, unless the queue is running full."""
+        if time.perf_counter() - self._piece_began <= _PIECE_SECONDS:
+            return
         hurried = self._closing or self._flush_due or len(self._queue) >= MAX_QUEUE // 2
-        if not hurried and time.perf_counter() - self._piece_began > _PIECE_SECONDS:
+        if not hurried:
             time.sleep(_REST_SECONDS)
-            self._piece_began = time.perf_counter()
+        self._piece_began = time.perf_counter()
 
     def _report(self, error: BaseException | None) -> None:
         if error is not None:

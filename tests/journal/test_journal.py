@@ -30,7 +30,7 @@ from gradwatch.journal import (
     read_journal,
 )
 from gradwatch.journal.columnar_steps import GroupNorms, step_row
-from gradwatch.journal.entries import decode_entry
+from gradwatch.journal.entries import decode_entries
 from gradwatch.journal.frames import MAX_PAYLOAD, Damage, Frame, FrameScanner, encode_frame
 from gradwatch.journal.norms_cadence import Cadence
 from gradwatch.journal.payload import decode_payload, encode_payload
@@ -164,7 +164,7 @@ def test_a_histogram_of_no_site_is_refused() -> None:
         0, 0, 0, "first", 1, one, none, one, histograms={7: Histogram(0, np.zeros(BINS, np.int64), 0)}
     )
     with pytest.raises(ValueError, match="a site that is not there"):
-        decode_entry(entry.encode())
+        decode_entries(entry.encode())
 
 
 @pytest.mark.parametrize("value", AWKWARD)
@@ -219,7 +219,7 @@ def test_a_foreign_payload_is_refused_not_run(head: bytes, rest: bytes) -> None:
     """Decoding arbitrary bytes gives an entry or a ValueError, nothing else (P34)."""
     for data in (head + rest, len(head).to_bytes(4, "little") + head + rest):
         try:
-            decode_entry(data)
+            decode_entries(data)
         except ValueError:
             continue
 
@@ -291,7 +291,7 @@ def test_group_norms_are_recorded_every_step(tmp_path: Path) -> None:
     (found,) = journal(tmp_path, [record]).records()
     expected = float(np.hypot(np.float64(np.float32(3e30)), np.float64(np.float32(4e30))))
     assert found.groups == {"a": expected, "b": 2.0}
-    absent = GroupNorms(sites)(np.full(4, np.nan, np.float32), np.array([0, 0, 1, 0], np.int32))
+    (absent,) = GroupNorms(sites)(np.full((1, 4), np.nan, np.float32), np.array([[0, 0, 1, 0]], np.int32))
     assert absent["a"] == 0.0
     assert np.isnan(absent["b"])
 
