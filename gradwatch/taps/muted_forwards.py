@@ -9,13 +9,8 @@ from collections.abc import Callable, Iterator
 import torch
 from torch import Tensor
 
-
-class _Here(threading.local):
-    muted = False
-
-
-here = _Here()
-"""Whether module hooks are `muted` in this thread."""
+muted_threads: list[int] = []
+"""The threads in which module hooks are `muted`, each as often as it has entered that."""
 transform: Callable[[], int | None] = torch._C._functorch.maybe_current_level
 """None outside the transforms of `torch.func`.
 
@@ -26,12 +21,12 @@ Inside `grad` or `vmap` tensors are stand-ins that mean nothing after it, and no
 @contextlib.contextmanager
 def muted() -> Iterator[None]:
     """Mute module hooks in this thread: forwards inside are not the script's."""
-    before = here.muted
-    here.muted = True
+    thread = threading.get_ident()
+    muted_threads.append(thread)
     try:
         yield
     finally:
-        here.muted = before
+        muted_threads.remove(thread)
 
 
 batched: Callable[[Tensor], bool] = torch._C._functorch.is_batchedtensor
@@ -45,4 +40,4 @@ def transforming() -> bool:
 
 def is_muted() -> bool:
     """True if module hooks are muted in this thread."""
-    return here.muted or transform() is not None
+    return threading.get_ident() in muted_threads or transform() is not None

@@ -33,7 +33,8 @@ from gradwatch.reading.device import capturing
 from gradwatch.taps import backward, dispatch_modes, module_calls, module_tree
 from gradwatch.taps.dynamo import anything_compiled, untraced
 from gradwatch.taps.graph.node_numbers import next_number
-from gradwatch.taps.muted_forwards import here, transform
+from gradwatch.taps.graph.output_hooks import on_gradient
+from gradwatch.taps.muted_forwards import is_muted, muted_threads, transform
 
 MAX_BYTES = 64 << 20
 """Held per model beyond the arguments of its latest call: earlier micro-batches, gradients at outputs."""
@@ -45,13 +46,10 @@ LOOKED_AT = 3  # first calls, in which a forward that writes into its own parame
 MOVERS = 64  # optimizers of which it is remembered whether they move a model
 _cuda = torch.cuda
 _grad_enabled, _frame = torch.is_grad_enabled, sys._getframe
-_tensor_type = itertools.repeat(Tensor)
 # Python calls cost microseconds in the cold caches that a step leaves; these are none.
 _version: Callable[[Tensor], int] = operator.attrgetter("_version")
 _buffers_of: Callable[[nn.Module], dict[str, Tensor | None]] = operator.attrgetter("_buffers")
 _requires_grad: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
-_grad_fn: Callable[[Tensor], Any] = operator.attrgetter("grad_fn")
-_numel, _element_size = Tensor.numel, Tensor.element_size
 _blank: Callable[[type[Call]], Call] = object.__new__
 NONE_COMPUTED: frozenset[int] = frozenset()
 _params_of: Callable[[dict[str, Any]], list[Tensor]] = operator.itemgetter("params")
@@ -197,7 +195,9 @@ class ModelRecorder:
 
     def moves(self, optimizer: Optimizer) -> bool:
         """True if the optimizer owns a parameter of this model; remembered, for the answer rarely changes."""
-        count, known = sum(map(len, map(_params_of, optimizer.param_groups))), self._movers.get(id(optimizer))
+        count, known = 0, self._movers.get(id(optimizer))
+        for group in optimizer.param_groups:
+            count += len(group["params"])
         if known is None or known[0]() is not optimizer or known[1] != count:
             model = self.model()
             own = set() if model is None else set(map(id, module_tree.parameters(model)))
@@ -211,19 +211,23 @@ class ModelRecorder:
     def begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         """A call of the model begins. In one piece: a further Python call costs microseconds in cold caches."""
         try:
-            if not _grad_enabled() or here.muted or transform() is not None:
+            if not _grad_enabled() or (muted_threads and is_muted()) or transform() is not None:
                 return
             if self._outermost.now not in (None, self) or (_cuda.default_generators and capturing()):
                 return
             self._outermost.now = self
-            held, given = (args, kwargs), list(args)
-            # Almost every model is given plain tensors that were not computed from others.
-            if kwargs or not all(map(isinstance, args, _tensor_type)) or any(map(_grad_fn, args)):
-                held, given = held_arguments(args, kwargs)
-            nbytes = sum(map(operator.mul, map(_numel, given), map(_element_size, given)))
-            if self._light and nbytes > self._max_bytes:
+            call, versions = _blank(Call), []
+            for value in args:
+                if type(value) is Tensor and not value.requires_grad:
+                    versions.append(value._version)
+            if (
+                len(versions) == len(args) and not kwargs
+            ):  # almost every model is given data, and nothing else
+                call.args, call.kwargs, call.versions, call.computed = args, kwargs, versions, NONE_COMPUTED
+            else:
+                _hold_arguments(call, args, kwargs)
+            if self._light and call.nbytes > self._max_bytes:
                 return
-            call = _blank(Call)
             draws, generators = self._draws, self._generators
             if generators.learned and draws.calls < draws.idle_until:
                 draws.calls += 1
@@ -244,11 +248,7 @@ class ModelRecorder:
                 self._first_call(module, caller, innermost)
             call.order, call.step = next(_orders), self._steps[0]
             call.caller, call.indices = caller, self.indices
-            (call.args, call.kwargs), call.nbytes, call.training = held, nbytes, module.training
-            call.versions = list(map(_version, given))
-            call.computed = NONE_COMPUTED
-            if any(map(_requires_grad, given)):
-                call.computed = computed_among(given, args, kwargs)
+            call.training = module.training
             call.autocast = autocasts() if dispatch_modes.any_autocast() else {}
             call.buffers = {} if self._buffers is None else self._buffers.held(first=not self.calls)
             call.gradients, call.tasks = {}, set()
@@ -286,7 +286,7 @@ class ModelRecorder:
     def _ends(self, module: nn.Module, args: Any, output: Any) -> None:
         """A call of the model has ended: hold it, and the gradients at its outputs to come."""
         try:
-            if not _grad_enabled() or here.muted or transform() is not None:
+            if not _grad_enabled() or (muted_threads and is_muted()) or transform() is not None:
                 return
             call, self._open = self._open, None
             if self._outermost.now is self:
@@ -304,7 +304,7 @@ class ModelRecorder:
                 self._buffers.learn()
             for position, tensor in enumerate(outputs):
                 if tensor.requires_grad and tensor.grad_fn is not None:
-                    tensor.register_hook(partial(_gradient, self, call, position))
+                    on_gradient(tensor, partial(_gradient, self, call, position))
             self.calls.append(call)
             if len(self.calls) > 1:
                 self._make_room()
@@ -341,9 +341,7 @@ class ModelRecorder:
             call.gradients[position] = call.gradients[position] + kept
             return
         call.gradients[position] = kept
-        size = kept.numel() * kept.element_size()
-        call.nbytes += size
-        call.seeds += size
+        call.seeds += kept.numel() * kept.element_size()
         if call.seeds > self._max_bytes:
             call.release(
                 f"the gradient at its outputs takes {call.seeds >> 20} MiB, more than max_bytes allows"
@@ -382,6 +380,13 @@ def _gradient(recording: ModelRecorder, call: Call, position: int, grad: Tensor)
             recording._hold_gradient(call, position, grad)
     except Exception as error:
         recording._failed("localise", error)
+
+
+def _hold_arguments(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Hold arguments other than plain data: computed by autograd, of other types, in containers or by keyword."""
+    (call.args, call.kwargs), given = held_arguments(args, kwargs)
+    call.versions = list(map(_version, given))
+    call.computed = computed_among(given, args, kwargs) if any(map(_requires_grad, given)) else NONE_COMPUTED
 
 
 def _versions(module: nn.Module) -> dict[int, int]:

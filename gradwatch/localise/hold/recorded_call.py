@@ -50,7 +50,6 @@ class Call:
     training: bool
     caller: tuple[CodeType, int] | None
     indices: Any = None
-    nbytes: int = 0
     seeds: int = 0
     outputs: int = 0
     ended: int = 0
@@ -61,6 +60,16 @@ class Call:
     own_losses: Losses | None = None
     losses_of: Callable[[tuple[CodeType, int] | None], Losses] = _no_losses
     reason: str = ""
+    _given: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the tensors that are held of it."""
+        if self.reason:
+            return 0
+        if self._given is None:
+            self._given = sum(map(size_of, tensors((self.args, self.kwargs))))
+        return self._given + self.seeds
 
     @property
     def losses(self) -> Losses:
@@ -73,7 +82,6 @@ class Call:
         """Let go of every tensor; the call can no longer be run again."""
         self.args, self.kwargs, self.versions = (), {}, []
         self.buffers, self.gradients, self.reason = {}, {}, reason
-        self.nbytes = 0
 
     @contextlib.contextmanager
     def recorded_modes(self) -> Iterator[None]:
