@@ -143,8 +143,16 @@ class CheckpointHealthTracker:
 
     def after_all(self, snapshots: Sequence[Snapshot], verdict: Verdict) -> list[CheckpointHealth]:
         """As `after` each of these steps in turn, which had the same verdict and were taken."""
-        decision = Decision()
-        return [self.after(snapshot, verdict, decision) for snapshot in snapshots]
+        largest = max(snapshot.total_norm for snapshot in snapshots)
+        if verdict.firing or not self.untroubled or not largest < JUMP * self._largest:
+            decision = Decision()
+            return [self.after(snapshot, verdict, decision) for snapshot in snapshots]
+        self._largest = max(self._largest, largest)
+        self._found, self._last = (), snapshots[-1].step
+        self._step = self._last
+        found = [CheckpointHealth(True, snapshot.step, weights_step=self.looked) for snapshot in snapshots]
+        self.now = found[-1]
+        return found
 
     def unjudged(self, step: int) -> None:
         """An internal error kept this step from being judged: it cannot be called healthy."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from gradwatch.records.columns import (
@@ -160,6 +160,20 @@ class RulesWithoutData:
                     for each, left in self._waiting.items()
                 }
             )
+
+    def observe_all(self, snapshots: Sequence[Snapshot], in_turn: Sequence[Mapping[str, Any]]) -> None:
+        """As `observe` of each, of Snapshots of one optimizer without a loss scale."""
+        optimizer, last = snapshots[0].optimizer, snapshots[-1].step
+        first, _ = self._steps.get(optimizer, (snapshots[0].step, 0))
+        for snapshot, turn in zip(snapshots, in_turn, strict=True):
+            missing = self._missing.get(optimizer)
+            if (
+                missing is None
+                or not self._scalars.issuperset(snapshot.scalars)
+                or not missing.isdisjoint(snapshot.columns)
+            ):
+                self.observe(snapshot, turn)
+        self._steps[optimizer] = first, last
 
     def _remembered(self, came: set[str]) -> set[str]:
         """Those of these columns that are to be known later: of observed values that no rule reads only so many."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from gradwatch.account.account import Watched
@@ -51,6 +51,19 @@ class SessionCounts:
             self.own_time.restart()
         if record.verdict.events or record.decision.orders:
             self._judged(record)
+
+    def observe_all(self, records: Sequence[Record], in_turn: Sequence[Mapping[str, Any]]) -> None:
+        """Add several Records of one optimizer with neither events nor orders, and that no GradScaler rejected."""
+        if self.records < ATTACHING or OBSERVED_ONLY in records[0].snapshot.scalars:
+            for record, turn in zip(records, in_turn, strict=True):
+                self.observe(record, turn)
+            return
+        self.records += len(records)
+        self.coverage = records[-1].snapshot.coverage
+        self.without_data.observe_all([record.snapshot for record in records], in_turn)
+        for record, turn in zip(records, in_turn, strict=True):
+            if turn:
+                self.never_judged.observe(record.snapshot, turn)
 
     @property
     def judged(self) -> int:

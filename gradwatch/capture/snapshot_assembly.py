@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from gradwatch.capture.columns.histograms import PendingHistograms
 from gradwatch.capture.window_norms import WindowNorms
 from gradwatch.reading.batched import FLOAT32_MAX, Detail
+from gradwatch.reading.cpu import norms_of_many
 from gradwatch.reading.device import host_value
 from gradwatch.reading.row_sums_by_blas import silently
 from gradwatch.records.histogram import Histogram
@@ -145,24 +146,11 @@ def assemble_many(sites: Sites, optimizer: int, steps: Sequence[MeasuredStep], c
 
     Of each, all K gradients have arrived, and nothing else has been measured but columns of them.
     """
-    norms: list[tuple[NDArray[np.float64], NDArray[np.float64], float, float]] = []
-    for step in steps:
-        window = step.window
-        raw, after = window.wait()
-        if window.provisional or (window.pruned is not None and not window.pruned.right):
-            break
-        total = silently(_root, raw)
-        applied = total if after is raw else silently(_root, after)
-        if (
-            not (TINY < total < FLOAT32_MAX and applied < FLOAT32_MAX)
-            or window.details
-            or window.after.details
-        ):
-            break
-        norms.append((raw, after, total, applied))
-    if not norms:
-        return Assembled([], np.zeros((0, len(sites)), np.float32))
-    narrow = np.array([raw for raw, *_ in norms]).astype(np.float32)
+    norms = _norms_of_many(steps)
+    totals = silently(_roots, norms)
+    wide = [not (TINY < total < FLOAT32_MAX and applied < FLOAT32_MAX) for total, applied in totals]
+    usual = wide.index(True) if True in wide else len(wide)
+    narrow = np.array([raw for raw, _ in norms[:usual]]).reshape(usual, len(sites)).astype(np.float32)
     snapshots = [
         Snapshot(
             optimizer,
@@ -179,9 +167,38 @@ def assemble_many(sites: Sites, optimizer: int, steps: Sequence[MeasuredStep], c
             step.window.micro,
             coverage=coverage,
         )
-        for step, norm, (raw, after, total, applied) in zip(steps, narrow, norms, strict=False)
+        for step, norm, (raw, after), (total, applied) in zip(steps, narrow, norms, totals, strict=False)
     ]
     return Assembled(snapshots, narrow)
+
+
+Norms = NDArray[np.float64]
+
+
+def _norms_of_many(steps: Sequence[MeasuredStep]) -> list[tuple[Norms, Norms]]:
+    """Of the first of these steps, the norms before any clipping and as the optimizer got them; no suspicious ones."""
+    together = norms_of_many([step.window.raw for step in steps])
+    found: list[tuple[Norms, Norms]] = []
+    for t, step in enumerate(steps):
+        window = step.window
+        if together is not None and window.after is window.raw and window.pruned is None:
+            found.append((together[t], together[t]))
+            continue
+        raw, after = window.wait()
+        miscounted = window.pruned is not None and not window.pruned.right
+        if miscounted or window.provisional or window.details or window.after.details:
+            break
+        found.append((raw, after))
+    return found
+
+
+def _roots(norms: Sequence[tuple[Norms, Norms]]) -> list[tuple[float, float]]:
+    """The total norms of each, before any clipping and as the optimizer got it."""
+    found = []
+    for raw, after in norms:
+        total = math.sqrt(np.dot(raw, raw))
+        found.append((total, total if after is raw else math.sqrt(np.dot(after, after))))
+    return found
 
 
 def of_norms(optimizer: int, sites: Sites, window: WindowNorms, scalars: Mapping[str, float]) -> Snapshot:
@@ -190,10 +207,6 @@ def of_norms(optimizer: int, sites: Sites, window: WindowNorms, scalars: Mapping
     Its coverage is 1: nothing else is claimed of it.
     """
     return assemble(optimizer, sites, window, Extras(), scalars, 1.0)
-
-
-def _root(norms: NDArray[np.float64]) -> float:
-    return math.sqrt(np.dot(norms, norms))
 
 
 def _columns(extras: Extras) -> dict[str, Column]:

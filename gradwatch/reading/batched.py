@@ -210,6 +210,24 @@ class RowNorms:
         return found
 
 
+def squares_of_many(reads: Sequence[RowNorms]) -> Squares | None:
+    """float64[T, K]: the `squares` of T reads by one plan, in one operation; None where some was not as planned."""
+    first = reads[0]
+    plan = first._plan
+    rows = [
+        read._rows
+        for read in reads
+        if read._plan is plan and read._rows is not None and not (read._missed or read._single)
+    ]
+    if len(rows) < len(reads) or len(plan.order) < plan.count:
+        return None
+    found: Squares = np.empty((len(rows), plan.count))
+    found[:, plan.order] = np.add.reduceat(
+        plan.kind.squares(np.array(rows)), plan.starts, axis=1, dtype=np.float64
+    )
+    return found
+
+
 class CpuReader:
     """Reads the sums of squares of a fixed list of CPU gradients; plans once, then one pass per read."""
 

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwatch.policies.norm import EPSILON
-from gradwatch.reading.batched import Detail, RowNorms, inspect, suspicious
+from gradwatch.reading.batched import Detail, RowNorms, inspect, squares_of_many, suspicious
 
 CLOSE = 1.001
 """Ten times the error of the quick total: beyond that the exact total gives the same answer."""
@@ -101,6 +101,17 @@ class CpuNorms:
         for k, norm in changed.items():
             norms[k] = norm
         return other
+
+
+def norms_of_many(readings: Sequence[object]) -> NDArray[np.float64] | None:
+    """float64[T, K]: the norms of T readings at once; None where they were not read alike, or some is known already."""
+    rows = [
+        reading.rows
+        for reading in readings
+        if isinstance(reading, CpuNorms) and reading._norms is None and reading.scale == 1.0
+    ]
+    squares = squares_of_many(rows) if len(rows) == len(readings) else None
+    return None if squares is None else np.sqrt(squares, out=squares)
 
 
 def _divided(norms: NDArray[np.float64], scale: float) -> NDArray[np.float64]:

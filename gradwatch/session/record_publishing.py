@@ -72,8 +72,7 @@ class Publishing:
 
     def give_all(self, records: Sequence[Record], in_turn: Sequence[InTurn]) -> None:
         """Publish Records of steps on which nothing happened, with the staggered series in turn at each."""
-        for record, turn in zip(records, in_turn, strict=True):
-            self.totals.observe(record, turn)
+        self.totals.observe_all(records, in_turn)
         for sink in self.sinks:
             sink.write_all(records)
 

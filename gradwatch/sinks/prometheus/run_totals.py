@@ -10,8 +10,9 @@ import copy
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 
 import numpy as np
 
@@ -47,11 +48,13 @@ class Histogram:
     def __post_init__(self) -> None:
         self.counts = self.counts or [0] * (len(self.bounds) + 1)
 
-    def observe(self, value: float) -> None:
-        """Count one finite value; anything else is ignored, for a NaN would stay in the sum."""
-        if math.isfinite(value):
-            self.counts[bisect_left(self.bounds, value)] += 1
-            self.sum += value
+    def observe_all(self, values: Iterable[float]) -> None:
+        """Count finite values; anything else is ignored, for a NaN would stay in the sum."""
+        counts, bounds = self.counts, self.bounds
+        for value in values:
+            if isfinite(value):
+                counts[bisect_left(bounds, value)] += 1
+                self.sum += value
 
     def copy(self) -> Histogram:
         """An independent copy."""
@@ -156,11 +159,33 @@ class RunTotals:
             elements = _nonfinite_elements(snapshot)
             self.nonfinite_elements += elements
             self.nonfinite_steps += elements > 0
-        self.grad_norm.observe(norm)
+        self.grad_norm.observe_all((norm,))
         self.recent_max.observe(norm, now)
-        self._time(record.overhead_seconds, record.step_seconds)
+        self._keep_pace(record.overhead_seconds, record.step_seconds)
+        self.observe_seconds.observe_all((record.overhead_seconds,))
+        if record.step_seconds is not None:
+            self.step_seconds.observe_all((record.step_seconds,))
         if record.verdict.events or record.decision.orders:
             self._judge(record)
+
+    def observe_all(self, records: Sequence[Record], now: float) -> None:
+        """As `observe` of each, of steps of one optimizer with finite norms, and with neither events nor orders."""
+        if not all(OWN_SCALARS.issuperset(record.snapshot.scalars) for record in records):
+            for record in records:
+                self.observe(record, now)
+            return
+        norms = [record.snapshot.total_norm for record in records]
+        for record, norm in zip(records, norms, strict=True):
+            snapshot = record.snapshot
+            self.steps += 1
+            self.provisional_steps += snapshot.provisional
+            self.clipped_steps += snapshot.total_norm_applied < norm * _CLIPPED
+            self._keep_pace(record.overhead_seconds, record.step_seconds)
+        self.record, self.observed_only = records[-1], OBSERVED_ONLY in records[-1].snapshot.scalars
+        self.grad_norm.observe_all(norms)
+        self.recent_max.observe(max(norms), now)
+        self.observe_seconds.observe_all([record.overhead_seconds for record in records])
+        self.step_seconds.observe_all([one.step_seconds for one in records if one.step_seconds is not None])
 
     def copy(self) -> RunTotals:
         """An independent copy for a reader; the Record, being immutable, is shared."""
@@ -183,11 +208,9 @@ class RunTotals:
         """gradwatch's own share of the time of recent steps, 0 before the second step."""
         return self.recent_overhead_seconds / self.recent_step_seconds if self.recent_step_seconds else 0.0
 
-    def _time(self, overhead: float, step: float | None) -> None:
-        self.observe_seconds.observe(overhead)
+    def _keep_pace(self, overhead: float, step: float | None) -> None:
         if step is None or not (math.isfinite(step) and math.isfinite(overhead)):
             return
-        self.step_seconds.observe(step)
         self.recent_step_seconds = self.recent_step_seconds * _DECAY + step
         self.recent_overhead_seconds = self.recent_overhead_seconds * _DECAY + overhead
         self.mean_step_seconds += (step - self.mean_step_seconds) * max(0.05, 1 / max(1, self.steps - 1))

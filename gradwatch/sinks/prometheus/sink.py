@@ -145,25 +145,32 @@ class PrometheusSink:
 
     def write(self, record: Record) -> None:
         """Add one step to the totals."""
-        self.write_all((record,))
+        with self._lock:
+            optimizer = self._optimizer(record.snapshot.optimizer)
+            optimizer.run_totals.observe(record, self._clock())
+            optimizer.selection.update(record)
+            if optimizer.last_columns is not None and record.snapshot.columns:
+                optimizer.last_columns.observe(record.snapshot)
+            self._version += 1
+        if optimizer.run_totals.names_left_out:
+            self._health.notice(self.name, NAMES_LEFT_OUT)
 
     def write_all(self, records: Sequence[Record]) -> None:
-        """Add several steps to the totals."""
-        left_out = False
+        """Add several steps of one optimizer to the totals, on which nothing happened."""
         with self._lock:
-            now = self._clock()
-            for record in records:
-                optimizer = self._optimizers.get(record.snapshot.optimizer)
-                if optimizer is None:
-                    optimizer = self._admit(record.snapshot.optimizer)
-                optimizer.run_totals.observe(record, now)
-                optimizer.selection.update(record)
-                if optimizer.last_columns is not None and record.snapshot.columns:
-                    optimizer.last_columns.observe(record.snapshot)
-                left_out = left_out or optimizer.run_totals.names_left_out
-            self._version += 1
-        if left_out:
+            optimizer = self._optimizer(records[0].snapshot.optimizer)
+            optimizer.run_totals.observe_all(records, self._clock())
+            optimizer.selection.update_all(records)
+            if optimizer.last_columns is not None:
+                for record in records:
+                    if record.snapshot.columns:
+                        optimizer.last_columns.observe(record.snapshot)
+            self._version += len(records)
+        if optimizer.run_totals.names_left_out:
             self._health.notice(self.name, NAMES_LEFT_OUT)
+
+    def _optimizer(self, index: int) -> _Optimizer:
+        return self._optimizers.get(index) or self._admit(index)
 
     def flush(self, timeout: float) -> bool:
         """Nothing waits here: the next scrape shows the last step."""

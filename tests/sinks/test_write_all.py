@@ -1,0 +1,159 @@
+"""Several Records handed over in one call against one after the other: sinks and totals come to the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gradwatch.account.rules_without_data import Reads
+from gradwatch.account.session_counts import SessionCounts
+from gradwatch.checkpoint import CheckpointHealthTracker
+from gradwatch.records.decision import Decision
+from gradwatch.records.record import Record
+from gradwatch.records.snapshot import Column, Sites
+from gradwatch.records.verdict import Verdict
+from gradwatch.runtime.internal_errors import Health
+from gradwatch.sinks.breaker import Breaker
+from gradwatch.sinks.parameter_selection import MODES, Selection, SeriesBudget
+from gradwatch.sinks.prometheus.exposition import render
+from gradwatch.sinks.prometheus.metric_values import families
+from gradwatch.sinks.prometheus.sink import PrometheusSink
+from tests.support.examples import examples
+from tests.support.kept import Kept
+from tests.support.sink_records import make_record, make_run, make_sites
+
+SITES = make_sites(6)
+
+
+def records_of(seed: int, count: int, sites: Sites = SITES) -> list[Record]:
+    """Steps on which nothing happened: finite, some clipped by the loop, with values observed and columns at times."""
+    rng = np.random.default_rng(seed)
+    found = []
+    for step in range(count):
+        scalars = {"lr": 1e-3, **({"loss": float(rng.normal())} if rng.random() < 0.8 else {})}
+        if rng.random() < 0.05:
+            scalars["reward"] = float(rng.normal())
+        column = Column(rng.random(6).astype(np.float32), rng.random(6) < 0.5)
+        found.append(
+            make_record(
+                sites,
+                np.exp(rng.normal(0, 2, 6)),
+                step=step,
+                applied=float(rng.choice([1.0, 0.5])),
+                overhead=float(rng.exponential(1e-4)),
+                step_seconds=None if step == 0 else float(rng.exponential(0.01)),
+                firing=["spike"] if rng.random() < 0.1 else [],
+                columns={"zero_fraction": column} if rng.random() < 0.2 else None,
+                scalars=scalars,
+            )
+        )
+    return found
+
+
+def cuts(seed: int, records: list[Record]) -> list[list[Record]]:
+    """The same in pieces."""
+    rng, found, at = np.random.default_rng(seed), [], 0
+    while at < len(records):
+        size = int(rng.integers(1, 33))
+        found.append(records[at : at + size])
+        at += size
+    return found
+
+
+@settings(max_examples=examples(15))
+@given(st.integers(0, 10**6), st.sampled_from(["worst", "all", "off"]))
+def test_a_scrape_shows_the_same(seed: int, params: Any) -> None:
+    """Counters, histograms, averages, the choice of parameters and their columns: to the byte."""
+    told = []
+    for together in (False, True):
+        sink = PrometheusSink(listen=None, params=params, top_k=2, clock=lambda: 5.0)
+        sink.open(make_run(Path("never")), Health())
+        records = records_of(seed, 260)
+        for piece in cuts(seed, records) if together else ():
+            sink.write_all(piece)
+        for record in () if together else records:
+            sink.write(record)
+        told.append(render(families(sink.view())))
+    assert told[0] == told[1]
+
+
+@settings(max_examples=examples(15))
+@given(st.integers(0, 10**6), st.sampled_from(MODES))
+def test_the_choice_of_parameters_is_the_same(seed: int, mode: Any) -> None:
+    """Reviews fall on the same steps, whatever the pieces."""
+    chosen = []
+    for together in (False, True):
+        selection = Selection(mode, 2, ("*",), SeriesBudget(50))
+        records = records_of(seed, 320)
+        for piece in cuts(seed, records) if together else [[record] for record in records]:
+            selection.update_all(piece) if together else selection.update(piece[0])
+        found = selection.chosen
+        chosen.append(None if found is None else (found.indices.tolist(), found.dropped, selection.admitted))
+    assert chosen[0] == chosen[1]
+
+
+@settings(max_examples=examples(15))
+@given(st.integers(0, 10**6))
+def test_the_account_counts_the_same(seed: int) -> None:
+    """Records, coverage, and which rules have had no data so far."""
+    told = []
+    for together in (False, True):
+        counts = SessionCounts()
+        counts.without_data.bind(
+            0,
+            {
+                "dead": Reads("zero_fraction", every=3, due=lambda step: step % 3 == 0),
+                "reward": Reads("observed.reward"),
+                "moment": Reads("moment_norm"),
+                "loss": Reads("loss"),
+            },
+        )
+        records = records_of(seed, 90)
+        for piece in cuts(seed, records):
+            if together:
+                counts.observe_all(piece, [{}] * len(piece))
+            for record in () if together else piece:
+                counts.observe(record, {})
+        told.append((counts.records, counts.judged, counts.coverage, counts.without_data.reasons()))
+    assert told[0] == told[1]
+
+
+@pytest.mark.parametrize("jump", [1.0, 50.0, 1e4])
+def test_health_is_the_same(jump: float) -> None:
+    """Of each step and of what is known after them, also where the total jumps in their midst."""
+    verdict, told = Verdict(), []
+    for together in (False, True):
+        tracker = CheckpointHealthTracker(frozenset())
+        snapshots = [
+            make_record(SITES, jump if step == 40 else 1.0, step=step).snapshot for step in range(70)
+        ]
+        healths = []
+        for first in range(0, 70, 7):
+            piece = snapshots[first : first + 7]
+            if together:
+                healths += tracker.after_all(piece, verdict)
+            else:
+                healths += [tracker.after(snapshot, verdict, Decision()) for snapshot in piece]
+        told.append((healths, tracker.now, tracker.to_dict(), tracker.suspected))
+    assert told[0] == told[1]
+
+
+def test_a_sink_without_it_gets_one_after_the_other() -> None:
+    """A sink of the user's need not know of `write_all`; one whose call raises is counted, and training goes on."""
+
+    class Failing(Kept):
+        def write_all(self, records: Any) -> None:
+            raise OSError("disk")
+
+    records, health = records_of(1, 5), Health()
+    for sink, kept in ((Kept(), 5), (Failing(), 0)):
+        breaker = Breaker(sink, health)
+        breaker.open(make_run(Path("never")))
+        breaker.write_all(records)
+        assert len(sink.records) == kept
+    assert health.errors() == {Failing.name: 1}
