@@ -53,7 +53,7 @@ class SessionCounts:
             self._judged(record)
 
     def observe_all(self, records: Sequence[Record], in_turn: Sequence[Mapping[str, Any]]) -> None:
-        """Add several Records of one optimizer with neither events nor orders, and that no GradScaler rejected."""
+        """Add several Records of one optimizer without events, and that no GradScaler rejected."""
         if self.records < ATTACHING or OBSERVED_ONLY in records[0].snapshot.scalars:
             for record, turn in zip(records, in_turn, strict=True):
                 self.observe(record, turn)
@@ -64,6 +64,8 @@ class SessionCounts:
         for record, turn in zip(records, in_turn, strict=True):
             if turn:
                 self.never_judged.observe(record.snapshot, turn)
+            if record.decision.orders:
+                self._judged(record)
 
     @property
     def judged(self) -> int:

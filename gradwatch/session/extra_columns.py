@@ -12,7 +12,7 @@ from torch import Tensor
 
 from gradwatch.capture.columns.loss import without_scale
 from gradwatch.capture.columns.module_statistics import ModuleTaps
-from gradwatch.capture.columns.pending_columns import PendingColumns
+from gradwatch.capture.columns.pending_columns import NO_SITES_OVERDUE, PendingColumns
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.snapshot_assembly import Extras
 from gradwatch.capture.window_norms import WindowNorms
@@ -101,7 +101,9 @@ class ExtraColumns:
         captured = ctx.captured
         optimizer = captured.optimizer() if captured.optimizer is not None else None
         params: list[PendingColumns] = []
-        overdue, modules_overdue = bound_rules.overdue()
+        overdue = modules_overdue = NO_SITES_OVERDUE
+        if bound_rules.state.overdue:
+            overdue, modules_overdue = bound_rules.overdue()
         reader = bound_rules.column_reader
         if reader.wanted and (overdue or window.step not in reader.idle):
             try:
@@ -125,7 +127,8 @@ class ExtraColumns:
             histograms = bound_rules.histograms.collect(window.step, captured.grads, window.left)
         scalars = self._unseen(bound_rules) if self._count > bound_rules.observed else {}
         if window.loss is not None and "loss" not in scalars:
-            scalars["loss"] = without_scale(window.loss, window.loss_scale)
+            plain = window.loss_scale is None and type(window.loss) is float
+            scalars["loss"] = window.loss if plain else without_scale(window.loss, window.loss_scale)
         if captured.without_optimizer:
             scalars[OBSERVED_ONLY] = 1.0
         elif self._batch is not None and (seen := self._batch(window.step)) is not None:

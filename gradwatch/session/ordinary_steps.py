@@ -1,7 +1,7 @@
 """Steps of one optimizer that waited, judged and published in one call as far as all of them are as usual.
 
 What `StepPipeline.judge` does for each step is done here once for many, and gives the same Records. A step that could
-need anything else (an event, an action, a second look, other ranks) is left to it.
+need anything else (an event, an action of a rule, a second look, other ranks) is left to it.
 """
 
 from __future__ import annotations
@@ -12,9 +12,13 @@ from dataclasses import replace
 
 from gradwatch.capture.read_after_backward import Capture
 from gradwatch.capture.snapshot_assembly import Assembled, assemble_many
+from gradwatch.engine.actions.norms_after_actions import reshaped, with_clip_order
 from gradwatch.engine.bound_engine import OrdinarySteps as Judged
+from gradwatch.records.decision import Decision
 from gradwatch.records.finding import Finding
 from gradwatch.records.record import Record
+from gradwatch.records.snapshot import Snapshot
+from gradwatch.records.verdict import Verdict
 from gradwatch.session.binding.optimizer_rules import OptimizerRules
 from gradwatch.session.checkpoint_health import Checkpoints
 from gradwatch.session.extra_columns import Measurement
@@ -93,9 +97,8 @@ class OrdinarySteps:
         for snapshot in snapshots:
             captured.know_total(snapshot.total_norm, ordinary=True)
         health = bound_rules.health_tracker.after_all(snapshots, judged.verdict)
-        decision = bound_rules.bound.decision_otherwise
         records = [
-            Record(snapshot, judged.verdict, decision, *one.clock, now)
+            Record(*_clipped(snapshot, bound_rules.bound.decision_otherwise, judged.verdict), *one.clock, now)
             for one, snapshot, now in zip(measured, snapshots, health, strict=False)
         ]
         if findings := self._recorded():
@@ -104,12 +107,20 @@ class OrdinarySteps:
         self._publishing.give_all(records, judged.in_turn)
 
 
+def _clipped(snapshot: Snapshot, decision: Decision, verdict: Verdict) -> tuple[Snapshot, Verdict, Decision]:
+    """The step as a bound on the total norm leaves it, with the word for that; the verdict is not changed by it."""
+    if not decision.touches:
+        return snapshot, verdict, decision
+    left = reshaped(snapshot, decision, snapshot.total_norm_applied, {})
+    return left, verdict, with_clip_order(decision, snapshot, left)
+
+
 def _nothing_else_asked(ctx: OptimizerContext, bound_rules: OptimizerRules) -> bool:
-    """True if rules, ranks and weights ask nothing of a step but what is as usual."""
+    """True if rules, ranks and weights ask nothing of a step but what is as usual, and a bound on the total."""
     membership, decision = ctx.membership, bound_rules.bound.decision_otherwise
     return (
         not bound_rules.state.may_act
-        and not decision.touches
+        and not decision.elementwise
         and not bound_rules.bound.clipping.policies
         and (membership is None or (membership.layout is None and not membership.alone))
         and bound_rules.health_tracker.untroubled

@@ -71,7 +71,7 @@ class Publishing:
         self._publish(record, facts.in_turn)
 
     def give_all(self, records: Sequence[Record], in_turn: Sequence[InTurn]) -> None:
-        """Publish Records of steps on which nothing happened, with the staggered series in turn at each."""
+        """Publish Records of steps on which no rule changed, with the staggered series in turn at each."""
         self.totals.observe_all(records, in_turn)
         for sink in self.sinks:
             sink.write_all(records)

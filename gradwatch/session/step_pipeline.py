@@ -129,7 +129,7 @@ class StepPipeline:
 
     def measure(self, ctx: OptimizerContext, window: WindowNorms) -> Measurement:
         """Read everything about a window that must be read now."""
-        bound_rules = ctx.rules
+        bound_rules = ctx.bound_rules or ctx.rules
         if bound_rules.clipper is not None:
             bound_rules.clipper.collect_into(window)
             if bound_rules.clipper.disabled_reason and bound_rules.bound.asked:

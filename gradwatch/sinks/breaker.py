@@ -121,7 +121,7 @@ class Breaker:
 
     @_contained(None)
     def write_all(self, records: Sequence[Record]) -> None:
-        """Hand several steps on, on which nothing happened: in one call where the sink has `write_all`."""
+        """Hand several steps on, on which no rule changed: in one call where the sink has `write_all`."""
         write_all = getattr(self.sink, "write_all", None)
         if write_all is None or not self._opened:
             for record in records:

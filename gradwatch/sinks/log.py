@@ -136,7 +136,7 @@ class LogSink:
             self._sum_up(now)
 
     def write_all(self, records: Sequence[Record]) -> None:
-        """As `write` of each; causes alone can come with steps on which nothing happened, and with the last of them."""
+        """As `write` of each; causes alone can come with steps on which no rule changed, and with the last of them."""
         self.write(records[-1])
 
     def internal_error(self, component: str, error: BaseException) -> None:

@@ -31,8 +31,8 @@ class Sink(Protocol):
     may keep the Record (it is immutable) and must leave slow work to a thread of its own. `close` may be
     called twice, and without `open`. `name` is the `component` label of its errors. A sink may also have
     `conclude(account)`, which is called just before `close` with the `Account` of the process, and
-    `write_all(records)`, which is called instead of `write` for several steps on which nothing happened: no event, no
-    order, and findings, of what was found by then, with the last of them alone.
+    `write_all(records)`, called instead of `write` for several steps of one optimizer on which no rule changed:
+    no event, no order but of `clip:`, and findings, of what was found by then, with the last of them alone.
     """
 
     name: str

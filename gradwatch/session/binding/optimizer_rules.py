@@ -68,8 +68,6 @@ class OptimizerRules:
     def overdue(self) -> tuple[OverdueSites, OverdueSites]:
         """bool[S], and bool[M] of the modules among the sites: those without a value since their turn."""
         series = self.state.overdue
-        if not series:
-            return NO_SITES_OVERDUE, NO_SITES_OVERDUE
         if self._overdue[0] is not series:
             sites = self.bound.turns.sites(series, len(self.sites))
             modules = np.array([kind == "module" for kind in self.sites.kinds], np.bool_)

@@ -169,7 +169,7 @@ class RunTotals:
             self._judge(record)
 
     def observe_all(self, records: Sequence[Record], now: float) -> None:
-        """As `observe` of each, of steps of one optimizer with finite norms, and with neither events nor orders."""
+        """As `observe` of each, of steps of one optimizer with finite norms and without events."""
         if not all(OWN_SCALARS.issuperset(record.snapshot.scalars) for record in records):
             for record in records:
                 self.observe(record, now)
@@ -181,6 +181,8 @@ class RunTotals:
             self.provisional_steps += snapshot.provisional
             self.clipped_steps += snapshot.total_norm_applied < norm * _CLIPPED
             self._keep_pace(record.overhead_seconds, record.step_seconds)
+            if record.decision.orders:
+                self._judge(record)
         self.record, self.observed_only = records[-1], OBSERVED_ONLY in records[-1].snapshot.scalars
         self.grad_norm.observe_all(norms)
         self.recent_max.observe(max(norms), now)

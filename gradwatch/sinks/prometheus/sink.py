@@ -156,7 +156,7 @@ class PrometheusSink:
             self._health.notice(self.name, NAMES_LEFT_OUT)
 
     def write_all(self, records: Sequence[Record]) -> None:
-        """Add several steps of one optimizer to the totals, on which nothing happened."""
+        """Add several steps of one optimizer to the totals, on which no rule changed."""
         with self._lock:
             optimizer = self._optimizer(records[0].snapshot.optimizer)
             optimizer.run_totals.observe_all(records, self._clock())
