@@ -110,7 +110,7 @@ class RowNorms:
         self._single = {k: _alone(grads[k]) for k in (*self._missed, *self._plan.others)}
 
     def keep(self, chosen: Sequence[int]) -> None:
-        """Have every read like this one keep what `contents` gives."""
+        """Have every read like this one keep what `same_bits` compares."""
         self._plan.keep(chosen)
 
     def keep_matrices(self, matrices: Sequence[Any]) -> None:
@@ -146,21 +146,27 @@ class RowNorms:
         squares = self.squares()
         return [math.sqrt(squares[k]) for k in chosen]
 
-    def contents(self, chosen: Sequence[int]) -> list[bytes] | None:
-        """The elements of a few gradients as they were read; None where they are not kept, or not any more.
+    def same_bits(self, chosen: Sequence[int], grads: Sequence[Tensor | None]) -> bool | None:
+        """True if a few gradients are what was read; None where that was not kept, or not any more, or is all zeros.
 
-        Of single gradients they are given once, and not held until the norms are asked for.
+        Of single gradients it is compared once, and not held until the norms are asked for.
         """
         plan, kept, self._kept = self._plan, self._kept, _NONE_KEPT
         if self._missed or self._read != plan.reads:
             return None
-        found = []
+        telling: bool | bytes = False
         try:
             for k in chosen:
-                found.append(kept[k] if k in kept else plan.copies[k].tobytes())
-        except KeyError:
-            return None  # some are large, or have gaps
-        return found
+                content, grad = kept[k] if k in kept else plan.copies[k].tobytes(), grads[k]
+                # Zero stays zero whatever it is multiplied by, and says nothing.
+                telling = telling or content.strip(b"\0")
+                # What a gradient is, numpy tells at a third of what torch's dispatcher asks in cold caches.
+                now: Any = grad.detach() if grad is not None and grad.requires_grad else grad
+                if now.numpy().tobytes() != content:  # sync: CPU tensor
+                    return False
+        except (KeyError, AttributeError, TypeError, RuntimeError):
+            return None  # some are large or have gaps, or there are none now, or others than numpy knows
+        return True if telling else None
 
     def is_ordinary(self, usual: float, grads: Sequence[Tensor | None], floor: Squares) -> bool:
         """True if the quick total is `NEAR` the `usual` one, and no gradient `may_underflow`."""

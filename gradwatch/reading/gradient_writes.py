@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 import operator
 import weakref
-from collections.abc import Callable, Container, Iterable, Sequence
+from collections.abc import Callable, Container, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -37,8 +37,6 @@ RELATIVE = 1e-5
 """What two reads of the same gradient may differ by: the accuracy of the batched read."""
 
 _version: Callable[[Tensor | None], int] = operator.attrgetter("_version")
-# Zero stays zero whatever it is multiplied by, and says nothing.
-_not_zero: Callable[[bytes], bytes] = operator.methodcaller("strip", b"\0")
 
 
 def versions_of(grads: Sequence[Tensor | None]) -> list[int]:
@@ -100,9 +98,9 @@ class WriteProbes:
         Where the read has kept what was in them that is compared: cheaper than norms, and it tells of every bit.
         """
         if factor == 1.0 and read.scale == 1.0 and self._chosen and not but:
-            known = read.rows.contents(self._chosen)
-            if known is not None and any(map(_not_zero, known)):
-                return _contents(map(grads.__getitem__, self._chosen)) == known
+            same = read.rows.same_bits(self._chosen, grads)
+            if same is not None:
+                return same
         compared = False
         chosen = self._chosen or self._choose(read)
         now = silently(norms_of_rows, [grads[k] for k in chosen])
@@ -134,17 +132,3 @@ class WriteProbes:
         self._floors = [float(self._floor[k]) for k in self._chosen]
         read.rows.keep(self._chosen)
         return self._chosen
-
-
-def _contents(grads: Iterable[Tensor | None]) -> list[bytes] | None:
-    """The elements of those gradients that are there; None where some cannot be read so."""
-    found = []
-    try:
-        for grad in grads:
-            if grad is not None:
-                # What a gradient is, numpy tells at a third of what torch's dispatcher asks in cold caches.
-                values = (grad.detach() if grad.requires_grad else grad).numpy()  # sync: CPU tensor
-                found.append(values.tobytes())
-    except (TypeError, RuntimeError):
-        return None  # sparse, or of a dtype that numpy does not know
-    return found
