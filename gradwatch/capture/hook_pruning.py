@@ -132,7 +132,8 @@ class PrunedCount:
         if not self.right or before is None or not isinstance(before[2], CpuNorms):
             return
         norms = now.norms()
-        equal = np.flatnonzero((norms == before[2].norms()) & (norms > 0))
-        if any(self._ids[k] == before[0][k] for k in equal):
-            self.right = False
-            self._pruning.miscounted()
+        for k in np.flatnonzero((norms == before[2].norms()) & (norms > 0)).tolist():  # sync: numpy
+            if self._ids[k] == before[0][k]:
+                self.right = False
+                self._pruning.miscounted()
+                return

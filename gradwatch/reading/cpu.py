@@ -45,7 +45,7 @@ class CpuNorms:
         other = CpuNorms(self.rows, self._floor, self.scale * scale)
         other.details = self.details
         if self._norms is not None:
-            other._norms, other.looked = _divided(self._norms, scale), True
+            other._norms, other.looked = _divided(self._norms, scale), self.looked
         return other
 
     def surely_within(self, max_norm: float) -> bool:
@@ -75,10 +75,9 @@ class CpuNorms:
         return True
 
     def norms(self) -> NDArray[np.float64]:
-        """float64[K], 0 where there was no gradient."""
+        """float64[K], 0 where there was no gradient; the same array every time."""
         if self._norms is None:
-            norms = np.sqrt(self.rows.squares())
-            return norms if self.scale == 1.0 else _divided(norms, self.scale)
+            self._norms = _divided(np.sqrt(self.rows.squares()), self.scale)
         return self._norms
 
     def norms_of(self, chosen: Sequence[int]) -> list[float]:
