@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from gradwatch.capture.columns.histograms import PendingHistograms
 from gradwatch.capture.window_norms import WindowNorms
 from gradwatch.reading.batched import FLOAT32_MAX, Detail
-from gradwatch.reading.cpu import norms_of_many
+from gradwatch.reading.cpu import CpuNorms, add_up_all
 from gradwatch.reading.device import host_value
 from gradwatch.reading.row_sums_by_blas import silently
 from gradwatch.records.histogram import Histogram
@@ -177,16 +177,13 @@ Norms = NDArray[np.float64]
 
 def _norms_of_many(steps: Sequence[MeasuredStep]) -> list[tuple[Norms, Norms]]:
     """Of the first of these steps, the norms before any clipping and as the optimizer got them; no suspicious ones."""
-    together = norms_of_many([step.window.raw for step in steps])
+    add_up_all([step.window.raw for step in steps if isinstance(step.window.raw, CpuNorms)])
     found: list[tuple[Norms, Norms]] = []
-    for t, step in enumerate(steps):
+    for step in steps:
         window = step.window
-        if together is not None and window.after is window.raw and window.pruned is None:
-            found.append((together[t], together[t]))
-            continue
         raw, after = window.wait()
         miscounted = window.pruned is not None and not window.pruned.right
-        if miscounted or window.provisional or window.details or window.after.details:
+        if miscounted or window.provisional or window.raw.details or window.after.details:
             break
         found.append((raw, after))
     return found

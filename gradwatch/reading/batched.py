@@ -216,22 +216,21 @@ class RowNorms:
         return found
 
 
-def squares_of_many(reads: Sequence[RowNorms]) -> Squares | None:
-    """float64[T, K]: the `squares` of T reads by one plan, in one operation; None where some was not as planned."""
-    first = reads[0]
-    plan = first._plan
-    rows = [
-        read._rows
+def add_up(reads: Sequence[RowNorms]) -> None:
+    """Take the sums of several reads at once: of those read as planned, by the same plan as the first."""
+    plan = reads[0]._plan if reads else None
+    left = [
+        (read, read._rows)
         for read in reads
         if read._plan is plan and read._rows is not None and not (read._missed or read._single)
     ]
-    if len(rows) < len(reads) or len(plan.order) < plan.count:
-        return None
-    found: Squares = np.empty((len(rows), plan.count))
-    found[:, plan.order] = np.add.reduceat(
-        plan.kind.squares(np.array(rows)), plan.starts, axis=1, dtype=np.float64
-    )
-    return found
+    if plan is None or not left or len(plan.order) < plan.count:
+        return
+    rows = plan.kind.squares(np.array([rows for _, rows in left]))
+    found: Squares = np.empty((len(left), plan.count))
+    found[:, plan.order] = np.add.reduceat(rows, plan.starts, axis=1, dtype=np.float64)
+    for (read, _), squares in zip(left, found, strict=True):
+        read._squares, read._rows = squares, None
 
 
 class CpuReader:

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwatch.policies.norm import EPSILON
-from gradwatch.reading.batched import Detail, RowNorms, inspect, squares_of_many, suspicious
+from gradwatch.reading.batched import Detail, RowNorms, add_up, inspect, suspicious
 
 CLOSE = 1.001
 """Ten times the error of the quick total: beyond that the exact total gives the same answer."""
@@ -102,15 +102,9 @@ class CpuNorms:
         return other
 
 
-def norms_of_many(readings: Sequence[object]) -> NDArray[np.float64] | None:
-    """float64[T, K]: the norms of T readings at once; None where they were not read alike, or some is known already."""
-    rows = [
-        reading.rows
-        for reading in readings
-        if isinstance(reading, CpuNorms) and reading._norms is None and reading.scale == 1.0
-    ]
-    squares = squares_of_many(rows) if len(rows) == len(readings) else None
-    return None if squares is None else np.sqrt(squares, out=squares)
+def add_up_all(readings: Sequence[CpuNorms]) -> None:
+    """Take the sums that `norms` of each of these needs at once, as far as they were read alike."""
+    add_up([reading.rows for reading in readings if not reading.looked])
 
 
 def _divided(norms: NDArray[np.float64], scale: float) -> NDArray[np.float64]:

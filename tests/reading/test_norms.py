@@ -20,7 +20,7 @@ from gradwatch.reading.batched import (
     sum_of_squares,
     suspicious,
 )
-from gradwatch.reading.cpu import CpuNorms, norms_of_many
+from gradwatch.reading.cpu import CpuNorms, add_up_all
 from gradwatch.reading.read_plan import SMALL
 from gradwatch.reading.row_sums import ROW, UNDERFLOW, RowBuffer, divided
 from gradwatch.reading.row_sums_by_blas import SquareRows
@@ -449,18 +449,23 @@ def test_gradients_that_come_later_are_planned_for(kind: type[RowBuffer]) -> Non
 @settings(max_examples=examples(10))
 @given(st.integers(0, 10**6))
 def test_norms_of_many_reads_at_once_are_those_of_each(seed: int) -> None:
-    """Bit by bit, by BLAS and by torch; reads that were not as planned are not taken together."""
+    """Bit by bit, by BLAS and by torch, beside reads that were not as planned."""
     rng = np.random.default_rng(seed)
     shapes = [tuple(rng.integers(1, 80, rng.integers(1, 3))) for _ in range(int(rng.integers(1, 9)))] + [
         (120, 130)
     ]
     for kind in (NormRows, SquareRows):
-        reader, readings = CpuReader(lambda kind=kind: kind), []  # type: ignore[misc]
-        for _ in range(6):
-            grads = [torch.from_numpy(rng.normal(size=shape).astype(np.float32)) for shape in shapes]
-            readings.append(CpuNorms(reader.read(grads), np.zeros(len(grads)), 1.0))
-        together = norms_of_many(readings)
-        assert together is not None
-        assert together.tolist() == [reading.norms().tolist() for reading in readings]
-        odd = CpuNorms(reader.read([None, *grads[1:]]), np.zeros(len(grads)), 1.0)
-        assert norms_of_many([*readings[:1], odd]) is None
+        found = []
+        for together in (False, True):
+            rng = np.random.default_rng(seed)
+            reader, readings = CpuReader(lambda kind=kind: kind), []  # type: ignore[misc]
+            for absent in (False, False, True, False, False):
+                grads = [torch.from_numpy(rng.normal(size=shape).astype(np.float32)) for shape in shapes]
+                rows = reader.read([None, *grads[1:]] if absent else grads)
+                readings.append(CpuNorms(rows, np.zeros(len(grads)), 1.0))
+            readings[1].norms()
+            if together:
+                add_up_all(readings)
+                assert [reading.rows._rows is None for reading in readings] == [True, True, False, True, True]
+            found.append([reading.norms().tolist() for reading in readings])
+        assert found[0] == found[1]
