@@ -105,22 +105,18 @@ class Losses:
 class WindowLoss:
     """The losses of one optimizer's backwards since its gradients were last cleared."""
 
-    __slots__ = ("_last", "_values")
+    __slots__ = ("_last", "_values", "clear")
 
     def __init__(self) -> None:
         self._values: list[Value | None] = []
         self._last: Root | None = None
+        self.clear: Callable[[], None] = self._values.clear  # a new window, or gradients that were cleared
 
     def add(self, root: Root | None) -> None:
         """A backward from `root` reached the optimizer; once for each backward, however many parts it ends in."""
         if root is not self._last:
             self._last = root
             self._values.append(None if root is None else root.value)
-
-    def clear(self) -> None:
-        """A new window, or gradients that were cleared."""
-        if self._values:
-            self._values = []
 
     def total(self) -> Value | None:
         """Their sum; None without any, or where one of the backwards had none."""

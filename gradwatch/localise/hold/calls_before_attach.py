@@ -9,13 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from gradwatch.localise.hold.inner_model import inner
 from gradwatch.localise.hold.model_recorder import MAX_BYTES, ModelRecorder
-from gradwatch.localise.hold.recorded_call import Call
 from gradwatch.localise.hold.step_recorder import Family, Inherited, StepRecorder
 from gradwatch.localise.replay.fsdp2_all_gather import is_spread
 from gradwatch.taps import backward, module_calls, module_tree
@@ -24,20 +22,15 @@ from gradwatch.taps import backward, module_calls, module_tree
 class PreAttachCalls(ModelRecorder):
     """Knows by its model's parameters which backwards have led to the gradients in them: `tasks`, None = not known."""
 
+    unwatched = True
     tasks: set[int] | None = None
-    _watched = False  # by a Watch, which knows when gradients are thrown away
     _filled = False  # whether one of them left gradients in the parameters; `autograd.grad` leaves none
 
-    def _hold_gradient(self, call: Call, position: int, grad: Tensor | None) -> None:
-        if self._watched:
-            super()._hold_gradient(call, position, grad)
-            return
+    def _reached(self) -> None:
+        """A backward reaches an output, and perhaps the parameters."""
         model, task = self.model(), backward.current()
-        if model is not None and task not in (self.tasks or ()) and not torch.compiler.is_dynamo_compiling():
-            self._reached(model, task)
-        super()._hold_gradient(call, position, grad)
-
-    def _reached(self, model: nn.Module, task: int) -> None:
+        if model is None or task in (self.tasks or ()):
+            return
         trained = [param for param in module_tree.parameters(model) if param.requires_grad]
         if not trained or is_spread(model):
             return
@@ -47,8 +40,8 @@ class PreAttachCalls(ModelRecorder):
         self._filled = self._filled or any(map(backward.reaches, trained))
 
     def belongs_to(self, *owner: Any) -> None:
-        """From now on a Watch is its owner."""
-        self._watched = True
+        """From now on a Watch is its owner, which knows when gradients are thrown away."""
+        self.unwatched = False
         super().belongs_to(*owner)
 
     def keep(self, tasks: set[int]) -> None:

@@ -31,6 +31,7 @@ from gradwatch.localise.hold.random_generators import NONE, Held
 from gradwatch.localise.hold.recorded_call import Call, autocasts, computed_among, held_arguments
 from gradwatch.reading.device import capturing
 from gradwatch.taps import backward, dispatch_modes, module_calls, module_tree
+from gradwatch.taps.dispatch_modes import dispatching, functions
 from gradwatch.taps.dynamo import anything_compiled, untraced
 from gradwatch.taps.graph.node_numbers import next_number
 from gradwatch.taps.graph.output_hooks import on_gradient
@@ -70,6 +71,8 @@ class ModelRecorder:
     model. `steps[0]` is how many optimizers have taken, and set by its owner; `kind` is shared by models like it;
     `modules` are those of the model, where they are known.
     """
+
+    unwatched = False  # no Watch is its owner
 
     def __init__(
         self,
@@ -325,27 +328,8 @@ class ModelRecorder:
                 part.unhook()
         self.parts = ()
 
-    def _hold_gradient(self, call: Call, position: int, grad: Tensor | None) -> None:
-        if grad is None or call.reason:
-            return
-        try:
-            kept = grad.detach()  # `grad` itself would cost a copy of every gradient it becomes part of
-        except (
-            RuntimeError
-        ):  # a batched tensor of `autograd.grad(is_grads_batched=True)`, which ends in no `.grad`
-            return
-        if not call.tasks and (call.looked or self._seen == 1):
-            self._look_at_loss(call)
-        call.tasks.add(backward.current())
-        if position in call.gradients:
-            call.gradients[position] = call.gradients[position] + kept
-            return
-        call.gradients[position] = kept
-        call.seeds += kept.numel() * kept.element_size()
-        if call.seeds > self._max_bytes:
-            call.release(
-                f"the gradient at its outputs takes {call.seeds >> 20} MiB, more than max_bytes allows"
-            )
+    def _reached(self) -> None:
+        """A gradient has reached an output, while no Watch knows what becomes of it."""
 
     def _look_at_loss(self, call: Call) -> None:
         """Within the backward of the first call, or of one that is looked at: what was made of its outputs."""
@@ -369,15 +353,34 @@ class ModelRecorder:
 
 
 @untraced
-def _gradient(recording: ModelRecorder, call: Call, position: int, grad: Tensor) -> None:
-    """A gradient has reached an output of the call; nothing is made of it."""
+def _gradient(recording: ModelRecorder, call: Call, position: int, grad: Tensor | None) -> None:
+    """A gradient has reached an output of the call: hold it; nothing is made of it."""
     try:
-        if _tracing():
+        if _tracing() or grad is None or call.reason:
             return
-        if dispatch_modes.dispatching() or dispatch_modes.functions():
-            dispatch_modes.unseen(recording._hold_gradient, call, position, grad)
-        else:
-            recording._hold_gradient(call, position, grad)
+        aside = dispatch_modes.Aside() if dispatching() or functions() else None
+        try:
+            if recording.unwatched:
+                recording._reached()
+            try:
+                kept = grad.detach()  # `grad` itself would cost a copy of every gradient it becomes part of
+            except RuntimeError:  # batched (`is_grads_batched=True`): it ends in no `.grad`
+                return
+            if not call.tasks and (call.looked or recording._seen == 1):
+                recording._look_at_loss(call)
+            call.tasks.add(backward.current())
+            if position in call.gradients:
+                call.gradients[position] = call.gradients[position] + kept
+                return
+            call.gradients[position] = kept
+            call.seeds += kept.numel() * kept.element_size()
+            if call.seeds > recording._max_bytes:
+                call.release(
+                    f"the gradient at its outputs takes {call.seeds >> 20} MiB, more than max_bytes allows"
+                )
+        finally:
+            if aside is not None:
+                aside.put_back()
     except Exception as error:
         recording._failed("localise", error)
 

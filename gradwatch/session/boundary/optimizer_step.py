@@ -446,7 +446,7 @@ class Boundary:
         if ctx.acting.held:
             ctx.acting.release(finished=True)
         captured.advance()
-        if captured.pruning.due(captured.step):
+        if captured.pruning.possible and captured.pruning.due(captured.step):
             self._capture.prune(captured)
 
 
