@@ -123,7 +123,7 @@ def without_end(audit: Audit) -> Iterable[str]:
     if audit.unfinished:
         yield (
             "  the journal has no end (killed, ended by os._exit, or still running): "
-            "the steps of its last second may be missing"
+            "the last 31 ordinary steps, and those of its last second, may be missing; no incident is"
         )
 
 

@@ -16,6 +16,7 @@ from gradwatch.journal import read_journal
 from gradwatch.records.decision import CLIP_SECTION, Order
 from gradwatch.records.record import Record
 from gradwatch.runtime.internal_errors import Health
+from gradwatch.session.deferred_steps import MOST
 from gradwatch.sinks.journal import JournalSink
 from tests.support import warm
 from tests.support.acting_cases import Training, run_folder, watched
@@ -263,6 +264,7 @@ def test_a_killed_run_is_never_said_to_have_been_left_alone(
     said = capsys.readouterr().out
     assert "nothing was done" not in said
     assert "the journal has no end" in said
+    assert f"the last {MOST - 1} ordinary steps" in said
 
 
 def test_a_finished_run_has_nothing_unrecorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
