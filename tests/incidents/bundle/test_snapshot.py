@@ -18,7 +18,7 @@ from gradwatch.incidents.bundle.background_jobs import Background
 from gradwatch.incidents.bundle.bundle_reader import read_document
 from gradwatch.localise.replay import bundle_evidence
 from gradwatch.rules.files import parse_rules
-from gradwatch.session import snapshot_action
+from gradwatch.session.actions import snapshot_action
 from gradwatch.session.watch import session_of
 from gradwatch.taps import module_calls
 from tests.incidents.bundle.cases import RULES, Fragile, Run, batch, rules
