@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint
 
 from gradwatch.taps import backward_entry
 from gradwatch.taps.backward_entry import BackwardCall
+from gradwatch.taps.process_totals import TOTALS
 
 
 def test_each_entry_is_told_with_its_roots() -> None:
@@ -69,3 +70,31 @@ def test_a_backward_that_raises_shows_no_frame_of_gradwatch() -> None:
     watched = said()
     remove()
     assert watched == bare
+
+
+def test_a_listener_is_called_only_where_what_it_waits_for_is_there() -> None:
+    """One of its containers suffices."""
+    x, calls = torch.ones(3, requires_grad=True), list[BackwardCall]()
+    one, other = list[int](), set[int]()
+    remove = backward_entry.listen(calls.append, one, other)
+    x.sum().backward()
+    assert not calls
+    other.add(1)
+    x.sum().backward()
+    assert len(calls) == 1
+    remove()
+
+
+def test_each_backward_is_counted_once_however_many_listen() -> None:
+    """Backwards and calls of `autograd.grad` apart; what runs inside another one is a part of that."""
+    x = torch.ones(3, requires_grad=True)
+    removes = [backward_entry.count_backwards(), backward_entry.count_backwards()]
+    removes.append(backward_entry.listen(lambda call: None))
+    before = TOTALS.backwards, TOTALS.grad_calls
+    checkpoint(lambda x: (x * x).sum(), x, use_reentrant=True).backward()
+    torch.autograd.grad(x.sum(), x)
+    assert (TOTALS.backwards - before[0], TOTALS.grad_calls - before[1]) == (1, 1)
+    for remove in removes:
+        remove()
+    x.sum().backward()
+    assert TOTALS.backwards - before[0] == 1
