@@ -2,7 +2,8 @@
 
 Perceptrons of 8, 18 and 50 parameters: bare, with `clip_grad_norm_`, and under the default watch, in turns in one
 process and one thread. *Firing* is the same with gradients so small that `vanishing` fires at every step from the 20th
-on. Calm steps are judged some at a time, so whole turns are compared, not single steps.
+on. *Clipping* is the whole step, clipped by a rule file instead of by torch, at a bound that about half of the steps
+exceed. Calm steps are judged some at a time, so whole turns are compared, not single steps.
 """
 
 from __future__ import annotations
@@ -18,18 +19,23 @@ from torch import nn
 from torch.nn import functional
 
 import gradwatch
+from gradwatch.rules.files import parse_rules
 from tests.benchmarks import tables
 from tests.benchmarks.interleave import BOOTSTRAP, Interval
 
 PARAMETERS = (8, 18, 50)
-SETTLE, TURN, BATCHES = 200, 24, 64
+SETTLE, TURN, BATCHES = 200, 32, 64
 FAINT = 1e-10
 """Factor of the loss by which gradients vanish."""
-BARE, CLIPPED, WATCHED = "bare", "clipped", "watched"
+CLIP = """
+version: 1
+extends: [default]
+clip: {total: {method: norm, max_norm: %r}}
+"""
 
 
 def task(
-    parameters: int, factor: float, clip: bool
+    parameters: int, factor: float, max_norm: float | None
 ) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], None]]:
     """A model, its optimizer, and one step of a training of its own."""
     torch.manual_seed(0)
@@ -46,27 +52,45 @@ def task(
         count += 1
         optimizer.zero_grad()
         (functional.mse_loss(model(x[count % BATCHES]), y[count % BATCHES]) * factor).backward()
-        if clip:
-            nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+        if max_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         optimizer.step()
 
     return model, optimizer, step
 
 
+def usual_norm(parameters: int) -> float:
+    """The median total norm of some first steps."""
+    model, _, step = task(parameters, 1.0, None)
+    norms = []
+    for _ in range(BATCHES):
+        step()
+        norms.append(float(nn.utils.get_total_norm(param.grad for param in model.parameters())))  # type: ignore[misc]
+    return float(np.median(norms))
+
+
 def measured(
-    parameters: int, firing: bool, rounds: int, turn: int = TURN, settle: int = SETTLE
+    parameters: int,
+    firing: bool,
+    rounds: int,
+    turn: int = TURN,
+    settle: int = SETTLE,
+    max_norm: float | None = None,
 ) -> np.ndarray:
     """float64[rounds, 3]: µs a step of a turn, bare, clipped and watched.
 
-    Raises RuntimeError where the rule that is to fire does not, or another does.
+    `max_norm`: the bound by which torch clips, and which the watch has in its rules; None: torch's clip bounds nothing,
+    and the watch does not clip. Raises RuntimeError where the rule that is to fire does not, or another does.
     """
     factor, found = FAINT if firing else 1.0, np.empty((rounds, 3))
-    (_, _, bare), (_, _, clipped) = task(parameters, factor, False), task(parameters, factor, True)
-    model, optimizer, watched = task(parameters, factor, False)
+    bare = task(parameters, factor, None)[2]
+    clipped = task(parameters, factor, 1e9 if max_norm is None else max_norm)[2]
+    model, optimizer, watched = task(parameters, factor, None)
     order = np.random.default_rng(0)
+    rules = "default" if max_norm is None else parse_rules(CLIP % max_norm)
     with (
         tempfile.TemporaryDirectory() as folder,
-        gradwatch.watch(model, optimizer, run_dir=folder) as gw,
+        gradwatch.watch(model, optimizer, rules=rules, run_dir=folder) as gw,
     ):
         steps = bare, clipped, watched
         for _ in range(settle):
@@ -93,6 +117,15 @@ def added(found: np.ndarray) -> tuple[float, float, Interval]:
     return float(clip), float(watch), Interval(float(watch / clip), float(low), float(high))
 
 
+def whole(found: np.ndarray) -> Interval:
+    """The ratio of medians of whole steps, watched ÷ clipped."""
+    rng = np.random.default_rng(0)
+    picks = np.median(found[rng.integers(len(found), size=(BOOTSTRAP, len(found)))], axis=1)
+    low, high = np.percentile(picks[:, 2] / picks[:, 1], (2.5, 97.5))
+    middle = np.median(found, axis=0)
+    return Interval(float(middle[2] / middle[1]), float(low), float(high))
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -100,6 +133,7 @@ def main() -> None:
     rounds = parser.parse_args().rounds
     torch.set_num_threads(1)
     rows = [["parameters", "", "bare, µs", "a clip adds, µs", "watching adds, µs", "÷ a clip"]]
+    steps = [["parameters", "clipped by torch, µs", "by the watch, µs", "÷"]]
     for parameters in PARAMETERS:
         for firing in (False, True):
             found = measured(parameters, firing, rounds)
@@ -109,7 +143,13 @@ def main() -> None:
             rows.append(
                 [str(parameters), "firing" if firing else "calm", bare, f"{clip:.0f}", f"{watch:.0f}", shown]
             )
-    print(f"{tables.as_markdown(rows)}\n\n{tables.machine(1)}, {rounds} rounds of {TURN} steps")
+        found = measured(parameters, False, rounds, max_norm=usual_norm(parameters))
+        _, by_torch, by_us = np.median(found, axis=0)
+        ratio = whole(found)
+        shown = f"{ratio.value:.2f} ({ratio.low:.2f}–{ratio.high:.2f})"
+        steps.append([str(parameters), f"{by_torch:.0f}", f"{by_us:.0f}", shown])
+    print(f"{tables.as_markdown(rows)}\n\n{tables.as_markdown(steps)}")
+    print(f"\n{tables.machine(1)}, {rounds} rounds of {TURN} steps")
 
 
 if __name__ == "__main__":

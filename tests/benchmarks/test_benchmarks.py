@@ -455,6 +455,9 @@ def test_what_small_steps_cost_is_measured() -> None:
     assert found.shape == (3, 3)
     assert (found > 0).all()
     assert small.added(np.array([[1.0, 2.0, 4.0]] * 5)) == (1.0, 3.0, (3.0, 3.0, 3.0))
+    found = small.measured(8, firing=False, rounds=2, turn=2, settle=30, max_norm=small.usual_norm(8))
+    assert found.shape == (2, 3)
+    assert small.whole(np.array([[1.0, 2.0, 3.0]] * 5)) == (1.5, 1.5, 1.5)
 
 
 def test_what_a_new_optimizer_costs_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
