@@ -54,9 +54,8 @@ class ArrivalCounts:
 
         The list is not copied: what was given once must not change.
         """
-        last = self._usual[1]
-        if self._usual[0] is not touched:
-            last = self._find_last(touched)
+        usual = self._usual
+        last = usual[1] if usual[0] is touched else self._find_last(touched)
         if last is None:
             return False
         self.count += 1

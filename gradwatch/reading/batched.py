@@ -115,8 +115,9 @@ class RowNorms:
 
     def keep_matrices(self, matrices: Sequence[Any]) -> None:
         """Keep what is in those single gradients that were chosen for that."""
-        plan = self._plan
-        self._kept = {place: plan.kind.content(matrices[part]) for place, part in plan.kept}
+        self._kept, content = {}, self._plan.kind.content
+        for place, part in self._plan.kept:
+            self._kept[place] = content(matrices[part])
 
     def total(self) -> float:
         """Root sum of squares over all gradients, good to 1e-4, in one operation."""

@@ -104,7 +104,7 @@ class Attached:
         self._activity, self._notices = services.activity, services.notices
         self.ownership = ownership
         self._containers: list[nn.Module] = []
-        self._bound: list[OptimizerCapture] = []  # captures that were seen to have rules
+        self._bound = 0  # captures, from the first, that were seen to have rules
         spent = services.publishing.totals.own_time
         self.capture = Capture(models, self._backward_ended, self._activity.failed, spent, ownership)
         self.capture.slots.add_loose(loose, by_hand=not ownership.given(()))
@@ -303,9 +303,10 @@ class Attached:
                 return  # a read would become part of the user's CUDA graph, or break it
         if self.rule_bindings.hooked:
             self.rule_bindings.backward_ended()
-        if self._bound != captures:
+        made = len(captures)  # before they are looked at: another thread may make one more meanwhile
+        if self._bound < made:
             self.binder.bind_missing()
-            self._bound = captures.copy()
+            self._bound = made
         for captured in touched:  # the gradients of others may have been clipped since they were read
             if captured.due():
                 captured.read()
