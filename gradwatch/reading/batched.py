@@ -155,19 +155,19 @@ class RowNorms:
         plan, kept, self._kept = self._plan, self._kept, _NONE_KEPT
         if self._missed or self._read != plan.reads:
             return None
-        telling: bool | bytes = False
+        nonzero: bool | bytes = False
         try:
             for k in chosen:
                 content, grad = kept[k] if k in kept else plan.copies[k].tobytes(), grads[k]
                 # Zero stays zero whatever it is multiplied by, and says nothing.
-                telling = telling or content.strip(b"\0")
+                nonzero = nonzero or content.strip(b"\0")
                 # What a gradient is, numpy tells at a third of what torch's dispatcher asks in cold caches.
                 now: Any = grad.detach() if grad is not None and grad.requires_grad else grad
                 if now.numpy().tobytes() != content:  # sync: CPU tensor
                     return False
         except (KeyError, AttributeError, TypeError, RuntimeError):
             return None  # some are large or have gaps, or there are none now, or others than numpy knows
-        return True if telling else None
+        return True if nonzero else None
 
     def is_ordinary(self, usual: float, grads: Sequence[Tensor | None], floor: Squares) -> bool:
         """True if the quick total is `NEAR` the `usual` one, and no gradient `may_underflow`."""
