@@ -12,9 +12,9 @@ from typing import Annotated, Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
 
 from gradwatch.detectors.detector import Exceeding, Sample
+from gradwatch.detectors.limits import Limits
 from gradwatch.records.snapshot import BoolArray
 
 RING = 20
@@ -34,8 +34,8 @@ LARGEST_EXPONENT = 700.0
 """e^700 is still a float64."""
 
 Array32 = NDArray[np.float32]
-HalfLife = Annotated[int, Field(ge=1)]
-Warmup = Annotated[int, Field(ge=1)]
+HalfLife = Annotated[int, Limits(ge=1)]
+Warmup = Annotated[int, Limits(ge=1)]
 
 
 class LevelState(NamedTuple):

@@ -19,9 +19,8 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import AfterValidator, Field
-from pydantic_core import PydanticCustomError
 
+from gradwatch.detectors.limits import Limits
 from gradwatch.records.columns import OBSERVED, SCALAR_COLUMNS, scalar_name
 from gradwatch.records.snapshot import BoolArray, FloatArray
 from gradwatch.runtime.registry import Registry
@@ -83,13 +82,13 @@ Column = Literal[
 def _no_column(of: str) -> str:
     name = scalar_name(of)
     if name in SCALAR_COLUMNS:
+        from pydantic_core import PydanticCustomError  # not at the top: see detectors/limits.py
+
         raise PydanticCustomError("measured", "'{name}' is a column: write `of: {name}`", {"name": name})
     return of
 
 
-ObservedColumn = Annotated[
-    str, Field(pattern=rf"^{re.escape(OBSERVED)}\S{{1,64}}$"), AfterValidator(_no_column)
-]
+ObservedColumn = Annotated[str, Limits(pattern=rf"^{re.escape(OBSERVED)}\S{{1,64}}$", check=_no_column)]
 """A value that the script gives to `observe`: its name after `observed.`, one value per step."""
 
 NormColumn = Literal[

@@ -12,17 +12,17 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
 
 from gradwatch.detectors.detector import STRICT, Comparison, Detector, Sample, State, register_detector
+from gradwatch.detectors.limits import Limits
 from gradwatch.detectors.thresholds import Positive
 from gradwatch.records.snapshot import BoolArray
 
 JUMP = 4.0
 """A scale that rises by more than this at once is no growth (that doubles) but a scaler that starts anew."""
 
-Steps = Annotated[int, Field(ge=1)]
-SettlingSteps = Annotated[int, Field(ge=0)]
+Steps = Annotated[int, Limits(ge=1)]
+SettlingSteps = Annotated[int, Limits(ge=0)]
 
 
 class ScaleState(NamedTuple):

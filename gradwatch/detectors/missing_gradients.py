@@ -8,9 +8,9 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
 
 from gradwatch.detectors.detector import STRICT, Comparison, Detector, Sample, Scope, State, register_detector
+from gradwatch.detectors.limits import Limits
 from gradwatch.detectors.thresholds import Dimensions, Positive
 from gradwatch.records.snapshot import BoolArray, FloatArray
 
@@ -88,7 +88,7 @@ class Never(Detector):
     scopes: ClassVar[tuple[Scope, ...]] = ("param", "group")
 
     of: Literal["calls"] = "calls"
-    within: Annotated[int, Field(ge=1)] = 20
+    within: Annotated[int, Limits(ge=1)] = 20
 
     @property
     def comparison(self) -> Comparison:
@@ -185,7 +185,7 @@ class Stuck(Detector):
 
     of: Literal["update_ratio"] = "update_ratio"
     below: Positive = 1e-9
-    min_weight_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 1e-6
+    min_weight_norm: Annotated[float, Limits(ge=0, allow_inf_nan=False)] = 1e-6
     min_ndim: Dimensions = 2
 
     @property

@@ -7,7 +7,6 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
 
 from gradwatch.detectors.detector import (
     STRICT,
@@ -17,9 +16,10 @@ from gradwatch.detectors.detector import (
     State,
     register_detector,
 )
+from gradwatch.detectors.limits import Limits
 from gradwatch.records.columns import BATCH_HASH
 
-Batches = Annotated[int, Field(ge=1, le=10_000)]
+Batches = Annotated[int, Limits(ge=1, le=10_000)]
 
 
 class BatchState(NamedTuple):

@@ -8,7 +8,6 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
 
 from gradwatch.detectors.baseline import (
     LARGEST_EXPONENT,
@@ -31,6 +30,7 @@ from gradwatch.detectors.detector import (
     State,
     register_detector,
 )
+from gradwatch.detectors.limits import Limits
 from gradwatch.detectors.thresholds import Dimensions, Positive
 from gradwatch.records.snapshot import BoolArray, FloatArray
 
@@ -215,7 +215,7 @@ class DepthRatio(Detector):
     of: Literal["norm", "rms", "norm_local"] = "norm"
     below: Positive | None = None
     above: Positive | None = None
-    ends: Annotated[int, Field(ge=1)] = 1
+    ends: Annotated[int, Limits(ge=1)] = 1
     layers: str | None = None
     depths: tuple[int, int] | None = None
     min_ndim: Dimensions = 2

@@ -13,7 +13,6 @@ from typing import Annotated, ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
 
 from gradwatch.detectors.detector import (
     STRICT,
@@ -27,11 +26,12 @@ from gradwatch.detectors.detector import (
     State,
     register_detector,
 )
+from gradwatch.detectors.limits import Limits
 
-Finite = Annotated[float, Field(allow_inf_nan=False)]
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-Fraction = Annotated[float, Field(gt=0, le=1)]
-Dimensions = Annotated[int, Field(ge=0)]
+Finite = Annotated[float, Limits(allow_inf_nan=False)]
+Positive = Annotated[float, Limits(gt=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Limits(gt=0, le=1)]
+Dimensions = Annotated[int, Limits(ge=0)]
 
 
 @register_detector
@@ -185,7 +185,7 @@ class UpdateRatio(Exceeding):
     of: Literal["update_ratio"] = "update_ratio"
     above: Positive = 0.1
     clear_below: Positive | None = None
-    min_weight_norm: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.1
+    min_weight_norm: Annotated[float, Limits(ge=0, allow_inf_nan=False)] = 0.1
     min_ndim: Dimensions = 2
 
     @property

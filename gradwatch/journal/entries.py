@@ -8,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import TypeAdapter
 
 from gradwatch.journal.columnar_steps import StepsEntry, decode_steps
 from gradwatch.journal.norms_block import KIND as NORMS_BLOCK
@@ -24,6 +23,9 @@ from gradwatch.records.finding import Finding
 from gradwatch.records.run_info import RunInfo
 from gradwatch.records.snapshot import Sites
 from gradwatch.runtime.json_numbers import json_number
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
 
 FORMAT = 1
 
@@ -50,6 +52,8 @@ class RunEntry:
 
 @cache
 def _adapter(kind: str) -> TypeAdapter[Any]:
+    from pydantic import TypeAdapter  # 0.1 s, and who only writes a journal needs none
+
     return TypeAdapter(_DOCUMENTS[kind])
 
 

@@ -7,8 +7,8 @@ from typing import Annotated, Any, ClassVar, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
 
+from gradwatch.detectors.limits import Limits
 from gradwatch.policies.norm import clip_coefficients
 from gradwatch.policies.policy import Coefficients, Count, Floats, Policy, State, register_policy, usable
 from gradwatch.records.snapshot import BoolArray
@@ -37,7 +37,7 @@ class AutoClip(Policy):
 
     method: ClassVar[str] = "autoclip"
 
-    percentile: Annotated[float, Field(gt=0, le=100)] = 10.0
+    percentile: Annotated[float, Limits(gt=0, le=100)] = 10.0
     history: Count = 10_000
 
     def misfit(self, covered: int, series: int) -> tuple[str, str] | None:

@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
-from pydantic import Field
 
+from gradwatch.detectors.limits import Limits
 from gradwatch.errors import GradwatchError
 from gradwatch.policies.norm_bound import Bound
 from gradwatch.records.snapshot import BoolArray, Sites
@@ -36,11 +36,11 @@ Coefficients = NDArray[np.float32]
 State = tuple[Any, ...]
 """What `init` returns: a NamedTuple of arrays whose last axis is K (empty for a policy without memory)."""
 
-Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
-Share = Annotated[float, Field(gt=0, lt=1)]
-Count = Annotated[int, Field(ge=1, le=1_000_000_000)]
-Steps = Annotated[int, Field(ge=0, le=1_000_000_000)]
+Positive = Annotated[float, Limits(gt=0, allow_inf_nan=False)]
+NotNegative = Annotated[float, Limits(ge=0, allow_inf_nan=False)]
+Share = Annotated[float, Limits(gt=0, lt=1)]
+Count = Annotated[int, Limits(ge=1, le=1_000_000_000)]
+Steps = Annotated[int, Limits(ge=0, le=1_000_000_000)]
 
 LARGEST = float(np.finfo(np.float32).max)
 

@@ -23,9 +23,9 @@ from gradwatch.records.decision import CLIP_SECTION
 from gradwatch.records.snapshot import Sites
 from gradwatch.rule_tests.schema import CaseEntry, Document, ExpectedAction, ExpectedEvent
 from gradwatch.rule_tests.series_notation import NotationError, expand
-from gradwatch.rules.field_types import Model
 from gradwatch.rules.files import load_rules
 from gradwatch.rules.files.extends import locate, read, start
+from gradwatch.rules.files.models import Model
 from gradwatch.rules.files.validation import check
 from gradwatch.rules.rule_set import RuleSet
 from gradwatch.rules.yaml.nodes import Map, Mark, Node, Problems, Scalar, Seq, quoted, shown

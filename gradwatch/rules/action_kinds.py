@@ -7,73 +7,72 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, NamedTuple
 
-from pydantic import Field
-
-from gradwatch.rules.field_types import Count, Model, Positive, Steps
+from gradwatch.detectors.limits import Limits
+from gradwatch.rules.field_types import Count, Parameters, Positive, Steps, key
 from gradwatch.rules.rule_set import ClipAt
 
 
-class SkipStep(Model):
+class SkipStep(Parameters):
     """Leave parameters and optimizer state bit-identical to before."""
 
-    max_consecutive: Count = Field(10, description="So many in a row, then `then`.")
-    then: Literal["continue", "stop"] = Field(
+    max_consecutive: Count = key(10, description="So many in a row, then `then`.")
+    then: Literal["continue", "stop"] = key(
         "continue", description="continue raises a second incident and goes on."
     )
 
 
-class ClipTo(Model):
+class ClipTo(Parameters):
     """Clip to the baseline's limit, or to a constant norm."""
 
-    to: Literal["baseline"] | Positive = Field("baseline", description="baseline, or a norm.")
-    at: ClipAt = Field("step", description="step, or backward.")
-    local: bool = Field(False, description="Force `at: backward` where gradients are sharded or accumulated.")
+    to: Literal["baseline"] | Positive = key("baseline", description="baseline, or a norm.")
+    at: ClipAt = key("step", description="step, or backward.")
+    local: bool = key(False, description="Force `at: backward` where gradients are sharded or accumulated.")
 
 
-class Rescale(Model):
+class Rescale(Parameters):
     """Multiply gradients by a standing factor, from the next step on."""
 
     factor: Positive
 
 
-class Localise(Model):
+class Localise(Parameters):
     """Find the operation that made the first NaN or Inf."""
 
-    by: Literal["replay", "record", "detect_anomaly"] = Field(
+    by: Literal["replay", "record", "detect_anomaly"] = key(
         "replay",
         description="Run the step again, record the next ones, or switch torch's own check on, which stops the job.",
     )
-    else_record_steps: Steps = Field(
+    else_record_steps: Steps = key(
         2, description="Steps to record where a replay is impossible or finds nothing; 0 = none."
     )
-    max_bytes: Annotated[int, Field(ge=0, le=1 << 40)] = Field(
+    max_bytes: Annotated[int, Limits(ge=0, le=1 << 40)] = key(
         64 << 20, description="Bytes held per model for a replay, beyond the batch of the present step."
     )
 
 
-class SnapshotTo(Model):
+class SnapshotTo(Parameters):
     """Keep a bundle of the incident in the run's folder: page, norms, generators, gradients, the batch if asked."""
 
-    keep: Count = Field(3, description="Bundles of this rank in a run's folder, beyond which none is added.")
-    batch: bool = Field(
+    keep: Count = key(3, description="Bundles of this rank in a run's folder, beyond which none is added.")
+    batch: bool = key(
         False, description="Keep the model's inputs too: only then can `gradwatch replay` run the step again."
     )
-    parameters: bool = Field(False, description="Keep the weights too, as far as max_bytes allows.")
-    max_bytes: Annotated[int, Field(ge=0, le=1 << 40)] = Field(
+    parameters: bool = key(False, description="Keep the weights too, as far as max_bytes allows.")
+    max_bytes: Annotated[int, Limits(ge=0, le=1 << 40)] = key(
         64 << 20, description="Of the tensors of one bundle; what does not fit is named with its size."
     )
 
 
-class Escalate(Model):
+class Escalate(Parameters):
     """Do more when it keeps happening; each such item is a rung of one ladder."""
 
-    after: Annotated[str, Field(pattern=r"^[1-9][0-9]{0,3} in [1-9][0-9]{0,5}$")] = Field(
+    after: Annotated[str, Limits(pattern=r"^[1-9][0-9]{0,3} in [1-9][0-9]{0,5}$")] = key(
         description="k in n steps: acted on k of the last n optimizer steps."
     )
-    to: Literal["clip", "skip_step", "localise", "stop"] = Field(description="The stronger action.")
+    to: Literal["clip", "skip_step", "localise", "stop"] = key(description="The stronger action.")
 
 
-class Bare(Model):
+class Bare(Parameters):
     """An action without parameters."""
 
 
@@ -85,7 +84,7 @@ class ActionKind(NamedTuple):
     says of an action that works from the next step on. `repeated`: it may be listed more than once.
     """
 
-    params: type[Model]
+    params: type[Parameters]
     changes_gradients: bool = False
     every_step: bool = False
     later: str = ""

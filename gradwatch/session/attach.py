@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from gradwatch.errors import AttachError
 from gradwatch.records.event import Event
-from gradwatch.rules.files import load_rules
+from gradwatch.rules.resolved_packs import resolved_pack
 from gradwatch.rules.rule_set import RuleSet
 from gradwatch.session.session import Session, live_sessions
 from gradwatch.session.settings import Settings, enabled
@@ -69,7 +69,7 @@ def watch(
     )
     if not enabled():
         return Watch(Session(models, optimizers, RuleSet(), settings, (), origin, active=False))
-    ruleset = rules if isinstance(rules, RuleSet) else load_rules(settings.rules, run=settings.run_id or "")
+    ruleset = rules if isinstance(rules, RuleSet) else _rules_of(settings)
     _make_room(models, origin)
     session = Session(models, optimizers, ruleset, settings, sinks, origin, on_escalate=on_escalate)
     return Watch(session)
@@ -86,8 +86,18 @@ def watch_optimizers(
         AttachError, RuleFileError: as `watch`.
     """
     settings = Settings.resolve()
-    ruleset = load_rules(settings.rules, run=settings.run_id or "")
+    ruleset = _rules_of(settings)
     return Session(models, optimizers, ruleset, settings, None, "launcher", loose=loose)
+
+
+def _rules_of(settings: Settings) -> RuleSet:
+    """The rules that the settings name: a shipped pack as it is known to resolve, any other file read."""
+    resolved = resolved_pack(settings.rules)
+    if resolved is not None:
+        return resolved
+    from gradwatch.rules.files import load_rules  # pydantic and ruamel: 0.2 s, which a pack does not need
+
+    return load_rules(settings.rules, run=settings.run_id or "")
 
 
 def _models(model: nn.Module | Iterable[nn.Module]) -> list[nn.Module]:

@@ -17,7 +17,7 @@ from typing import Any, Protocol, runtime_checkable
 from gradwatch.errors import AttachError, MissingDependencyError
 from gradwatch.records.record import Record
 from gradwatch.records.run_info import RunInfo
-from gradwatch.rules.files.sink_kinds import SINKS, SinkKind
+from gradwatch.rules.sink_kinds import SINKS, SinkKind
 from gradwatch.runtime.imports import filters_kept
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.runtime.spelling import did_you_mean

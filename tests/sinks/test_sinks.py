@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import pytest
 
 from gradwatch.errors import AttachError
-from gradwatch.rules.files.sink_kinds import SINKS
+from gradwatch.rules.sink_kinds import SINKS
 from gradwatch.sinks import Sink, find_sink, make_sink, register_sink, sink_names
 from gradwatch.sinks.log import LogSink
 from gradwatch.sinks.prometheus.sink import PrometheusSink

@@ -28,6 +28,7 @@ WATCHED = (
     "gradwatch.sinks.prometheus.sink",
     "gradwatch.endpoint.server",
     "gradwatch.journal.process_account",
+    "gradwatch.rules.files.load",
 )
 """With all that they import: what a script that is watched comes to."""
 

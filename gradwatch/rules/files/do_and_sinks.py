@@ -7,9 +7,10 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from gradwatch.rules.action_kinds import ACTIONS
-from gradwatch.rules.files.sink_kinds import SINKS
+from gradwatch.rules.files.models import parameters_model
 from gradwatch.rules.files.validation import check
 from gradwatch.rules.rule_set import Action, SinkSpec
+from gradwatch.rules.sink_kinds import SINKS
 from gradwatch.rules.yaml.nodes import Map, Mark, Node, Problems, Scalar, Seq, data, quoted, shown
 
 SINK_GROUP = "gradwatch.sinks"
@@ -63,7 +64,7 @@ def actions(node: Node | None, problems: Problems) -> tuple[Action, ...]:
             message = f"unknown action {quoted(name)}{problems.meant(name, ACTIONS)}"
             problems.add(mark, "GW203", message, f"actions: {', '.join(ACTIONS)}")
             continue
-        valid = check(params, kind.params, problems, mark, f"action '{name}'")
+        valid = check(params, parameters_model(kind.params), problems, mark, f"action '{name}'")
         if valid is None:
             continue
         values = valid.model_dump()
@@ -99,7 +100,7 @@ def sinks(node: Node | None, problems: Problems) -> tuple[SinkSpec, ...]:
         if model is None:
             result.append(SinkSpec(name, data(options)))
             continue
-        valid = check(options, model, problems, mark, f"sink '{name}'")
+        valid = check(options, parameters_model(model), problems, mark, f"sink '{name}'")
         if valid is not None:
             result.append(SinkSpec(name, valid.model_dump(exclude_unset=True)))
     return tuple(result)

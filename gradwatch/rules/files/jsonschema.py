@@ -16,6 +16,7 @@ from gradwatch.detectors.detector import DETECTORS, KNOWN_NOT_BUILT
 from gradwatch.policies import POLICIES
 from gradwatch.rules.action_kinds import ACTIONS
 from gradwatch.rules.field_types import NAME
+from gradwatch.rules.files.models import parameters_model
 from gradwatch.rules.files.pydantic_models import (
     ClipEntry,
     Defaults,
@@ -29,7 +30,7 @@ from gradwatch.rules.files.pydantic_models import (
     detector_model,
     policy_model,
 )
-from gradwatch.rules.files.sink_kinds import SINKS
+from gradwatch.rules.sink_kinds import SINKS
 
 DIALECT = "http://json-schema.org/draft-07/schema#"
 Schema = dict[str, Any]
@@ -74,8 +75,11 @@ def _fill(definitions: dict[str, Schema]) -> None:
     definitions["Policy"] = _dispatch(
         "method", {method: policy_model(cls) for method, cls in sorted(POLICIES.items())}
     )
-    definitions["Action"] = _items({name: kind.params for name, kind in ACTIONS.items()}, sorted(ACTIONS))
-    options = {name: kind.options for name, kind in SINKS.items() if kind.options is not None}
+    actions = {name: parameters_model(kind.params) for name, kind in ACTIONS.items()}
+    definitions["Action"] = _items(actions, sorted(ACTIONS))
+    options = {
+        name: parameters_model(kind.options) for name, kind in SINKS.items() if kind.options is not None
+    }
     definitions["Sink"] = _items(options, sorted(SINKS))
     rule = definitions["Rule"]["properties"]
     rule["detect"] = _ref("Detect")

@@ -16,7 +16,8 @@ from gradwatch.detectors.detector import Detector
 from gradwatch.policies import AnyPolicy, Policy
 from gradwatch.records.decision import OnError
 from gradwatch.records.event import Severity
-from gradwatch.rules.field_types import CONFIG, Count, Glob, Globs, Model, Names, Steps, Words, unset
+from gradwatch.rules.field_types import Count, Glob, Globs, Names, Steps, Words
+from gradwatch.rules.files.models import CONFIG, Model, unset
 from gradwatch.rules.rule_set import ClipAt, HistogramOf, Mode, Scope, Tap
 
 HistogramsOf = Annotated[list[HistogramOf], Field(min_length=1)]

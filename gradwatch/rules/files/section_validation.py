@@ -6,9 +6,10 @@ import re
 from dataclasses import fields
 
 from gradwatch.detectors.detector import DETECTORS
-from gradwatch.rules.field_types import NAME, Model
+from gradwatch.rules.field_types import NAME
 from gradwatch.rules.files.annotations import check_annotations, check_labels
 from gradwatch.rules.files.do_and_sinks import actions, sinks
+from gradwatch.rules.files.models import Model
 from gradwatch.rules.files.pydantic_models import (
     ClipEntry,
     Defaults,

@@ -19,8 +19,8 @@ from gradwatch.errors import RuleFileError
 from gradwatch.policies import POLICIES
 from gradwatch.rules.action_kinds import ACTIONS
 from gradwatch.rules.files import json_schema, parse_rules
-from gradwatch.rules.files.sink_kinds import SINKS
 from gradwatch.rules.packs import pack_directory
+from gradwatch.rules.sink_kinds import SINKS
 from tests.support.examples import examples
 
 SHAPE = {"GW006", "GW101", "GW102", "GW103", "GW104", "GW105", "GW106", "GW107", "GW201", "GW203", "GW204"}

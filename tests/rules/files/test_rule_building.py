@@ -22,7 +22,6 @@ from gradwatch.records.snapshot import Column, Sites, Snapshot
 from gradwatch.rules.files import canonical, json_schema, load_rules, parse_rules
 from gradwatch.rules.files.annotations import PLACEHOLDERS
 from gradwatch.rules.files.rule_building import BUILT_IN
-from gradwatch.rules.files.sink_kinds import SINKS, SinkKind
 from gradwatch.rules.packs import pack_names
 from gradwatch.rules.rule_set import (
     NOT_BUILT,
@@ -35,6 +34,7 @@ from gradwatch.rules.rule_set import (
     RuleSet,
     SinkSpec,
 )
+from gradwatch.rules.sink_kinds import SINKS, SinkKind
 
 SPIKE = "version: 1\nrules:\n  r:\n    detect: {kind: spike}\n"
 

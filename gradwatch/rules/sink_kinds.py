@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple
 
-from pydantic import Field
+from gradwatch.detectors.limits import Limits
+from gradwatch.rules.field_types import Count, Globs, NotNegative, Parameters, Positive, Words, key, unset
 
-from gradwatch.rules.field_types import Count, Globs, Model, NotNegative, Positive, Words, unset
 
-
-class ParameterOptions(Model):
+class ParameterOptions(Parameters):
     """A sink with series of single parameters."""
 
     params: Literal["off", "worst", "match", "all"] = unset("Which parameters get series of their own.")
@@ -22,73 +21,73 @@ class ParameterOptions(Model):
 class PrometheusOptions(ParameterOptions):
     """The HTTP endpoint that Prometheus scrapes."""
 
-    listen: Annotated[str, Field(pattern=r"^(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253}):[0-9]{1,5}$")] = (
-        unset("HOST:PORT; the local rank is added to the port.")
-    )
-    file_sd: Annotated[str, Field(min_length=1, max_length=1_000)] = unset(
+    listen: Annotated[
+        str, Limits(pattern=r"^(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253}):[0-9]{1,5}$")
+    ] = unset("HOST:PORT; the local rank is added to the port.")
+    file_sd: Annotated[str, Limits(min_length=1, max_length=1_000)] = unset(
         "Folder of Prometheus' file_sd_configs: every process puts itself on the list of targets."
     )
     stall_seconds: Positive = unset("The least time without a step after which the run counts as stalled.")
 
 
-class JournalOptions(Model):
+class JournalOptions(Parameters):
     """The crash-safe recording of the run."""
 
-    dir: Annotated[str, Field(min_length=1, max_length=1_000)] = unset(
+    dir: Annotated[str, Limits(min_length=1, max_length=1_000)] = unset(
         "Folder that holds one folder per run."
     )
     params: Literal["sampled", "full"] = unset(
         "Per-parameter norms sampled to keep the cap, or at every step."
     )
-    max_bytes: Annotated[int, Field(ge=1 << 20, le=1 << 46)] = unset("Cap on a run's journal, in bytes.")
+    max_bytes: Annotated[int, Limits(ge=1 << 20, le=1 << 46)] = unset("Cap on a run's journal, in bytes.")
 
 
-class LogOptions(Model):
+class LogOptions(Parameters):
     """One line per transition on stderr."""
 
     format: Literal["console", "json"] = unset("console for people, json for programs.")
 
 
-Name = Annotated[str, Field(min_length=1, max_length=128)]
-Url = Annotated[str, Field(pattern=r"^https?://[^\s@]{1,1000}$")]
+Name = Annotated[str, Limits(min_length=1, max_length=128)]
+Url = Annotated[str, Limits(pattern=r"^https?://[^\s@]{1,1000}$")]
 
 
-class AlertmanagerOptions(Model):
+class AlertmanagerOptions(Parameters):
     """Alerts posted straight to Alertmanager, without a Prometheus."""
 
     url: Url = unset("Base URL of Alertmanager, e.g. http://127.0.0.1:9093.")
     hold_seconds: NotNegative = unset(
         "An alert stays active at least this long, so that Alertmanager can notify."
     )
-    renew_seconds: Annotated[float, Field(ge=1)] = unset("How often a firing alert is sent again.")
+    renew_seconds: Annotated[float, Limits(ge=1)] = unset("How often a firing alert is sent again.")
     labels: Words = unset("Further labels of every alert.")
     runbooks: Url = unset("Where runbooks are; the name of the alert is appended.")
     dashboard: Url = unset("The dashboard of a run; ?var-run_id= is appended.")
-    token_file: Annotated[str, Field(min_length=1, max_length=1_000)] = unset("File with a bearer token.")
+    token_file: Annotated[str, Limits(min_length=1, max_length=1_000)] = unset("File with a bearer token.")
 
 
-class TextfileOptions(Model):
+class TextfileOptions(Parameters):
     """A file for node_exporter's textfile collector."""
 
-    dir: Annotated[str, Field(min_length=1, max_length=1_000)] = Field(
+    dir: Annotated[str, Limits(min_length=1, max_length=1_000)] = key(
         description="The collector's directory."
     )
-    every_seconds: Annotated[float, Field(ge=1)] = unset("How often the file is written.")
+    every_seconds: Annotated[float, Limits(ge=1)] = unset("How often the file is written.")
 
 
-class PushgatewayOptions(Model):
+class PushgatewayOptions(Parameters):
     """The outcome of the run, pushed once when it ends."""
 
     url: Url = unset("Base URL of the Pushgateway, e.g. http://127.0.0.1:9091.")
-    job: Annotated[str, Field(min_length=1, max_length=100)] = unset("The job label; gradwatch.")
+    job: Annotated[str, Limits(min_length=1, max_length=100)] = unset("The job label; gradwatch.")
 
 
-class OTLPOptions(Model):
+class OTLPOptions(Parameters):
     """All metrics but those of single parameters, sent to an OpenTelemetry collector over HTTP."""
 
     url: Url = unset("Base URL of the collector; http://127.0.0.1:4318. /v1/metrics is appended.")
-    every_seconds: Annotated[float, Field(ge=1)] = unset("How often they are sent; 15.")
-    token_file: Annotated[str, Field(min_length=1, max_length=1_000)] = unset("File with a bearer token.")
+    every_seconds: Annotated[float, Limits(ge=1)] = unset("How often they are sent; 15.")
+    token_file: Annotated[str, Limits(min_length=1, max_length=1_000)] = unset("File with a bearer token.")
 
 
 class WandbOptions(ParameterOptions):
@@ -104,7 +103,7 @@ class WandbOptions(ParameterOptions):
 class TensorBoardOptions(ParameterOptions):
     """Event files for TensorBoard."""
 
-    dir: Annotated[str, Field(min_length=1, max_length=1_000)] = unset(
+    dir: Annotated[str, Limits(min_length=1, max_length=1_000)] = unset(
         "Folder of the event files; tensorboard in the folder of the run."
     )
     every: Count = unset("A point every N steps (10), and whenever a rule changes state or acts.")
@@ -113,7 +112,7 @@ class TensorBoardOptions(ParameterOptions):
 class MLflowOptions(ParameterOptions):
     """The script's own MLflow run where there is one, else a new one."""
 
-    tracking_uri: Annotated[str, Field(min_length=1, max_length=1_000)] = unset(
+    tracking_uri: Annotated[str, Limits(min_length=1, max_length=1_000)] = unset(
         "Where MLflow keeps its runs; by default what MLflow is set to."
     )
     experiment: Name = unset("Experiment of a new run; MLFLOW_EXPERIMENT_NAME, then gradwatch.")
@@ -127,7 +126,7 @@ class SinkKind(NamedTuple):
     """
 
     factory: Callable[..., Any] | str
-    options: type[Model] | None = None
+    options: type[Parameters] | None = None
 
 
 SINKS: dict[str, SinkKind] = {
