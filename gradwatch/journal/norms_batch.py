@@ -39,7 +39,7 @@ class StepNorms(NamedTuple):
 
 
 def to_write(chosen: Chosen, rule_columns: Mapping[str, str]) -> StepNorms:
-    """What is written of a chosen step; `rule_columns` names the column that each rule is about, "" a total or none.
+    """The parts of a chosen step to write; `rule_columns` names the column that each rule is about, "" a total or none.
 
     Where a step is written because a rule over one column fires, no other column goes with it.
     """

@@ -335,6 +335,34 @@ def test_a_hung_disk_never_stalls_a_step(opened: Callable[..., Journal], hung: H
     assert len(journal.steps()) + dropped == late + 1
 
 
+def test_many_records_in_one_call_fare_as_one_by_one(
+    tmp_path: Path, opened: Callable[..., Journal], hung: HungDisk
+) -> None:
+    """`write_all` drops, counts and records what as many calls of `write` do, incidents among them."""
+    singly, together = opened(tmp_path / "singly"), opened(tmp_path / "together")
+    for journal in (singly, together):
+        journal.write(incident=True)
+    assert hung.entered.wait(60.0)
+    eventually(lambda: not (singly.sink._queue or together.sink._queue))  # both hang over their first batch
+    records = [
+        make_record(SITES, step, step=step, events=(make_event(step=step),) if step % 10 == 0 else ())
+        for step in range(1, 2 * MAX_QUEUE)
+    ]
+    for record in records:
+        singly.sink.write(record)
+    for at in range(0, len(records), 37):
+        together.sink.write_all(records[at : at + 37])
+    together.sink.write_all([])
+    assert together.sink.dropped == singly.sink.dropped > 0
+    assert together.health.errors() == singly.health.errors() == {"journal-queue": singly.sink.dropped}
+    hung.go.set()
+    assert singly.sink.flush(30.0)
+    assert together.sink.flush(30.0)
+    assert together.steps() == singly.steps()
+    assert together.incidents() == singly.incidents()
+    assert together.acknowledged == singly.acknowledged
+
+
 def test_the_queue_is_bounded_in_bytes(opened: Callable[..., Journal], hung: HungDisk) -> None:
     """Large models fill the queue by weight: 32 MiB wait, not 1,024 records."""
     journal = opened()
