@@ -136,6 +136,20 @@ def _call_new(now: Sequence[Listener], before: Sequence[Listener], call: Backwar
             listener(call)
 
 
+def _not_known() -> bool:
+    return False
+
+
+begun_here: Callable[[], bool] = (
+    partial(torch._C._is_key_in_tls, "context") if hasattr(torch._C, "_remove_obj_from_tls") else _not_known
+)
+"""True where torch's Python function has certainly started the backward running on this thread.
+
+That function keeps something under this name for as long as it runs, and a nested one takes it away: only `entry_frame`
+can say that it has not. Earlier versions of torch (< 2.13) never took it away.
+"""
+
+
 def entry_frame() -> FrameType | None:
     """The frame of torch's Python function that started the backward running on this thread; None where none did.
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from gradwatch.reading.device import AsyncCopy, Number, capturing, host_value, on_host, one_number
 from gradwatch.reading.layouts import local
 from gradwatch.taps import backward, backward_entry
-from gradwatch.taps.backward_entry import entry_frame
+from gradwatch.taps.backward_entry import begun_here, entry_frame
 
 Value = float | Tensor
 _THREADS = 32
@@ -66,7 +66,7 @@ class Losses:
         thread = threading.get_ident()
         if thread not in self._latest:
             return 0
-        if backward.current() != backward.NONE and entry_frame() is None:
+        if not begun_here() and backward.current() != backward.NONE and entry_frame() is None:
             root = Root()
             root.value, self.unheard = None, "backward was started from C++"
             self._latest[thread] = root
