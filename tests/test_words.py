@@ -41,7 +41,7 @@ RETIRED = {
     "tells": "shows",
     "telling": "shows",
     "heard": "ArrivalCounts, norms_from_hooks, was_called",
-    "hear": "add_slots, expect, listen",
+    "hear": "add_arrivals, expect, listen",
     "hears": "can_be_reached",
     "hearing": "listeners",
     "deaf": "is_over",
