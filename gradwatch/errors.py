@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 
 class GradwatchError(Exception):
@@ -37,8 +37,7 @@ class TrainingStopped(GradwatchError):  # noqa: N818 (an order, not an error)
     """A rule with `do: [stop]` fired; raised from `optimizer.step()` after the journal was flushed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Problem:
+class Problem(NamedTuple):
     """One thing wrong in a rule file.
 
     `line` and `column` count from 1 and point into `path`; `code` is stable (`GW101`), explained by

@@ -6,14 +6,14 @@ import argparse
 import os
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from gradwatch.cli.terminal import complain, paint
 from gradwatch.errors import AttachError, GradwatchError, RuleFileError
 
 if TYPE_CHECKING:
-    from gradwatch.rules.rule_set import RuleSet
+    from gradwatch.rules.rule_set import SinkSpec
 
 DESCRIPTION = """Run a command with gradwatch watching every PyTorch training in it.
 
@@ -100,34 +100,34 @@ def check(source: str, arguments: argparse.Namespace) -> str:
         RuleFileError: with everything wrong in the rule file, and what of it cannot be had here.
         AttachError: for a run folder that cannot be made, and an address that is none.
     """
-    from gradwatch.endpoint.listen_address import parse_listen
     from gradwatch.session.settings import DEFAULT_SINKS, Settings, check_directory
 
     given = Settings.resolve(source, env={**os.environ, **settings(arguments)})
-    ruleset = checked(source, given.run_id or "")
-    kinds = [spec.kind for spec in (DEFAULT_SINKS if ruleset.sinks is None else ruleset.sinks)]
+    sinks = sinks_of(source, given.run_id or "")
+    kinds = DEFAULT_SINKS if sinks is None else [spec.kind for spec in sinks]
     if given.run_dir is not None or "journal" in kinds:
-        check_directory(given.run_root(ruleset), writable=given.run_dir is not None)
+        check_directory(given.run_root(sinks), writable=given.run_dir is not None)
     if given.listen is not None and "prometheus" in kinds:
+        from gradwatch.endpoint.listen_address import parse_listen  # sockets: 20 ms
+
         try:
             parse_listen(given.listen)
         except ValueError as error:
             raise AttachError(str(error)) from None
-    return given.run_root(ruleset)
+    return given.run_root(sinks)
 
 
-def checked(source: str, run: str) -> RuleSet:
-    """The rule set of a file, as far as `check` asks for it. Raises `RuleFileError` with everything wrong in it."""
+def sinks_of(source: str, run: str) -> Sequence[SinkSpec] | None:
+    """The sinks of a rule file, None where it lists none. Raises `RuleFileError` with everything wrong in it."""
     from gradwatch.rules.packs import pack_path
-    from gradwatch.rules.rule_set import RuleSet
 
     # Packs are right, and leave sinks to the defaults (tests/rules/test_packs.py): to read one takes 0.2 s, and the
     # script's own process reads it anyway.
     if pack_path(source) is not None:
-        return RuleSet()
+        return None
     from gradwatch.cli.preflight import load
 
-    return load(source, run)
+    return load(source, run).sinks
 
 
 def settings(arguments: argparse.Namespace) -> dict[str, str]:

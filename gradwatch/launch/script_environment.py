@@ -9,12 +9,11 @@ from __future__ import annotations
 
 import os
 import re
-import secrets
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 from gradwatch.session.settings import LAUNCHED_IN, TELLER
 
@@ -26,8 +25,7 @@ _FLAGS_WITH_VALUE = "WX"  # python -W ignore, -X dev: the next word belongs to t
 _FLAGS_THAT_BLIND = frozenset("EIS")
 
 
-@dataclass(frozen=True, slots=True)
-class Launch:
+class Launch(NamedTuple):
     """The process to become: `argv`, its `env`, and a `note` for stderr where something is not as usual."""
 
     argv: tuple[str, ...]
@@ -66,7 +64,7 @@ def new_run_id(environ: Mapping[str, str]) -> str:
     job = environ.get("SLURM_JOB_ID") or environ.get("TORCHELASTIC_RUN_ID")
     if job and re.fullmatch(r"[\w.-]{1,64}", job) and job != "none":
         return f"job-{job}"
-    return f"{time.strftime('%Y%m%d-%H%M%S')}-{secrets.token_hex(2)}"
+    return f"{time.strftime('%Y%m%d-%H%M%S')}-{os.urandom(2).hex()}"
 
 
 def split_python(command: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:

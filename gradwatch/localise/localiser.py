@@ -1,5 +1,7 @@
 """From an order to a Finding: replay if the step can be run again, else the next steps recorded.
 
+What runs a step again and tells its cause is imported when a cause is asked for: a healthy run has none.
+
 The composition root makes one of these where a rule may order `localise`, asks `localise` at the boundary,
 before the optimizer steps, and takes what recording came to from `recorded`.
 """
@@ -11,27 +13,25 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 from torch.optim import Optimizer
 
-from gradwatch.localise.diagnosis.diagnose import diagnose
-from gradwatch.localise.diagnosis.loss_terms import amended_by_loss
 from gradwatch.localise.hold.calls_before_attach import PreAttachRecorder
 from gradwatch.localise.hold.inner_model import inner
 from gradwatch.localise.hold.module_attributes import Refused
 from gradwatch.localise.hold.recorded_call import Call
 from gradwatch.localise.hold.step_recorder import StepRecorder
-from gradwatch.localise.replay.anomaly_mode import Raising
-from gradwatch.localise.replay.batch_at_fault import batch_at_fault
-from gradwatch.localise.replay.cause_among_ranks import RankAgreement
-from gradwatch.localise.replay.closure_replay import ReplayableClosure, run_again
-from gradwatch.localise.replay.diagnosed_replay import DiagnosedReplay
 from gradwatch.localise.replay.fsdp2_all_gather import is_spread
-from gradwatch.localise.replay.live_recording import Live
 from gradwatch.records.finding import Batch, Finding
 from gradwatch.taps import backward, step_hooks
+
+if TYPE_CHECKING:
+    from gradwatch.localise.replay.anomaly_mode import Raising
+    from gradwatch.localise.replay.cause_among_ranks import RankAgreement
+    from gradwatch.localise.replay.closure_replay import ReplayableClosure
+    from gradwatch.localise.replay.live_recording import Live
 
 Suspicion = Literal["nonfinite", "exploding", "vanishing"]
 Way = Literal["replay", "record", "detect_anomaly"]
@@ -134,6 +134,8 @@ class Localiser:
     def closure(self, run: Callable[[], Any]) -> Iterator[None]:
         """While this is entered, the step to localise is what `run` computes."""
         try:
+            from gradwatch.localise.replay.closure_replay import ReplayableClosure
+
             self._closure = ReplayableClosure(run, self.models())
         except Exception as error:
             self._failed("localise", error)
@@ -246,6 +248,9 @@ class Localiser:
         """The exact path, if the step is one; None where it is not, or finds nothing."""
         if self._closure is None:
             return None
+        from gradwatch.localise.diagnosis.diagnose import diagnose
+        from gradwatch.localise.replay.closure_replay import run_again
+
         try:
             finding = diagnose([run_again(self._closure, self._fault, self._max_bytes)], by="closure")
         except Refused:
@@ -253,6 +258,8 @@ class Localiser:
         return finding if finding.found else None
 
     def _of_calls(self, held: list[tuple[nn.Module, Call]], suspicion: Suspicion) -> Finding:
+        from gradwatch.localise.replay.diagnosed_replay import DiagnosedReplay
+
         refusal = self.refusal(held)
         step = DiagnosedReplay(self.models(), held, refusal, self._agreement, self._fault, self._max_bytes)
         return step.nonfinite() if suspicion == "nonfinite" else step.growing(suspicion == "exploding")
@@ -260,6 +267,8 @@ class Localiser:
     def _of_loop(self, held: list[tuple[nn.Module, Call]], finding: Finding) -> Finding:
         """Amend a Finding by the loop's own tensors, for a loss that was computed in it."""
         try:
+            from gradwatch.localise.diagnosis.loss_terms import amended_by_loss
+
             return amended_by_loss(finding, [call for _, call in held])
         except Exception as error:
             self._failed("localise", error)
@@ -267,6 +276,8 @@ class Localiser:
 
     def _agreed(self, agreement: RankAgreement, own: Finding) -> Finding:
         """The Finding that the ranks agree on; where one knows the cause, the next steps need not be recorded."""
+        from gradwatch.localise.replay.live_recording import Live
+
         try:
             finding = agreement.share(own)
         except Exception as error:
@@ -293,14 +304,20 @@ class Localiser:
         if ask.record_steps and not self._live:
             self._ask = ask
             if ask.way == "detect_anomaly":
+                from gradwatch.localise.replay.anomaly_mode import Raising
+
                 self._live.append(Raising(ask.record_steps))
             else:
+                from gradwatch.localise.replay.live_recording import Live
+
                 self._live.append(Live(self.models(), ask.record_steps, self._fault))
             why = _joined(why, f"the next {ask.record_steps} steps are recorded")
         return found.amended(note=_joined(found.note, why))
 
     def _batch_of(self, finding: Finding) -> Batch | None:
         try:
+            from gradwatch.localise.replay.batch_at_fault import batch_at_fault
+
             return batch_at_fault(finding, self.held(), self.models())
         except Exception as error:
             self._failed("localise", error)
@@ -331,6 +348,8 @@ class Localiser:
     def _ends(self, live: Live | Raising) -> None:
         trace = live.end()
         if trace is not None and trace.blamed:
+            from gradwatch.localise.diagnosis.diagnose import diagnose
+
             finding = diagnose([trace], by="record")
             note = _joined(finding.note, f"found in a recorded step, which took {live.seconds:.2f} s")
             finding = finding.amended(note=note, batch=self._batch_of(finding))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -32,7 +33,6 @@ from gradwatch.records.run_info import RunInfo
 from gradwatch.records.snapshot import Sites
 from gradwatch.rules.rule_set import RuleSet
 from gradwatch.session.actions.localise_action import Causes, localising
-from gradwatch.session.actions.snapshot_action import Bundles
 from gradwatch.session.binding.backward_actions import module_bounds_of
 from gradwatch.session.binding.bind_optimizer import Binder
 from gradwatch.session.binding.rank_requirements import rank_requirements
@@ -48,6 +48,9 @@ from gradwatch.session.record_publishing import Publishing
 from gradwatch.session.step_pipeline import Sources, StepPipeline, deferral_allowed
 from gradwatch.session.watched_optimizers import Ownership
 from gradwatch.taps.pipeline_stages import PipelineStages
+
+if TYPE_CHECKING:
+    from gradwatch.session.actions.snapshot_action import Bundles
 
 REPORTED = (*STEP_PATH, "action", "precision", "columns", "modules", "norm_local", "ranks", "localise")
 
@@ -171,6 +174,8 @@ class Attached:
         for component in REPORTED:
             self._activity.health.mark(component, True)
         if keeps and self.causes is not None:
+            from gradwatch.session.actions.snapshot_action import Bundles  # few rules keep one
+
             self._bundles = Bundles(rules.ruleset, self.causes, failed, rules.run)
         self.own_sinks = [] if self._bundles is None else [self._bundles]
 

@@ -117,7 +117,7 @@ class Session:
             return list(sinks)
         specs = sink_specs(self._rules.ruleset, settings, self.run.rank)
         if any(spec.kind == "journal" for spec in specs):
-            check_directory(settings.run_root(self._rules.ruleset))
+            check_directory(settings.run_root(self._rules.ruleset.sinks))
         return [make_sink(spec.kind, spec.options) for spec in specs]
 
     def _open_sinks(self, chosen: Sequence[Sink], strict: bool) -> None:

@@ -1,27 +1,25 @@
 """Sources of a setting: an explicit argument, then `GRADWATCH_*`, then the rule file.
 
-`gradwatch run` starts by this module: what only a watch needs (numpy, metadata) is imported where it is used.
+`gradwatch run` starts by this module: what only a watch needs (numpy, rule sets) is imported where it is used.
 """
 
 from __future__ import annotations
 
 import os
 import platform
-import secrets
 import sys
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from gradwatch.errors import AttachError
-from gradwatch.rules.rule_set import RuleSet, SinkSpec
 
 if TYPE_CHECKING:
     from gradwatch.records.run_info import RuleInfo, RunInfo
+    from gradwatch.rules.rule_set import RuleSet, SinkSpec
 
-DEFAULT_SINKS = (SinkSpec("prometheus"), SinkSpec("journal"), SinkSpec("log"))
+DEFAULT_SINKS = ("prometheus", "journal", "log")
 DEFAULT_DIR = "gradwatch-runs"
 LAUNCHED_IN = "GRADWATCH_LAUNCH_DIR"
 """The working folder of `gradwatch run`: there its runs are looked for, wherever the script has gone since."""
@@ -61,8 +59,7 @@ def launch(env: Mapping[str, str] = os.environ) -> str:
     return teller if told_by(env) or teller.partition(":")[0] == str(os.getpid()) else ""
 
 
-@dataclass(frozen=True, slots=True)
-class Settings:
+class Settings(NamedTuple):
     """The resolved settings of one watch; None = not set."""
 
     rules: str
@@ -97,12 +94,12 @@ class Settings:
             launched_in=env.get(LAUNCHED_IN, ""),
         )
 
-    def run_root(self, ruleset: RuleSet) -> str:
-        """The absolute path of the folder that receives one folder per run."""
-        journal = next((spec for spec in ruleset.sinks or () if spec.kind == "journal"), SinkSpec("journal"))
+    def run_root(self, sinks: Sequence[SinkSpec] | None) -> str:
+        """The absolute path of the folder that receives one folder per run; `sinks` are those of the rule file."""
         if self.run_dir:
             return os.path.abspath(self.run_dir)
-        return os.path.abspath(os.path.join(self.launched_in, str(journal.options.get("dir", DEFAULT_DIR))))
+        given = next((spec.options.get("dir") for spec in sinks or () if spec.kind == "journal"), None)
+        return os.path.abspath(os.path.join(self.launched_in, str(given or DEFAULT_DIR)))
 
 
 def check_directory(path: str, writable: bool = False) -> None:
@@ -134,7 +131,9 @@ def sink_specs(ruleset: RuleSet, settings: Settings, rank: int) -> tuple[SinkSpe
 
     Only rank 0 logs: everything else about a rank is in its own journal and endpoint.
     """
-    specs = DEFAULT_SINKS if ruleset.sinks is None else ruleset.sinks
+    from gradwatch.rules.rule_set import SinkSpec
+
+    specs = tuple(map(SinkSpec, DEFAULT_SINKS)) if ruleset.sinks is None else ruleset.sinks
     chosen = []
     for spec in specs:
         options: dict[str, Any] = dict(spec.options)
@@ -157,7 +156,7 @@ def run_info(ruleset: RuleSet, rules: tuple[RuleInfo, ...], settings: Settings) 
     run_id = _as_folder(settings.run_id or _shared_id(env)) or _fresh_id()
     return RunInfo(
         run_id=run_id,
-        directory=os.path.join(settings.run_root(ruleset), run_id),
+        directory=os.path.join(settings.run_root(ruleset.sinks), run_id),
         rank=_number(env, "RANK", 0),
         local_rank=_number(env, "LOCAL_RANK", 0),
         world_size=_number(env, "WORLD_SIZE", 1),
@@ -209,7 +208,7 @@ def _as_folder(name: str) -> str:
 
 def _fresh_id() -> str:
     # From the operating system's randomness: the training's own generators must not move.
-    return time.strftime("%Y%m%d-%H%M%S") + "-" + secrets.token_hex(3)
+    return time.strftime("%Y%m%d-%H%M%S") + "-" + os.urandom(3).hex()
 
 
 def _number(env: Mapping[str, str], name: str, default: int) -> int:

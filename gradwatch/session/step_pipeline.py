@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -36,7 +36,6 @@ from gradwatch.records.finding import Finding
 from gradwatch.records.snapshot import Snapshot
 from gradwatch.records.verdict import Verdict
 from gradwatch.session.actions.localise_action import Causes
-from gradwatch.session.actions.snapshot_action import Bundles
 from gradwatch.session.binding.optimizer_rules import ORDINARY, ORDINARY_AGAIN, Clock, OptimizerRules
 from gradwatch.session.binding.rule_bindings import RuleBindings
 from gradwatch.session.checkpoint_health import Checkpoints
@@ -46,6 +45,9 @@ from gradwatch.session.optimizer_context import OptimizerContext
 from gradwatch.session.ordinary_steps import OrdinarySteps
 from gradwatch.session.pause_after_errors import Activity
 from gradwatch.session.record_publishing import Facts, Judged, Publishing
+
+if TYPE_CHECKING:
+    from gradwatch.session.actions.snapshot_action import Bundles
 
 UNJUDGED = Verdict()
 """Stands for the verdict of a step on which the engine failed."""

@@ -111,12 +111,12 @@ def test_runs_are_where_the_launcher_was_wherever_the_script_went(
         ("version: 1", "gradwatch-runs"),
         ("version: 1\nsinks: [{journal: {dir: mine}}]", "mine"),
     ):
-        found = Settings.resolve(env=launched).run_root(parse_rules(rules))
+        found = Settings.resolve(env=launched).run_root(parse_rules(rules).sinks)
         assert found == str(tmp_path / name)
         monkeypatch.setenv(LAUNCHED_IN, launched[LAUNCHED_IN])
         assert shown(found) == name
         monkeypatch.delenv(LAUNCHED_IN)
-    own = Settings.resolve(run_dir="own", env=launched).run_root(parse_rules("version: 1"))
+    own = Settings.resolve(run_dir="own", env=launched).run_root(parse_rules("version: 1").sinks)
     assert own == str(elsewhere / "own")
 
 

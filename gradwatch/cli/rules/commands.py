@@ -97,7 +97,7 @@ def handle_check(arguments: argparse.Namespace) -> int:
     wrong = [problem for report in reports for problem in report["problems"]]
     if arguments.json:
         documents = [
-            {**report, "problems": [asdict(each) for each in report["problems"]]} for report in reports
+            {**report, "problems": [each._asdict() for each in report["problems"]]} for report in reports
         ]
         print(json.dumps({"files": documents, "problems": len(wrong)}, indent=2))
     else:

@@ -6,7 +6,6 @@ import argparse
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from gradwatch.cli.terminal import complain, framed, paint, plural
@@ -104,7 +103,7 @@ def _differences(outcome: Outcome) -> Iterator[dict[str, Any]]:
 def documented(report: Mapping[str, Any]) -> dict[str, Any]:
     """A report for a machine; NaN and the infinities as strings, which JSON has no numbers for."""
     safe: Any = json_ready(report["tests"])
-    problems = [asdict(problem) for problem in report["problems"]]
+    problems = [problem._asdict() for problem in report["problems"]]
     ok = not problems and all(one["ok"] for one in report["tests"])
     return {"path": report["path"], "ok": ok, "tests": safe, "problems": problems}
 

@@ -18,7 +18,6 @@ from gradwatch.localise.diagnosis.tensor_values import all_readable, tensors
 from gradwatch.localise.hold.calls_before_attach import PreAttachRecorder
 from gradwatch.localise.hold.recorded_call import Call
 from gradwatch.localise.localiser import Ask, Localiser, Suspicion
-from gradwatch.localise.replay.cause_among_ranks import RankAgreement
 from gradwatch.records.decision import Decision
 from gradwatch.records.event import Event
 from gradwatch.records.finding import Finding
@@ -149,6 +148,8 @@ class Causes:
         self, verdict: Verdict, decision: Decision, snapshot: Snapshot, step_taken: bool, ranks: str
     ) -> list[Finding]:
         """The findings for the rules that order a search on this step."""
+        from gradwatch.localise.replay.cause_among_ranks import RankAgreement  # a healthy run has no causes
+
         found = []
         for rule in sorted(
             {one.rule for one in decision.orders if one.action == LOCALISE and not one.shadow}
