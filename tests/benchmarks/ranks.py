@@ -1,11 +1,12 @@
-"""What watching costs under DDP: two ranks over gloo on this machine, bare and watched steps in turn.
+"""What watching costs among ranks: two of them over gloo on this machine, bare and watched steps in turn.
 
-    python -m tests.benchmarks.ranks [--rounds 60] [--width 512] [--layers 6] [--markdown]
+    python -m tests.benchmarks.ranks [--rounds 12] [--width 512] [--layers 6] [--markdown]
 
-Every rank holds bare and watched replicas of one model, with one backward a step and with four, and steps them
-in the same shuffled order; rank 0 tells the ratio of medians with a 95 % interval (rounds resampled jointly).
-The whole default watch: capture, rules, journal, endpoint. The ranks share a machine, so the collective costs
-what two processes on one host cost, not a network.
+DDP with one backward a step and with four, and FSDP2: in processes of their own a bare replica and a watched one,
+stepped in turns of 32 steps in the same shuffled order, because ordinary steps are judged up to 32 at a time. Rank 0
+tells the ratio of the medians of whole turns with a 95 % interval (turns resampled jointly). The whole default watch:
+capture, rules, journal, endpoint. The ranks share a machine, so the collective costs what two processes on one host
+cost, not a network.
 """
 
 from __future__ import annotations
@@ -25,7 +26,9 @@ import numpy as np
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from numpy.typing import NDArray
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import gradwatch
@@ -35,7 +38,8 @@ from gradwatch.rules.rule_set import RuleSet
 from tests.benchmarks import tables
 
 WORLD = 2
-WARM_UP = 25
+TURN, WARM_UP = 32, 4
+"""Steps of a turn, and turns before the first that counts: a loop is learned by then."""
 WITHOUT_RANKS = """
 version: 1
 extends: [default]
@@ -43,21 +47,25 @@ rules:
   rank-outlier: {enabled: false}
   rank-mismatch: {enabled: false}
 """
-BARE = "bare"
-PACKS = {"gradwatch, default": "", "gradwatch, default without rank rules": WITHOUT_RANKS}
-MICROS = (1, 4)
-ROUNDS, WIDTH, LAYERS = 60, 512, 6
+PACKS = {"default": "", "default without rank rules": WITHOUT_RANKS}
+Loops = tuple[tuple[str, int], ...]
+LOOPS: Loops = (("DDP", 1), ("DDP", 4), ("FSDP2", 1))
+"""What reduces the gradients, and micro-batches a step."""
+ROUNDS, WIDTH, LAYERS = 12, 512, 6
 
 
 class Row(NamedTuple):
-    """One loop: median milliseconds of a step, and its ratio to the bare loop with a 95 % interval."""
+    """One loop: median milliseconds of a bare step and of a watched one, their ratio with a 95 % interval."""
 
-    name: str
+    loop: str
     micros: int
-    milliseconds: float
+    pack: str
+    bare: float
+    watched: float
     ratio: float
     low: float
     high: float
+    errors: str
 
 
 class Found(NamedTuple):
@@ -66,7 +74,6 @@ class Found(NamedTuple):
     numel: int
     rounds: int
     exchange_us: float
-    errors: list[str]
     rows: list[Row]
 
 
@@ -77,57 +84,57 @@ def model_of(width: int, layers: int) -> nn.Module:
 
 
 def stepper(
-    width: int, layers: int, rank: int, micros: int
-) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], float]]:
-    """A DDP replica, its optimizer, and one timed step of `micros` backwards in seconds (all but the last unsynced)."""
-    model = DistributedDataParallel(model_of(width, layers))
+    loop: str, width: int, layers: int, rank: int, micros: int
+) -> tuple[nn.Module, torch.optim.Optimizer, Callable[[], None]]:
+    """A replica or its shards, the optimizer, and one step of `micros` backwards (all but the last unsynced)."""
+    model = model_of(width, layers)
+    if loop == "DDP":
+        model = DistributedDataParallel(model)
+    else:
+        for part in model:
+            if isinstance(part, nn.Linear):
+                fully_shard(part)
+        fully_shard(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
     batch = torch.randn(64, width, generator=torch.Generator().manual_seed(rank))
 
-    def step() -> float:
-        started = time.perf_counter()
+    def step() -> None:
         optimizer.zero_grad()
-        with model.no_sync():
-            for _ in range(micros - 1):
+        for _ in range(micros - 1):
+            with model.no_sync():
                 model(batch).square().sum().backward()
         model(batch).square().sum().backward()
         optimizer.step()
-        return time.perf_counter() - started
 
     return model, optimizer, step
 
 
-def worker(rank: int, folder: str, rounds: int, width: int, layers: int) -> None:
-    """One rank: everybody in turns; rank 0 writes down what it measured."""
+def worker(
+    rank: int, folder: str, loop: str, micros: int, pack: str, sizes: tuple[int, int, int, int]
+) -> None:
+    """One rank: both in turns; rank 0 writes down what it measured."""
+    rounds, turn, width, layers = sizes
     torch.set_num_threads(1)
     store = dist.FileStore(f"{folder}/store", WORLD)
     timeout = datetime.timedelta(seconds=300)
     dist.init_process_group("gloo", store=store, rank=rank, world_size=WORLD, timeout=timeout)
-    contenders, watches = {}, []
-    for micros in MICROS:
-        _, _, contenders[BARE, micros] = stepper(width, layers, rank, micros)
-        for name, text in PACKS.items():
-            rules: str | RuleSet = parse_rules(text) if text else "default"
-            model, optimizer, contenders[name, micros] = stepper(width, layers, rank, micros)
-            watches.append(
-                gradwatch.watch(model, optimizer, rules=rules, run_dir=folder, listen="127.0.0.1:0")
-            )
-    seconds: dict[tuple[str, int], list[float]] = {key: [] for key in contenders}
+    _, _, bare = stepper(loop, width, layers, rank, micros)
+    model, optimizer, watched = stepper(loop, width, layers, rank, micros)
+    rules: str | RuleSet = parse_rules(PACKS[pack]) if PACKS[pack] else "default"
+    watch = gradwatch.watch(model, optimizer, rules=rules, run_dir=folder, listen="127.0.0.1:0")
+    seconds = np.empty((WARM_UP + rounds, 2))
     order = random.Random(0)  # the same on both ranks
-    for turn in range(WARM_UP + rounds):
-        for key in order.sample(sorted(contenders), len(contenders)):
-            contenders[key]()  # its data finds the caches again
-            took = contenders[key]()
-            if turn >= WARM_UP:
-                seconds[key].append(took)
-    alone = collective(200, 12 * layers)
-    errors = [watch.health.errors() for watch in watches]
+    for row in seconds:
+        for k in order.sample(range(2), 2):
+            started = time.perf_counter()
+            for _ in range(turn):
+                (bare, watched)[k]()
+            row[k] = (time.perf_counter() - started) / turn
+    alone, errors = collective(200, 12 * layers), watch.health.errors()
     if rank == 0:
-        numel = sum(p.numel() for p in model_of(width, layers).parameters())
-        found = Found(numel, rounds, alone, [str(one) for one in errors if one], compared(seconds))
-        Path(folder, "found.json").write_text(json.dumps(found._asdict()))
-    for watch in watches:
-        watch.close()
+        told = [alone, str(errors or ""), *compared(seconds[WARM_UP:])]
+        Path(folder, "found.json").write_text(json.dumps(told))
+    watch.close()
     dist.barrier()
     dist.destroy_process_group()
 
@@ -144,38 +151,39 @@ def collective(times: int, length: int) -> float:
     return statistics.median(taken) * 1e6
 
 
-def compared(seconds: dict[tuple[str, int], list[float]]) -> list[Row]:
-    """Every watched loop against the bare one with as many micro-batches."""
-    generator = np.random.default_rng(0)
-    rows = []
-    for (name, micros), taken in seconds.items():
-        ours, bare = np.array(taken), np.array(seconds[BARE, micros])
-        picks = generator.integers(len(ours), size=(2000, len(ours)))
-        drawn = np.median(ours[picks], axis=1) / np.median(bare[picks], axis=1)
-        low, high = np.percentile(drawn, [2.5, 97.5])
-        ratio = float(np.median(ours) / np.median(bare))
-        rows.append(Row(name, micros, statistics.median(taken) * 1e3, ratio, float(low), float(high)))
-    return rows
+def compared(seconds: NDArray[np.float64]) -> tuple[float, ...]:
+    """Milliseconds of a bare and of a watched step, their ratio, and its interval; `seconds` float64[rounds, 2]."""
+    picks = np.random.default_rng(0).integers(len(seconds), size=(2000, len(seconds)))
+    drawn = np.median(seconds[picks], axis=1)
+    low, high = np.percentile(drawn[:, 1] / drawn[:, 0], [2.5, 97.5])
+    bare, watched = np.median(seconds, axis=0)
+    return float(bare * 1e3), float(watched * 1e3), float(watched / bare), float(low), float(high)
 
 
-def measure(rounds: int, width: int, layers: int) -> Found:
-    """Launch the ranks and wait for what rank 0 found."""
-    with tempfile.TemporaryDirectory(prefix="gradwatch-bench-") as folder:
-        mp.spawn(worker, (folder, rounds, width, layers), nprocs=WORLD)
-        found = json.loads(Path(folder, "found.json").read_text())
-    return Found(**{**found, "rows": [Row(*row) for row in found["rows"]]})
+def measure(rounds: int, width: int, layers: int, turn: int = TURN, loops: Loops = LOOPS) -> Found:
+    """Launch the ranks, anew for each loop and pack, and gather what rank 0 found."""
+    rows, exchanges = [], []
+    for loop, micros in loops:
+        for pack in PACKS:
+            with tempfile.TemporaryDirectory(prefix="gradwatch-bench-") as folder:
+                mp.spawn(worker, (folder, loop, micros, pack, (rounds, turn, width, layers)), nprocs=WORLD)
+                alone, errors, *numbers = json.loads(Path(folder, "found.json").read_text())
+            exchanges.append(alone)
+            rows.append(Row(loop, micros, pack, *numbers, errors))
+    numel = sum(p.numel() for p in model_of(width, layers).parameters())
+    return Found(numel, rounds, statistics.median(exchanges), rows)
 
 
 def table(found: Found, markdown: bool) -> str:
     """Text for a terminal, or Markdown; median step, ratio of medians, its 95 % interval."""
     head = f"{WORLD} ranks over gloo on one machine, {found.numel:,} parameters, {found.rounds} rounds"
-    lines = [["under DDP", "micro-batches", "step, ms", "÷ bare", "95 % interval"]]
+    lines = [["loop", "micro-batches", "rules", "bare, ms", "watched, ms", "÷ bare", "95 % interval"]]
     for row in found.rows:
-        interval = f"{row.low:.3f} to {row.high:.3f}"
-        lines.append([row.name, str(row.micros), f"{row.milliseconds:.2f}", f"{row.ratio:.3f}", interval])
+        step = f"{row.bare:.2f}", f"{row.watched:.2f}", f"{row.ratio:.3f}", f"{row.low:.3f} to {row.high:.3f}"
+        lines.append([row.loop, str(row.micros), row.pack, *step])
     rendered = tables.as_markdown(lines) if markdown else tables.as_text(lines)
     alone = f"one exchange between the ranks, both ready: {found.exchange_us:.0f} µs"
-    errors = [f"internal errors: {', '.join(found.errors)}"] if found.errors else []
+    errors = [f"internal errors: {row.errors}" for row in found.rows if row.errors]
     return "\n\n".join([head, rendered, alone, *errors])
 
 

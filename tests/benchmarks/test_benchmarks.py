@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
-from tests.benchmarks import ablations, adoption, memory, overhead, small, versions
+from tests.benchmarks import ablations, adoption, memory, overhead, ranks, small, versions
 from tests.benchmarks.interleave import Sample, Timings, Turns, added_ratio, compare, interleave, pooled
 from tests.benchmarks.loops import Handover, in_turn, training_step
 from tests.benchmarks.peers import (
@@ -465,3 +465,23 @@ def test_what_a_new_optimizer_costs_is_measured(monkeypatch: pytest.MonkeyPatch)
     run = SimpleNamespace(run=lambda command, cwd, env, **_: warm.run(command, cwd, env, check=True))
     monkeypatch.setattr(adoption, "subprocess", run)
     assert math.isfinite(adoption.measured(adoption.COPIED, watched=True, tasks=6, first=2))
+
+
+def test_turns_among_ranks_are_compared() -> None:
+    """The ratio of medians, and a table that says what each row is, with what went wrong."""
+    numbers = ranks.compared(np.array([[0.010, 0.011]] * 5))
+    assert numbers == pytest.approx((10.0, 11.0, 1.1, 1.1, 1.1))
+    row = ranks.Row("DDP", 4, "default", *numbers, "{'ranks': 1}")
+    told = ranks.table(ranks.Found(1000, 5, 170.0, [row]), markdown=True)
+    assert "| DDP | 4 | default | 10.00 | 11.00 | 1.100 | 1.100 to 1.100 |" in told
+    assert "internal errors: {'ranks': 1}" in told
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("loop", ranks.LOOPS)
+def test_ranks_are_measured(loop: tuple[str, int]) -> None:
+    """Two real ranks of each loop, both packs, without an internal error."""
+    found = ranks.measure(1, 8, 1, turn=2, loops=(loop,))
+    assert [(row.loop, row.pack, row.errors) for row in found.rows] == [
+        (loop[0], pack, "") for pack in ranks.PACKS
+    ]
