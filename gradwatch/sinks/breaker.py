@@ -122,7 +122,7 @@ class Breaker:
     @_contained(None)
     def write_all(self, records: Sequence[Record]) -> None:
         """Hand several steps on, on which no rule changed: in one call where the sink has `write_all`."""
-        write_all = getattr(self.sink, "write_all", None)
+        write_all = _write_all_of(self.sink)
         if write_all is None or not self._opened:
             for record in records:
                 self.write(record)
@@ -181,3 +181,17 @@ class Breaker:
         if self._uncounted is not None:
             error, self._uncounted = self._uncounted, None
             self._health.report(self.name, error)
+
+
+def _write_all_of(sink: Sink) -> Callable[[Sequence[Record]], None] | None:
+    """`write_all` of a sink; None without one, or where it belongs with another `write` than the sink has.
+
+    Whoever derives from a sink, wraps one or replaces its `write` may not know of `write_all`: steps would pass by.
+    """
+    for place in (getattr(sink, "__dict__", {}), *map(vars, type(sink).__mro__)):
+        if "write_all" in place:
+            found: Callable[[Sequence[Record]], None] | None = getattr(sink, "write_all", None)
+            return found
+        if "write" in place:
+            return None
+    return None

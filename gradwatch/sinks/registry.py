@@ -32,7 +32,8 @@ class Sink(Protocol):
     called twice, and without `open`. `name` is the `component` label of its errors. A sink may also have
     `conclude(account)`, which is called just before `close` with the `Account` of the process, and
     `write_all(records)`, called instead of `write` for several steps of one optimizer on which no rule changed:
-    no event, no order but of `clip:`, and findings, of what was found by then, with the last of them alone.
+    no event, no order but of `clip:`, and findings, of what was found by then, with the last of them alone. Not so
+    where `write` is newer than `write_all`, as in a class derived from a shipped sink.
     """
 
     name: str

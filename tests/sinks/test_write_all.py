@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from gradwatch.sinks.parameter_selection import MODES, Selection, SeriesBudget
 from gradwatch.sinks.prometheus.exposition import render
 from gradwatch.sinks.prometheus.metric_values import families
 from gradwatch.sinks.prometheus.sink import PrometheusSink
+from gradwatch.sinks.registry import Sink
 from tests.support.examples import examples
 from tests.support.kept import Kept
 from tests.support.sink_records import make_record, make_run, make_sites
@@ -157,3 +159,51 @@ def test_a_sink_without_it_gets_one_after_the_other() -> None:
         breaker.write_all(records)
         assert len(sink.records) == kept
     assert health.errors() == {Failing.name: 1}
+
+
+def _overriding() -> Sink:
+    """Derived from a shipped sink: its own `write` is the newer one."""
+
+    class Overriding(PrometheusSink):
+        def write(self, record: Record) -> None:
+            seen.append(record)
+            super().write(record)
+
+    seen: list[Record] = []
+    sink = Overriding(listen=None)
+    sink.seen = seen  # type: ignore[attr-defined]
+    return sink
+
+
+def _replaced() -> Sink:
+    """A shipped sink of which a script has replaced `write`."""
+    sink, seen = PrometheusSink(listen=None), list[Record]()
+    sink.write, sink.seen = seen.append, seen  # type: ignore[method-assign, attr-defined, assignment]
+    return sink
+
+
+def _wrapping() -> Sink:
+    """Around another sink, to which it leaves all that it does not do itself."""
+
+    class Wrapping:
+        def __init__(self, inner: Sink) -> None:
+            self.inner, self.seen = inner, list[Record]()
+
+        def write(self, record: Record) -> None:
+            self.seen.append(record)
+            self.inner.write(record)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.inner, name)
+
+    return cast(Sink, Wrapping(PrometheusSink(listen=None)))
+
+
+@pytest.mark.parametrize("made", [_overriding, _replaced, _wrapping])
+def test_a_write_of_ones_own_sees_every_step(made: Callable[[], Sink]) -> None:
+    """`write_all` of the sink that it is made of does not stand in for it."""
+    sink, records = made(), records_of(1, 5)
+    breaker = Breaker(sink, Health())
+    breaker.open(make_run(Path("never")))
+    breaker.write_all(records)
+    assert sink.seen == records  # type: ignore[attr-defined]
