@@ -5,12 +5,15 @@ from __future__ import annotations
 import time
 from contextlib import suppress
 from math import inf
+from pathlib import Path
 
 from gradwatch.account import Account
 from gradwatch.account.launch_total import Part
 from gradwatch.journal.columnar_steps import StepsEntry
 from gradwatch.journal.entries import EndEntry, Entry, EventsEntry, RunEntry
-from gradwatch.journal.reader import JournalReader
+from gradwatch.journal.frames import Damage
+from gradwatch.journal.payload import decode_payload
+from gradwatch.journal.reader import JournalReader, opened
 from gradwatch.records.columns import OBSERVED_ONLY
 from gradwatch.records.decision import Order
 from gradwatch.records.run_info import RunInfo
@@ -63,6 +66,21 @@ class Recorded:
         )
         ended = self._account is not None
         return Part(run.pid, run.host, run.start_time, account, ended, run.launch, run.told_by)
+
+
+def writer_of(path: Path) -> int:
+    """The id of the process that wrote a journal, without a check of the rest; -1 where the file does not say.
+
+    Raises OSError where it cannot be read.
+    """
+    with opened(path) as scanner:
+        head = scanner.read()
+    if head is None or isinstance(head, Damage):
+        return -1
+    try:
+        return int(decode_payload(head.payload).fields["run"]["pid"])
+    except (ValueError, TypeError, LookupError):  # it is damaged, or of another version
+        return -1
 
 
 def part_of(journal: JournalReader, seconds: float = inf) -> Part | None:

@@ -50,7 +50,7 @@ def recorded() -> bool:
 
 def handed_over() -> bool:
     """True if all journals of this process end with an account, where the process that prints it looks for them."""
-    own = [part.ended for part in _parts() if part.pid == os.getpid()]
+    own = [part.ended for part in _parts(own=True) if part.pid == os.getpid()]
     return bool(own) and all(own)
 
 
@@ -60,7 +60,7 @@ def with_children(own: Account) -> Account:
     A process without an end in its journal was killed, or left by `os._exit`, or runs on: of it counts what it has
     recorded. So does a first rank that is gone without a word, for it would have printed its own.
     """
-    children = [part for part in _parts() if _spoken_for(part)]
+    children = [part for part in _parts(own=False) if _spoken_for(part)]
     if not children:
         return own
     return replace(launch_total(children, _runs, own), directory=own.directory or str(folder()))
@@ -75,18 +75,20 @@ def _runs(part: Part) -> bool:
     return alive(part.pid, part.since)
 
 
-def _parts() -> Iterator[Part]:
-    """Summaries of the processes of this launch, from the journals on this machine."""
+def _parts(own: bool) -> Iterator[Part]:
+    """Summaries of the processes of this launch, from the journals on this machine; `own`: of this process too."""
     since = began()
     found = list(_written(since - _CLOCKS))
     if not found:
         return
     # Here, not at the top: this is for processes that train, or whose children do.
     from gradwatch.journal import JournalReader
-    from gradwatch.journal.process_account import part_of
+    from gradwatch.journal.process_account import part_of, writer_of
 
     for path in found:
         try:
+            if not own and writer_of(path) == os.getpid():  # to read an entry imports pydantic: 0.1 s
+                continue
             part = part_of(JournalReader(path), _SECONDS / len(found))
         except OSError:  # deleted meanwhile
             continue

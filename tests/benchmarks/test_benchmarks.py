@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
-from tests.benchmarks import ablations, adoption, memory, overhead, ranks, small, versions
+from tests.benchmarks import ablations, adoption, memory, overhead, ranks, small, start, versions
 from tests.benchmarks.interleave import Sample, Timings, Turns, added_ratio, compare, interleave, pooled
 from tests.benchmarks.loops import Handover, in_turn, training_step
 from tests.benchmarks.peers import (
@@ -485,3 +485,12 @@ def test_ranks_are_measured(loop: tuple[str, int]) -> None:
     assert [(row.loop, row.pack, row.errors) for row in found.rows] == [
         (loop[0], pack, "") for pack in ranks.PACKS
     ]
+
+
+def test_what_a_start_costs_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A script by itself and one that is watched have a time each, and so have `watch` and `close`."""
+    run = SimpleNamespace(run=lambda command, cwd, env, **_: warm.run(command, cwd, env, check=True))
+    monkeypatch.setattr(start, "subprocess", run)
+    assert start.starts(rounds=2).shape == (2, 2, 2)
+    assert (start.attaching(times=2, parameters=10) > 0).all()
+    assert start.interval(np.array([1.0, 2.0, 2.0, 3.0])).startswith("2 (")
