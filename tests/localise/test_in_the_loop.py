@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 import gradwatch
 from gradwatch.journal import read_journal
-from gradwatch.localise import localiser
-from gradwatch.localise.replay import diagnosed_replay, step_replay
+from gradwatch.localise.replay import diagnosed_replay, live_recording, step_replay
 from gradwatch.records.finding import Finding
 from gradwatch.rules.files import parse_rules
 from gradwatch.session.watch import Watch
@@ -175,7 +174,7 @@ def test_faults_of_ours_never_reach_training(
     def fail(*args: Any, **kwargs: Any) -> Any:
         raise error("ours")
 
-    monkeypatch.setattr(localiser if broken_part == "Live" else diagnosed_replay, broken_part, fail)
+    monkeypatch.setattr(live_recording if broken_part == "Live" else diagnosed_replay, broken_part, fail)
     torch.manual_seed(0)
     model = SqrtAtZero()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
