@@ -76,9 +76,8 @@ class _Engine(ImperativeEngine):
             listeners = layer.listeners
             if not listeners or _tracing():
                 return _run_backward(self)
-            found = _frame(
-                1
-            ).f_locals  # of torch's `_engine_run_backward`: what the method is about to be given
+            # Of torch's `_engine_run_backward`: what the method is about to be given.
+            found = _frame(1).f_locals
             args = found.get("args", ())
             accumulates = bool(found.get("kwargs", {}).get("accumulate_grad", False))
             nested = _graph_task() != _OUTSIDE
@@ -94,9 +93,8 @@ class _Engine(ImperativeEngine):
             finally:
                 if aside is not None:
                     aside.put_back()
-            if (
-                not nested
-            ):  # after it was said which models are gone: a backward counts for those that watch it
+            # After the listeners: a backward counts for those that begin to watch with it, not for those that end.
+            if not nested:
                 TOTALS.backwards += accumulates
                 TOTALS.grad_calls += not accumulates
             return _run_backward(self)

@@ -223,9 +223,8 @@ class ModelRecorder:
             for value in args:
                 if type(value) is Tensor and not value.requires_grad:
                     versions.append(value._version)
-            if (
-                len(versions) == len(args) and not kwargs
-            ):  # almost every model is given data, and nothing else
+            # Almost every model is given data, and nothing else.
+            if len(versions) == len(args) and not kwargs:
                 call.args, call.kwargs, call.versions, call.computed = args, kwargs, versions, NONE_COMPUTED
             else:
                 _hold_arguments(call, args, kwargs)

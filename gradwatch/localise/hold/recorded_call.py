@@ -25,9 +25,8 @@ def _no_losses(_: object) -> Losses:
 CPU_ONLY, CPU_AND_CUDA = ("cpu",), ("cpu", "cuda")
 
 
-@dataclass(
-    eq=False
-)  # without slots: what has a plain default need not be set where one is made at each forward
+# Without slots: what has a plain default need not be set where one is made at each forward.
+@dataclass(eq=False)
 class Call:
     """One forward call: how it was made, and `gradients` that reached its outputs (by position; summed).
 
