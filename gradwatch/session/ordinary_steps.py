@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from gradwatch.capture.columns.batch_norm_statistics import RunningStatistics
 from gradwatch.capture.read_after_backward import Capture
 from gradwatch.capture.snapshot_assembly import Assembled, assemble_many
 from gradwatch.engine.actions.norms_after_actions import reshaped, with_clip_order
@@ -46,6 +47,7 @@ class OrdinarySteps:
         notices: Notices,
         publishing: Publishing,
         activity: Activity,
+        statistics: RunningStatistics,
         recorded: Callable[[], tuple[Finding, ...]],
     ) -> None:
         self._capture = capture
@@ -53,13 +55,14 @@ class OrdinarySteps:
         self._notices = notices
         self._publishing = publishing
         self._activity = activity
+        self._statistics = statistics
         self._recorded = recorded
 
     def conclude(self, ctx: OptimizerContext, waiting: deque[Measurement]) -> bool:
         """Take the first of these off, judge and publish them; False, and nothing is done, if even two cannot be so."""
         first = waiting[0]
         bound_rules = first.bound_rules
-        if len(waiting) < FEWEST or not _nothing_else_asked(ctx, bound_rules):
+        if len(waiting) < FEWEST or not _nothing_else_asked(ctx, bound_rules) or self._statistics.ruined:
             return False
         if bound_rules.alone_left:
             bound_rules.alone_left -= 1

@@ -114,6 +114,7 @@ class StepPipeline:
             sources.notices,
             publishing,
             activity,
+            sources.statistics,
             tuple if sources.causes is None else sources.causes.recorded,
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -449,6 +450,24 @@ def test_a_parameter_added_meanwhile_takes_nothing_away(tmp_path: Path) -> None:
     assert [record.snapshot.step for record in sink.records] == list(range(LEARNED + 6))
     assert len(sink.records[-2].snapshot.norm) == 6
     assert len(sink.records[-1].snapshot.norm) == 8
+
+
+def test_statistics_ruined_by_another_optimizers_batch_are_told_with_every_step(tmp_path: Path) -> None:
+    """While running statistics hold a NaN no checkpoint is healthy, whichever optimizer its step was of."""
+    torch.manual_seed(0)
+    ruined, other = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), nn.Linear(3, 4)
+    optimizers = [torch.optim.SGD(one.parameters(), 1e-4) for one in (ruined, other)]
+    sink, bad = Kept(), LEARNED + 10
+    with gradwatch.watch([ruined, other], optimizers, sinks=[sink], strict=True, run_dir=tmp_path):
+        for step in range(bad + 2 * MOST):
+            for model, optimizer in zip((ruined, other), optimizers, strict=True):
+                optimizer.zero_grad()
+                batch = X[step % 60 : step % 60 + 4] * (math.nan if step == bad and model is ruined else 1.0)
+                model(batch).pow(2).mean().backward()
+                optimizer.step()
+    told = [one for one in sink.records if one.snapshot.step > bad and one.snapshot.step < bad + 40]
+    assert {one.snapshot.optimizer for one in told if one.checkpoint and not one.checkpoint.healthy} == {0, 1}
+    assert not any(one.checkpoint and one.checkpoint.healthy for one in told)
 
 
 AT_EXIT = """

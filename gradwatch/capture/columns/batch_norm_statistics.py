@@ -34,6 +34,11 @@ class RunningStatistics:
         self._nonfinite: tuple[str, ...] = ()
         self._looked = 0
 
+    @property
+    def ruined(self) -> bool:
+        """True if some were not finite at the last look: every step asks anew until they are."""
+        return bool(self._nonfinite)
+
     def nonfinite(self, suspected: bool) -> tuple[str, ...]:
         """Names of the statistics that hold NaN or Inf; asked at every step, `suspected` where gradients do."""
         if not (suspected or self._nonfinite):
