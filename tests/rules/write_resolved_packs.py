@@ -24,7 +24,7 @@ def resolved_text(name: str) -> str:
         "rules": canonical(ruleset),
         "origins": origins,
     }
-    return json.dumps(document, indent=0, ensure_ascii=False) + "\n"
+    return json.dumps(document, ensure_ascii=False, separators=(",", ":")) + "\n"
 
 
 if __name__ == "__main__":
