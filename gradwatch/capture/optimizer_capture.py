@@ -415,7 +415,8 @@ class OptimizerCapture:
         assert raw is not None
         left: Grads = self.kept or [None if ref is None else ref() for ref in self._held]
         gone = self.distributed and self.kept is None
-        self._after = after = None if gone else self._reader.left(left, self._versions, raw)
+        with self._reading.held:  # one read of a capture at a time: they share a buffer
+            self._after = after = None if gone else self._reader.left(left, self._versions, raw)
         calls, current = self.arrivals.counted().copy(), self.arrivals.current
         calls[np.array(self._versions) < 0] = 0
         return WindowNorms(

@@ -47,7 +47,8 @@ class Slots:
         self.of: dict[int, int] = {}
         self.arrival: dict[int, int] = {}  # position of each slot among the first gradients to arrive
         self.unowned: frozenset[int] | None = None  # of no living optimizer; None = to be found anew
-        self.by_hand: set[int] = set()  # of tensors that no module holds, trained without an optimizer
+        # Of tensors that no module holds, trained without an optimizer. Never another set: taps look at this one.
+        self.by_hand: set[int] = set()
         self.hooks = GradReadyHooks(ready, arm)
         self.coverage = Coverage(self.of)
         self._came = 0

@@ -11,6 +11,7 @@ Axes: K series (one per site, per group, or a single one over a total or a scala
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields
@@ -280,6 +281,11 @@ class Exceeding(Detector):
     def fires_at(self) -> float:
         """`above`."""
         return self.above
+
+    @property
+    def log_surely_below(self) -> float:
+        """A logarithm less than this is one of a score below `above`, whatever float32 and exp have rounded."""
+        return math.log(self.above) - 1e-3
 
     @property
     def clears_at(self) -> float:

@@ -128,7 +128,7 @@ class Drift(Exceeding):
             means, n = moved, after
         growth = np.maximum.reduce(found[:, 0] - found[:, 1], axis=1)
         # What comes closer is judged by itself.
-        below = leading(growth.astype(np.float64) < math.log(self.above) - 1e-3)
+        below = leading(growth.astype(np.float64) < self.log_surely_below)
         return below, TrendState(paces[1][below - 1], found[below - 1].copy()) if below else state
 
     def _judged(
@@ -136,7 +136,7 @@ class Drift(Exceeding):
     ) -> tuple[FloatArray | None, TrendState]:
         growth = after.means[0] - after.means[1]
         # A margin covers the rounding of float32 and of exp.
-        if float(np.maximum.reduce(growth)) < math.log(self.above) - 1e-3:
+        if float(np.maximum.reduce(growth)) < self.log_surely_below:
             return None, after
         return self._factor(before, after, x), after
 

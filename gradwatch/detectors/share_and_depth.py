@@ -98,7 +98,7 @@ class Drop(Exceeding):
         d = y - before.b
         after = self._absorb(before, d)
         # fmin: a sample that is missing does not fall.
-        if not -float(np.fmin.reduce(d)) >= math.log(self.above) - 1e-3:
+        if not -float(np.fmin.reduce(d)) >= self.log_surely_below:
             return None, after
         return self._factor(before, y), after
 
@@ -111,7 +111,7 @@ class Drop(Exceeding):
         if pace is None:
             return self._factor(before, y), self._absorb(before, d)
         low, high = float(np.minimum.reduce(d)), float(np.maximum.reduce(d))
-        score = None if -low < math.log(self.above) - 1e-3 else self._factor(before, y)
+        score = None if -low < self.log_surely_below else self._factor(before, y)
         if low < -STEP or high > STEP:
             np.clip(d, _FALL, _RISE, out=d)
         d *= pace[0]
@@ -136,7 +136,7 @@ class Drop(Exceeding):
             np.add(d, b, out=usual)
             b = usual
         # What comes closer is judged by itself.
-        below = leading(-low.astype(np.float64) < math.log(self.above) - 1e-3)
+        below = leading(-low.astype(np.float64) < self.log_surely_below)
         return below, ShareState(paces[1][below - 1], found[below - 1].copy()) if below else state
 
     def _factor(self, state: ShareState, y: Array32) -> NDArray[np.float64]:

@@ -38,7 +38,7 @@ _SIGMA, _FLOOR = np.float32(SIGMA_PER_MEAN_DEVIATION), np.float32(FLOOR)
 
 
 def _winsorise(d: Array32, bound: Array32) -> None:
-    """Bring d[K] to within ±bound[K], in place."""
+    """Bring d[K] to within ±bound[K], in place; `bound` is overwritten too."""
     np.minimum(d, bound, out=d)
     np.negative(bound, out=bound)
     np.maximum(d, bound, out=d)

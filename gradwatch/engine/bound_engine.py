@@ -16,7 +16,7 @@ from gradwatch.engine.actions.rule_actions import by_rule, orders, rescaled, wit
 from gradwatch.engine.clip_policy_binding import clips_only_total, needs_host
 from gradwatch.engine.columns_needed import Needs, needs_of
 from gradwatch.engine.engine_state import EngineState, empty_state
-from gradwatch.engine.fast_path.many_steps import FastBlock, breaching
+from gradwatch.engine.fast_path.many_steps import FastBlock, active_without_action
 from gradwatch.engine.fast_path.one_step import FastPath, FastPaths, Learned
 from gradwatch.engine.firing import Track
 from gradwatch.engine.judge import Step, firing_now, under_factor
@@ -121,7 +121,7 @@ class Engine:
         return BoundEngine(make_plan(self.ruleset, labelled), self.rank)
 
 
-class OrdinarySteps(NamedTuple):
+class BlockVerdict(NamedTuple):
     """Steps judged together: the state after them, the verdict of each, and of each the staggered series in turn."""
 
     state: EngineState
@@ -218,7 +218,7 @@ class BoundEngine:
 
     def evaluate_many(
         self, state: EngineState, snapshots: Sequence[Snapshot], norm: NDArray[np.float32]
-    ) -> OrdinarySteps:
+    ) -> BlockVerdict:
         """Judge the first of several steps of one optimizer together, as far as they are surely as usual.
 
         As `evaluate` would one after the other, bit by bit; the next one is for `evaluate`. The Snapshots are not
@@ -228,9 +228,9 @@ class BoundEngine:
         if state.plan is not self.plan or any(len(one.norm) != self._size for one in snapshots):
             raise GradwatchError("state or snapshot belongs to other sites; use adopt()")
         path: FastPath | None = None if state.active is None else self._fast_paths[state.active]
-        firing = None if path is None else breaching(state, path.active_every_step)
+        firing = None if path is None else active_without_action(state, path.active_every_step)
         if path is None or firing is None or state.may_act:
-            return OrdinarySteps(state)
+            return BlockVerdict(state)
         lr, in_turn = state.lr, list[InTurn]()
         for snapshot in snapshots:
             before, lr = lr, snapshot.scalars.get("lr", lr)
@@ -241,19 +241,19 @@ class BoundEngine:
             in_turn.append(turn)
         usual = len(in_turn)
         block = FastBlock(path, snapshots[:usual], in_turn, norm[:usual], firing)
-        count, baselines = block.learn(state) if in_turn else (0, state.baselines)
+        count, baselines = block.leading_ordinary(state) if in_turn else (0, state.baselines)
         if not count:
-            return OrdinarySteps(state)
+            return BlockVerdict(state)
         lr = next((one.scalars["lr"] for one in reversed(snapshots[:count]) if "lr" in one.scalars), state.lr)
         after = state.with_learned(baselines, lr)
         if in_turn[count - 1] or state.overdue:
             after = after.with_turns(in_turn[count - 1], state.overdue)
         verdict = (
-            state.ordinary if state.ordinary is not None and not firing else self._firing_on(state, firing)
+            state.ordinary if state.ordinary is not None and not firing else self._verdict_of(state, firing)
         )
-        return OrdinarySteps(after, verdict, in_turn[:count])
+        return BlockVerdict(after, verdict, in_turn[:count])
 
-    def _firing_on(self, state: EngineState, rules: Iterable[tuple[RulePlan, Track]]) -> Verdict:
+    def _verdict_of(self, state: EngineState, rules: Iterable[tuple[RulePlan, Track]]) -> Verdict:
         """The verdict on a step that changes nothing while these rules fire, and others that it has no data of."""
         breaching = {
             one.rule.id: one.shown.spread(track.firing, len(self.plan.sites)) for one, track in rules

@@ -264,7 +264,10 @@ class Recorder:
             np.array([each.norm for each in snapshots]),
             np.array([each.calls for each in snapshots]),
         )
-        track.rows += map(step_row, records, track.group_norms(norm, calls))
+        rows = list(
+            map(step_row, records, track.group_norms(norm, calls))
+        )  # all or none: else they come twice
+        track.rows += rows
         self._rows += len(records)
 
     def _track(self, snapshot: Snapshot) -> _Track:

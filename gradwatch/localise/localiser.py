@@ -89,7 +89,7 @@ class Localiser:
         self.add(models)
         self._removes = [
             step_hooks.listen(after=self._recordings.step_taken),
-            step_hooks.listen(self._before_step, self._after_step, waits_for=self._live),
+            step_hooks.listen(self._before_step, self._after_step, only_if=self._live),
         ]
 
     def add(self, models: Iterable[nn.Module]) -> None:

@@ -26,7 +26,7 @@ from gradwatch.reading.row_sums import ROW, RowBuffer
 from gradwatch.reading.row_sums_by_blas import NO_WARNINGS, SquareRows, silently, vecdot
 from gradwatch.reading.row_sums_by_torch import NormRows
 
-FEW = 2048  # row norms whose squares float32 may add up
+FEW_FOR_FLOAT32 = 2048  # row norms whose squares float32 may add up
 PATIENCE = 3  # reads off the plan before a new one is made; doubled each time
 NEAR = 4.0
 """A total within this factor of the usual one (and so finite) lets the closer look wait a few steps."""
@@ -61,7 +61,7 @@ def _blocks(vector: Tensor) -> float:
     rows, rest = divmod(numel, ROW)
     body = vector.narrow(0, 0, numel - rest) if rest else vector
     norms = torch.linalg.vector_norm(body.view(rows, ROW), dim=1)
-    total = _dot(norms.to(torch.float64) if rows > FEW else norms)
+    total = _dot(norms.to(torch.float64) if rows > FEW_FOR_FLOAT32 else norms)
     return total + _dot(vector.narrow(0, numel - rest, rest)) if rest else total
 
 
@@ -150,7 +150,7 @@ class RowNorms:
     def same_bits(self, chosen: Sequence[int], grads: Sequence[Tensor | None]) -> bool | None:
         """True if a few gradients are what was read; None where that was not kept, or not any more, or is all zeros.
 
-        Of single gradients it is compared once, and not held until the norms are asked for.
+        What was kept of single gradients is compared once, and then let go; uncompared it stays with this read.
         """
         plan, kept, self._kept = self._plan, self._kept, _NONE_KEPT
         if self._missed or self._read != plan.reads:

@@ -19,7 +19,7 @@ from torch import Tensor
 ROW = 1 << 13
 # Squares below 2^-126 may be flushed to zero: 1e-5 relative is only certain above this mean square.
 UNDERFLOW = 2.0**-126 * 1e5
-FEW = 256  # rows that are added up faster as floats, without what numpy's reductions pass through in cold caches
+FEW_FOR_FSUM = 256  # rows added up faster as floats: without what numpy passes through in cold caches
 UNEVEN = 4  # rows may be so many times shorter than ROW, to divide a tensor without a rest
 
 # Not what `torch.set_default_dtype` and `set_default_device` say.
@@ -45,7 +45,7 @@ class RowBuffer(ABC):
     def __init__(self, shapes: Sequence[Shape]) -> None:
         """`shapes` are (rows, columns) of each part."""
         self._host: NDArray[np.float32] = np.zeros(sum(rows for rows, _ in shapes), np.float32)
-        self._few = len(self._host) <= FEW
+        self._few = len(self._host) <= FEW_FOR_FSUM
         self._outs: list[Any] = []  # the parts, as `read` writes to them
 
     @staticmethod

@@ -1,9 +1,8 @@
 """Steps that are judged later, in order: their numbers are still on their way, or nothing about them is urgent.
 
 After a backward the caches are cold, and judging a step in Python costs three to four times what it costs right
-after another (312 against 84 µs on the wide MLP of the benchmarks). So steps on which a quick look saw nothing
-unusual, and on which no rule could act, are judged some at a time, many of them in one call: the same numbers in the
-same order, a little later.
+after another. So steps on which a quick look saw nothing unusual, and on which no rule could act, are judged some at a
+time, many of them in one call (`gradwatch.session.ordinary_steps`): the same numbers in the same order, a little later.
 """
 
 from __future__ import annotations
@@ -32,7 +31,7 @@ Step = TypeVar("Step", bound=Measured)
 
 
 class Deferral(Generic[Step]):
-    """The steps of one optimizer that wait to be judged; `judge` takes the first of them, or several, off, and does so.
+    """The steps of one optimizer that wait to be judged; `judge(waiting)` takes one or more off the left to do so.
 
     When each of them is judged depends on the device and on the clock, and so differs between ranks. A step that ranks
     judge together (`OptimizerContext.pooled`) must therefore never come here: its judgement holds a collective.

@@ -84,9 +84,15 @@ class LiveSessions(Generic[W]):
         if before.nested:
             return
         died.clear()
+        fault: Exception | None = None
         for watch in tuple(self._live):
-            watch.drop_dead()
+            try:
+                watch.drop_dead()
+            except Exception as error:  # no reason not to tell the others
+                fault = error
         self.close_orphans()
+        if fault is not None:
+            raise fault
 
     def close_orphans(self) -> None:
         """Close the watches whose models are gone."""

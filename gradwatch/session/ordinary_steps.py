@@ -12,14 +12,13 @@ from dataclasses import replace
 
 from gradwatch.capture.columns.batch_norm_statistics import RunningStatistics
 from gradwatch.capture.read_after_backward import Capture
-from gradwatch.capture.snapshot_assembly import Assembled, assemble_many
+from gradwatch.capture.snapshot_assembly import assemble_many
 from gradwatch.engine.actions.norms_after_actions import reshaped, with_clip_order
-from gradwatch.engine.bound_engine import OrdinarySteps as Judged
+from gradwatch.engine.bound_engine import BlockVerdict
 from gradwatch.records.decision import Decision
 from gradwatch.records.finding import Finding
 from gradwatch.records.record import Record
 from gradwatch.records.snapshot import Snapshot
-from gradwatch.records.verdict import Verdict
 from gradwatch.session.binding.optimizer_rules import OptimizerRules
 from gradwatch.session.checkpoint_health import Checkpoints
 from gradwatch.session.extra_columns import Measurement
@@ -30,7 +29,7 @@ from gradwatch.session.record_publishing import Publishing
 
 FEWEST = 2
 """Steps that are worth it: one alone is judged at a glance."""
-MOST_ALONE = 64
+MOST_BACKOFF = 64
 """Steps that are judged alone, at most, before several are tried together again."""
 
 
@@ -64,8 +63,8 @@ class OrdinarySteps:
         bound_rules = first.bound_rules
         if len(waiting) < FEWEST or not _nothing_else_asked(ctx, bound_rules) or self._statistics.ruined:
             return False
-        if bound_rules.alone_left:
-            bound_rules.alone_left -= 1
+        if bound_rules.block_retry_in:
+            bound_rules.block_retry_in -= 1
             return False
         measured, judged = _alike(first, waiting), None
         if len(measured) >= FEWEST:
@@ -74,48 +73,58 @@ class OrdinarySteps:
             )
             judged = bound_rules.bound.evaluate_many(bound_rules.state, snapshots.snapshots, snapshots.norm)
         if judged is None or len(judged.in_turn) < FEWEST:
-            bound_rules.alone = min(2 * bound_rules.alone + 1, MOST_ALONE)
-            bound_rules.alone_left = bound_rules.alone
+            bound_rules.block_backoff = min(2 * bound_rules.block_backoff + 1, MOST_BACKOFF)
+            bound_rules.block_retry_in = bound_rules.block_backoff
             return False
-        for _ in judged.in_turn:
+        count = len(judged.in_turn)
+        left = [
+            _clipped(snapshot, bound_rules.bound.decision_otherwise)
+            for snapshot in snapshots.snapshots[:count]
+        ]
+        # From here on they are taken: what fails costs their Records, and is no reason to judge them again.
+        for _ in left:
             waiting.popleft()
-        self._take(bound_rules, measured, snapshots, judged)
+        try:
+            self._take(bound_rules, measured[:count], left, judged)
+        except Exception:
+            bound_rules.health_tracker.unjudged(left[-1][0].step)
+            self._publishing.totals.unjudged += count
+            raise
         return True
 
     def _take(
         self,
         bound_rules: OptimizerRules,
         measured: Sequence[Measurement],
-        found: Assembled,
-        judged: Judged,
+        left: Sequence[tuple[Snapshot, Decision]],
+        judged: BlockVerdict,
     ) -> None:
-        """Keep what these steps have taught, and publish them."""
-        count, captured = len(judged.in_turn), bound_rules.captured
-        snapshots = found.snapshots[:count]
-        bound_rules.alone, bound_rules.state = 0, judged.state
-        bound_rules.ordinary_steps += count
-        self._activity.judged()
+        """Keep what these steps have taught, and publish them; `left` is how each of them leaves its gradients."""
+        captured, verdict = bound_rules.captured, judged.verdict
+        bound_rules.block_backoff, bound_rules.state = 0, judged.state
+        bound_rules.ordinary_steps += len(left)
         self._notices.unmeasured(self._capture.coverage.missing)
         self._checkpoints.check_if_due(bound_rules, broken=False)
-        for snapshot in snapshots:
+        for snapshot, _ in left:
             captured.know_total(snapshot.total_norm, ordinary=True)
-        health = bound_rules.health_tracker.after_all(snapshots, judged.verdict)
+        health = bound_rules.health_tracker.after_all([snapshot for snapshot, _ in left], verdict)
         records = [
-            Record(*_clipped(snapshot, bound_rules.bound.decision_otherwise, judged.verdict), *one.clock, now)
-            for one, snapshot, now in zip(measured, snapshots, health, strict=False)
+            Record(snapshot, verdict, decision, *one.clock, now)
+            for one, (snapshot, decision), now in zip(measured, left, health, strict=True)
         ]
         if findings := self._recorded():
             records[-1] = replace(records[-1], findings=findings)
         bound_rules.record = records[-1]
         self._publishing.give_all(records, judged.in_turn)
+        self._activity.judged()
 
 
-def _clipped(snapshot: Snapshot, decision: Decision, verdict: Verdict) -> tuple[Snapshot, Verdict, Decision]:
-    """The step as a bound on the total norm leaves it, with the word for that; the verdict is not changed by it."""
+def _clipped(snapshot: Snapshot, decision: Decision) -> tuple[Snapshot, Decision]:
+    """The step as a bound on the total norm leaves it, with the word for that."""
     if not decision.touches:
-        return snapshot, verdict, decision
+        return snapshot, decision
     left = reshaped(snapshot, decision, snapshot.total_norm_applied, {})
-    return left, verdict, with_clip_order(decision, snapshot, left)
+    return left, with_clip_order(decision, snapshot, left)
 
 
 def _nothing_else_asked(ctx: OptimizerContext, bound_rules: OptimizerRules) -> bool:
@@ -131,7 +140,7 @@ def _nothing_else_asked(ctx: OptimizerContext, bound_rules: OptimizerRules) -> b
 
 
 def _alike(first: Measurement, waiting: deque[Measurement]) -> list[Measurement]:
-    """The first of these that have the same sites, all gradients, and nothing that was looked at twice."""
+    """The first of these that were measured alike: by the same rules, with all gradients, no more than columns."""
     found: list[Measurement] = []
     captured, bound_rules, sites = first.captured, first.bound_rules, first.bound_rules.sites
     for one in waiting:

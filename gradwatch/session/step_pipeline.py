@@ -168,7 +168,7 @@ class StepPipeline:
                 return
         except Exception as error:
             self._activity.failed("boundary", error)
-            if len(waiting) < left:  # they have been judged
+            if len(waiting) < left:  # they were judged, and are counted as without a Record
                 return
         self.conclude(ctx, waiting.popleft())
 

@@ -16,12 +16,13 @@ class Ownership:
 
     def __init__(self, given: Sequence[Optimizer]) -> None:
         self._given = [weakref.ref(optimizer) for optimizer in given]
-        self.wanted = [weakref.ref(optimizer) for optimizer in given]  # since captures were made last
+        # Since captures were made last. Never another list: the capture looks at this one.
+        self.wanted = [weakref.ref(optimizer) for optimizer in given]
         self._named: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def join(self, optimizers: Iterable[Optimizer]) -> None:
         """Watch these too."""
-        self.wanted += map(weakref.ref, optimizers)
+        self.wanted.extend(map(weakref.ref, optimizers))
 
     def given(self, captures: Sequence[OptimizerCapture]) -> list[Optimizer]:
         """Those named at the attach, in that order, then those of `captures`."""

@@ -54,7 +54,7 @@ class BackwardCall(NamedTuple):
 # Without the Python function that makes a named tuple: caches are cold here.
 _called: Callable[[tuple[Any, ...]], BackwardCall] = partial(tuple.__new__, BackwardCall)
 Listener = tuple[Callable[[BackwardCall], None], tuple[Sized, ...]]
-"""What is called, and what it waits for: it is called only where one of these is not empty."""
+"""What is called, and the containers of which one must not be empty for that."""
 _ALWAYS = ((None,),)
 _NEVER = ()
 
@@ -85,18 +85,18 @@ class _Engine(ImperativeEngine):
             call = _called((found.get("t_outputs", ()), weights, inputs, accumulates, nested))
             aside = dispatch_modes.Aside() if dispatching() or functions() else None
             try:
-                for listener, waits_for in listeners:
-                    if any(waits_for):
+                for listener, only_if in listeners:
+                    if any(only_if):
                         listener(call)
                 if layer.listeners is not listeners:
                     _call_new(layer.listeners, listeners, call)
             finally:
                 if aside is not None:
                     aside.put_back()
-            # After the listeners: a backward counts for those that begin to watch with it, not for those that end.
-            if not nested:
-                TOTALS.backwards += accumulates
-                TOTALS.grad_calls += not accumulates
+                # After the listeners: it counts for those that begin to watch with it, not for those that end.
+                if not nested:
+                    TOTALS.backwards += accumulates
+                    TOTALS.grad_calls += not accumulates
             return _run_backward(self)
         except Exception as error:
             guard.fault("capture", error)
@@ -106,19 +106,19 @@ class _Engine(ImperativeEngine):
 _engine = Patch(Variable, "_execution_engine", _Engine)
 
 
-def listen(about_to_run: Callable[[BackwardCall], None], *waits_for: Sized) -> Callable[[], None]:
+def listen(about_to_run: Callable[[BackwardCall], None], *only_if: Sized) -> Callable[[], None]:
     """Call `about_to_run` before every call of the engine; the returned call ends that. It must not raise.
 
-    With `waits_for` only where one of these containers is not empty, which is looked at without a Python call. Not
+    With `only_if` only where one of these containers is not empty, which is looked at without a Python call. Not
     noticed: engines started from C++ (TorchScript's, an extension's), and what dynamo traces.
     """
-    return _engine.listen((about_to_run, waits_for or _ALWAYS))
+    return _engine.listen((about_to_run, only_if or _ALWAYS))
 
 
 def count_backwards() -> Callable[[], None]:
     """Count every call of the engine that is not inside another one, in `TOTALS`; the returned call ends that.
 
-    It is counted once, and whoever listens.
+    Each is counted once, however many listen.
     """
     return _engine.listen((_nothing, _NEVER))
 
@@ -129,8 +129,8 @@ def _nothing(_: BackwardCall) -> None:
 
 def _call_new(now: Sequence[Listener], before: Sequence[Listener], call: BackwardCall) -> None:
     """One of the listeners has begun to watch: this is the first backward of those that it has added."""
-    for listener, waits_for in now:
-        if (listener, waits_for) not in before and any(waits_for):
+    for listener, only_if in now:
+        if (listener, only_if) not in before and any(only_if):
             listener(call)
 
 

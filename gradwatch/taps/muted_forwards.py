@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import threading
 from collections.abc import Callable, Iterator
 
@@ -28,6 +29,14 @@ def muted() -> Iterator[None]:
     finally:
         muted_threads.remove(thread)
 
+
+def _forked() -> None:
+    """In a forked child: only the thread that forked goes on there, and others may get the numbers of those gone."""
+    thread = threading.get_ident()
+    muted_threads[:] = [one for one in muted_threads if one == thread]
+
+
+os.register_at_fork(after_in_child=_forked)
 
 batched: Callable[[Tensor], bool] = torch._C._functorch.is_batchedtensor
 """True for the stand-in of a batch inside `vmap`: its numbers cannot be read."""

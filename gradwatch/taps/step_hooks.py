@@ -51,14 +51,14 @@ except ImportError:  # then it cannot be known, and the shield is always up
 
 
 def listen(
-    before: Before | None = None, after: After | None = None, waits_for: Sized = _ALWAYS
+    before: Before | None = None, after: After | None = None, only_if: Sized = _ALWAYS
 ) -> Callable[[], None]:
     """Call these around every step; the returned call ends that (and the last one out removes torch's hooks).
 
-    They are called only where `waits_for` is not empty, which is looked at without a Python call.
+    They are called only where `only_if` is not empty, which is looked at without a Python call.
     """
-    befores = [] if before is None else [(before, waits_for)]
-    afters = [] if after is None else [(after, waits_for)]
+    befores = [] if before is None else [(before, only_if)]
+    afters = [] if after is None else [(after, only_if)]
     _befores.extend(befores)
     _afters.extend(afters)
     if not _handles:
@@ -179,8 +179,8 @@ def _before(optimizer: Optimizer, args: Any, kwargs: Any, shielded: bool = False
         aside = dispatch_modes.Aside() if dispatching() or functions() else None
         try:
             # Not over a copy: a launcher's listener may add the watch that must see this very step.
-            for listener, waits_for in _befores:
-                if waits_for:
+            for listener, only_if in _befores:
+                if only_if:
                     result = listener(optimizer, args, kwargs)
                     if result is not None:
                         args, kwargs = changed = result
@@ -205,8 +205,8 @@ def _after(optimizer: Optimizer, args: Any, kwargs: Any, shielded: bool = False)
             step_ends(optimizer)
         aside = dispatch_modes.Aside() if dispatching() or functions() else None
         try:
-            for listener, waits_for in tuple(_afters):
-                if waits_for:
+            for listener, only_if in tuple(_afters):
+                if only_if:
                     listener(optimizer)
         finally:
             if aside is not None:

@@ -13,10 +13,12 @@ import torch
 from torch import nn
 
 import gradwatch
+from gradwatch.account.session_counts import SessionCounts
 from gradwatch.actions.skip import skip
 from gradwatch.capture import hook_pruning, read_after_backward
 from gradwatch.capture import optimizer_capture as captured
 from gradwatch.capture.columns import column_reader, module_statistics, norm_local
+from gradwatch.checkpoint import CheckpointHealthTracker
 from gradwatch.engine import BoundEngine
 from gradwatch.errors import TrainingStopped
 from gradwatch.reading import cpu
@@ -26,14 +28,16 @@ from gradwatch.rules.files import parse_rules
 from gradwatch.rules.rule_set import RuleSet
 from gradwatch.runtime import own_time
 from gradwatch.runtime.internal_errors import Health
-from gradwatch.session import pause_after_errors
+from gradwatch.session import ordinary_steps, pause_after_errors
 from gradwatch.session import step_pipeline as judging
 from gradwatch.session.boundary import changed_parameters
+from gradwatch.session.record_publishing import Publishing
 from gradwatch.session.watch import session_of
 from gradwatch.sinks.journal import JournalSink
 from gradwatch.sinks.log import LogSink
 from gradwatch.sinks.prometheus.sink import PrometheusSink
 from gradwatch.taps import grad_scaler
+from tests.support.kept import Kept
 
 RULES = """
 version: 1
@@ -290,3 +294,61 @@ def test_sink_that_cannot_open_leaves_training_alone(tmp_path: Path) -> None:
         assert gw.health.errors() == {"broken": 1}
         assert gw.health.up()["broken"] is False
         assert gw.status()["steps"] == 6
+
+
+# As SITES, of steps judged together; whether they are judged one by one instead, or are without a Record.
+SITES_OF_MANY: dict[str, tuple[Any, str, str, bool]] = {
+    "assemble": (ordinary_steps, "assemble_many", "boundary", True),
+    "evaluate": (BoundEngine, "evaluate_many", "boundary", True),
+    "clip": (ordinary_steps, "_clipped", "boundary", True),
+    "health": (CheckpointHealthTracker, "after_all", "boundary", False),
+    "totals": (SessionCounts, "observe_all", "boundary", False),
+    "publish": (Publishing, "give_all", "boundary", False),
+    "prometheus": (PrometheusSink, "write_all", "prometheus", True),
+    "journal": (JournalSink, "write_all", "journal", True),
+    "log": (LogSink, "write_all", "log", True),
+}
+MANY = 150
+
+
+def train_calmly(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """So long that steps are judged together; a `flush` ends it within a block."""
+    generator = torch.Generator().manual_seed(5)
+    for _ in range(MANY):
+        optimizer.zero_grad()
+        model(torch.randn(4, 3, generator=generator)).pow(2).sum().backward()
+        optimizer.step()
+    return [parameter.detach().clone() for parameter in model.parameters()]
+
+
+@pytest.mark.parametrize("site", SITES_OF_MANY)
+def test_a_fault_with_many_steps_costs_none_in_silence(
+    site: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The weights are as bare, and each step has its Record, or is counted as unjudged and not called healthy."""
+    expected = train_calmly(*build())
+    owner, attribute, component, kept = SITES_OF_MANY[site]
+    calls: list[None] = []
+
+    def broken(*_: Any, **__: Any) -> Any:
+        calls.append(None)
+        raise ValueError("broken")
+
+    monkeypatch.setattr(owner, attribute, broken)
+    monkeypatch.setattr(pause_after_errors, "FAILURES", 10**6)
+    model, optimizer = build()
+    sink = Kept()
+    sinks = [sink, PrometheusSink(listen=None), JournalSink(), LogSink()]
+    rules = parse_rules("version: 1\nrules: {spike: {detect: {kind: spike, above: 100}}}\n")
+    with gradwatch.watch(model, optimizer, rules=rules, sinks=sinks, run_dir=tmp_path) as gw:
+        found = train_calmly(model, optimizer)
+        account = gw.status()["account"]["watched"]
+        healthy, errors = gw.healthy, gw.health.errors()
+    assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert calls, "no steps were judged together"
+    assert errors.keys() == {component}
+    steps = [record.snapshot.step for record in sink.records]
+    assert steps == sorted(set(steps))
+    assert len(steps) + account["unjudged"] == MANY
+    assert (account["unjudged"] == 0) == kept
+    assert healthy == kept

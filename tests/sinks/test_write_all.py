@@ -11,10 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from gradwatch.account.never_judged import StaggeredSeries
 from gradwatch.account.rules_without_data import Reads
 from gradwatch.account.session_counts import SessionCounts
 from gradwatch.checkpoint import CheckpointHealthTracker
-from gradwatch.records.decision import Decision
+from gradwatch.engine.turns import Turn
+from gradwatch.records.decision import Decision, Order
 from gradwatch.records.record import Record
 from gradwatch.records.snapshot import Column, Sites
 from gradwatch.records.verdict import Verdict
@@ -30,6 +32,7 @@ from tests.support.kept import Kept
 from tests.support.sink_records import make_record, make_run, make_sites
 
 SITES = make_sites(6)
+CLIPPED = frozenset({Order("clip", "clip", False, "", 6, 2.0, 1.0, 0.5)})
 
 
 def records_of(seed: int, count: int, sites: Sites = SITES) -> list[Record]:
@@ -51,10 +54,18 @@ def records_of(seed: int, count: int, sites: Sites = SITES) -> list[Record]:
                 step_seconds=None if step == 0 else float(rng.exponential(0.01)),
                 firing=["spike"] if rng.random() < 0.1 else [],
                 columns={"zero_fraction": column} if rng.random() < 0.2 else None,
+                decision=Decision(max_norm=1.0, orders=CLIPPED) if rng.random() < 0.1 else None,
                 scalars=scalars,
             )
         )
     return found
+
+
+def turn_of(step: int) -> dict[str, Turn]:
+    """Two of the six series are in turn at a step."""
+    mask = np.arange(6) % 3 == step % 3
+    positions = np.flatnonzero(mask)
+    return {"dead": Turn(mask, positions, positions)}
 
 
 def cuts(seed: int, records: list[Record]) -> list[list[Record]]:
@@ -115,13 +126,22 @@ def test_the_account_counts_the_same(seed: int) -> None:
                 "loss": Reads("loss"),
             },
         )
+        counts.never_judged.bind(0, {"dead": StaggeredSeries("zero_fraction", 3, SITES.names, ("dead",))})
         records = records_of(seed, 90)
+        turns = [turn_of(record.snapshot.step) for record in records]
         for piece in cuts(seed, records):
+            in_turn = [turns[record.snapshot.step] for record in piece]
             if together:
-                counts.observe_all(piece, [{}] * len(piece))
-            for record in () if together else piece:
-                counts.observe(record, {})
-        told.append((counts.records, counts.judged, counts.coverage, counts.without_data.reasons()))
+                counts.observe_all(piece, in_turn)
+            for record, turn in () if together else zip(piece, in_turn, strict=True):
+                counts.observe(record, turn)
+        told.append(
+            (
+                *(counts.records, counts.judged, counts.coverage, counts.actions),
+                counts.without_data.reasons(),
+                counts.never_judged.by_rule(),
+            )
+        )
     assert told[0] == told[1]
 
 

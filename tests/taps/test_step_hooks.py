@@ -99,13 +99,13 @@ def test_a_watch_begun_inside_a_step_is_not_disturbed() -> None:
 def test_a_listener_that_waits_for_nothing_is_not_called() -> None:
     """It is called around the steps while its container holds something, and while it listens."""
     model, optimizer = build()
-    calls, waits_for = list[str](), list[int]()
+    calls, only_if = list[str](), list[int]()
     remove = step_hooks.listen(
-        lambda *_: calls.append("before"), lambda _: calls.append("after"), waits_for=waits_for
+        lambda *_: calls.append("before"), lambda _: calls.append("after"), only_if=only_if
     )
     step(model, optimizer)
     assert calls == []
-    waits_for.append(1)
+    only_if.append(1)
     step(model, optimizer)
     assert calls == ["before", "after"]
     remove()

@@ -36,7 +36,7 @@ from gradwatch.records.columns import is_scalar, scalar_name
 from gradwatch.records.snapshot import FloatArray, Snapshot
 
 
-def breaching(state: EngineState, rules: Iterable[int]) -> list[tuple[RulePlan, Track]] | None:
+def active_without_action(state: EngineState, rules: Iterable[int]) -> list[tuple[RulePlan, Track]] | None:
     """The rules of these numbers with their tracks, where steps may leave all of them as they are.
 
     So where none has anything to do; None elsewhere.
@@ -79,7 +79,7 @@ class FastBlock:
         self._norm = norm
         self._scalars = [scalars_of(snapshot) for snapshot in snapshots]
 
-    def learn(self, state: EngineState) -> tuple[int, tuple[State, ...]]:
+    def leading_ordinary(self, state: EngineState) -> tuple[int, tuple[State, ...]]:
         """Count the first steps that surely change no rule; with the baselines after those."""
         count = self._usual()
         count = self._cannot_breach(count) if count else 0
@@ -169,7 +169,7 @@ class FastBlock:
 
     def _learned(self, bank: BankInput, before: State, logs: NDArray[np.float32]) -> tuple[int, State]:
         if bank.result_wanted:
-            return self._firing_on(bank, before, len(logs))
+            return self._learned_while_firing(bank, before, len(logs))
         if bank.select is not None:
             x = self._total_logs(len(logs)) if bank.alone else logs[:, bank.select]
             return bank.detector.advance_many_logs(before, x)
@@ -181,7 +181,7 @@ class FastBlock:
                 return bank.detector.advance_many_logs(before, scaled[:, None])
         return self._one_by_one(bank, before, len(logs))
 
-    def _firing_on(self, bank: BankInput, state: State, count: int) -> tuple[int, State]:
+    def _learned_while_firing(self, bank: BankInput, state: State, count: int) -> tuple[int, State]:
         """As `_one_by_one`, of a bank some of whose rules fire: up to where that changes."""
         firing = [(one, track) for one, track in self._firing if one.bank == bank.number]
         for t in range(count):

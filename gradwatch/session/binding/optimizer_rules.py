@@ -50,8 +50,8 @@ class OptimizerRules:
     captured: OptimizerCapture
     last_step: float | None = None
     observed: int = 0
-    alone: int = 0  # steps to be judged alone since several together were last tried in vain
-    alone_left: int = 0
+    block_backoff: int = 0  # steps to be judged one by one since several together were last tried in vain
+    block_retry_in: int = 0  # those of them that are left
     ordinary_steps: int = 0  # judged in a row without events, or anything about to act, or out of the usual
     record: Record | None = field(default=None)
     clip_section: ClipSection | None = None  # what `clip:` asks of it beside the total
