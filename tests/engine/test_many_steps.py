@@ -95,7 +95,8 @@ def test_a_block_sees_what_single_steps_see(
         assert {k: v.tolist() for k, v in state.overdue.items()} == {
             k: v.tolist() for k, v in expected.overdue.items()
         }
-    assert together > 0 or run is with_faults_that_stay or columns_every < 10**6
+    if pack in ("default", "like", "tight") and run is mostly_healthy:
+        assert together > 0
 
 
 @pytest.mark.parametrize("pack", packs())
