@@ -66,12 +66,12 @@ class OrdinarySteps:
         if bound_rules.block_retry_in:
             bound_rules.block_retry_in -= 1
             return False
-        measured, judged = _alike(first, waiting), None
+        measured, judged, before = _alike(first, waiting), None, bound_rules.state
         if len(measured) >= FEWEST:
             snapshots = assemble_many(
                 bound_rules.sites, first.captured.index, measured, self._capture.coverage.ratio
             )
-            judged = bound_rules.bound.evaluate_many(bound_rules.state, snapshots.snapshots, snapshots.norm)
+            judged = bound_rules.bound.evaluate_many(before, snapshots.snapshots, snapshots.norm)
         if judged is None or len(judged.in_turn) < FEWEST:
             bound_rules.block_backoff = min(2 * bound_rules.block_backoff + 1, MOST_BACKOFF)
             bound_rules.block_retry_in = bound_rules.block_backoff
@@ -81,7 +81,10 @@ class OrdinarySteps:
             _clipped(snapshot, bound_rules.bound.decision_otherwise)
             for snapshot in snapshots.snapshots[:count]
         ]
+        if bound_rules.state is not before or not waiting or waiting[0] is not first:
+            return True  # judged meanwhile: a signal handler, say, has asked for the state
         # From here on they are taken: what fails costs their Records, and is no reason to judge them again.
+        bound_rules.state = judged.state
         for _ in left:
             waiting.popleft()
         try:
@@ -101,7 +104,7 @@ class OrdinarySteps:
     ) -> None:
         """Keep what these steps have taught, and publish them; `left` is how each of them leaves its gradients."""
         captured, verdict = bound_rules.captured, judged.verdict
-        bound_rules.block_backoff, bound_rules.state = 0, judged.state
+        bound_rules.block_backoff = 0
         bound_rules.ordinary_steps += len(left)
         self._notices.unmeasured(self._capture.coverage.missing)
         self._checkpoints.check_if_due(bound_rules, broken=False)

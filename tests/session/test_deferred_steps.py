@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import signal
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gradwatch
+from gradwatch.engine import BoundEngine
 from gradwatch.journal import read_journal
 from gradwatch.policies.norm import clip_coefficient
 from gradwatch.reading.batched import CpuReader
@@ -468,6 +470,36 @@ def test_statistics_ruined_by_another_optimizers_batch_are_told_with_every_step(
     told = [one for one in sink.records if one.snapshot.step > bad and one.snapshot.step < bad + 40]
     assert {one.snapshot.optimizer for one in told if one.checkpoint and not one.checkpoint.healthy} == {0, 1}
     assert not any(one.checkpoint and one.checkpoint.healthy for one in told)
+
+
+def test_a_signal_handler_may_ask_while_steps_are_judged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that saves a checkpoint has the steps judged that were about to be: each is told once, without a fault."""
+    judge, asked = BoundEngine.evaluate_many, list[int]()
+
+    def interrupted(self: BoundEngine, *args: Any) -> Any:
+        found = judge(self, *args)
+        if not asked:
+            signal.raise_signal(signal.SIGUSR1)
+        return found
+
+    model, optimizer = build()
+    sink = Kept()
+    with gradwatch.watch(model, optimizer, sinks=[sink], strict=True, run_dir=tmp_path) as gw:
+
+        def save(*_: object) -> None:
+            asked.append(1)
+            gw.state_dict()
+
+        monkeypatch.setattr(BoundEngine, "evaluate_many", interrupted)
+        before = signal.signal(signal.SIGUSR1, save)
+        try:
+            list(steps(model, optimizer, LEARNED + 2 * MOST))
+        finally:
+            signal.signal(signal.SIGUSR1, before)
+    assert asked
+    assert [record.snapshot.step for record in sink.records] == list(range(LEARNED + 2 * MOST))
 
 
 AT_EXIT = """
