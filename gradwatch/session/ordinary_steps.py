@@ -15,6 +15,7 @@ from gradwatch.capture.read_after_backward import Capture
 from gradwatch.capture.snapshot_assembly import assemble_many
 from gradwatch.engine.actions.norms_after_actions import reshaped, with_clip_order
 from gradwatch.engine.bound_engine import BlockVerdict
+from gradwatch.errors import TrainingStopped
 from gradwatch.records.decision import Decision
 from gradwatch.records.finding import Finding
 from gradwatch.records.record import Record
@@ -89,6 +90,8 @@ class OrdinarySteps:
             waiting.popleft()
         try:
             self._take(bound_rules, measured[:count], left, judged)
+        except TrainingStopped:  # a sink's wish, told after every sink has these steps
+            raise
         except Exception:
             bound_rules.health_tracker.unjudged(left[-1][0].step)
             self._publishing.totals.unjudged += count

@@ -73,8 +73,16 @@ class Publishing:
     def give_all(self, records: Sequence[Record], in_turn: Sequence[InTurn]) -> None:
         """Publish Records of steps on which no rule changed, with the staggered series in turn at each."""
         self.totals.observe_all(records, in_turn)
+        passing: BaseException | None = None
         for sink in self.sinks:
-            sink.write_all(records)
+            try:
+                sink.write_all(records)
+            except (
+                BaseException
+            ) as error:  # no fault of the sink's; the others miss none of so many steps for it
+                passing = error if passing is None else passing
+        if passing is not None:
+            raise passing
 
     def flush(self, timeout: float = 2.0) -> None:
         """Make what was written durable, before training is stopped."""

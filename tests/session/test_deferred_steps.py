@@ -21,6 +21,7 @@ from torch import nn
 
 import gradwatch
 from gradwatch.engine import BoundEngine
+from gradwatch.errors import TrainingStopped
 from gradwatch.journal import read_journal
 from gradwatch.policies.norm import clip_coefficient
 from gradwatch.reading.batched import CpuReader
@@ -500,6 +501,26 @@ def test_a_signal_handler_may_ask_while_steps_are_judged(
             signal.signal(signal.SIGUSR1, before)
     assert asked
     assert [record.snapshot.step for record in sink.records] == list(range(LEARNED + 2 * MOST))
+
+
+def test_a_sink_that_stops_training_costs_the_others_no_step(tmp_path: Path) -> None:
+    """What passes out of one sink, as an order to stop does, keeps none of the steps judged together from the next."""
+
+    class Stopping(Kept):
+        def write(self, record: Record) -> None:
+            super().write(record)
+            if record.snapshot.step == LEARNED + 1:
+                raise TrainingStopped("enough")
+
+    model, optimizer = build()
+    sink = Kept()
+    with gradwatch.watch(model, optimizer, sinks=[Stopping(), sink], run_dir=tmp_path) as gw:
+        with pytest.raises(TrainingStopped):
+            list(steps(model, optimizer, LEARNED + 2 * MOST))
+        assert gw.healthy
+        assert gw.status()["account"]["watched"]["unjudged"] == 0
+    assert [one.snapshot.step for one in sink.records] == list(range(len(sink.records)))
+    assert len(sink.records) > LEARNED + 2
 
 
 AT_EXIT = """
