@@ -155,6 +155,13 @@ class Detector:
     takes_logs: ClassVar[bool] = False
     scopes: ClassVar[tuple[Scope, ...]] = ("param", "group", "total")
 
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        """Have a kind derived from another one, with an `advance_logs` of its own, judge many steps by that too."""
+        super().__init_subclass__(**kwargs)
+        own = vars(cls)
+        if "advance_logs" in own and "advance_many_logs" not in own:
+            cls.advance_many_logs = Detector.advance_many_logs  # type: ignore[method-assign]
+
     @property
     def columns(self) -> tuple[str, ...]:
         """The columns it reads; the first gives `Sample.values`, the others `Sample.aux`."""
