@@ -320,14 +320,16 @@ class Gradwatch(Contender):
         )
 
     def suspend(self) -> None:
-        # In a process of its own, bare would not run our hook on all optimizers, nor one watch another's. Not an
-        # empty list: with nobody left to tell, the hooks would be removed from torch.
-        listening = step_listeners()
-        self._listeners = [one for one in listening if not isinstance(one, Nobody)]
-        listening[:] = [Nobody()]
+        # In a process of its own, bare would not run our hook on all optimizers, nor one watch another's. Not empty
+        # lists: with nobody left to tell, the hooks would be removed from torch.
+        self._listeners = []
+        for listening in step_listeners():
+            self._listeners.append([one for one in listening if one is not NOBODY])
+            listening[:] = [NOBODY]
 
     def resume(self) -> None:
-        step_listeners()[:] = self._listeners
+        for listening, ours in zip(step_listeners(), self._listeners, strict=True):
+            listening[:] = ours
 
     def after_step(self, task: Task) -> None:
         self._steps += 1
@@ -352,20 +354,14 @@ class Gradwatch(Contender):
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
-class Nobody:
-    """Hears of steps and does nothing."""
-
-    def before_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
-        """Nothing."""
-
-    def after_step(self, optimizer: Any) -> None:
-        """Nothing."""
+NOBODY: Any = (lambda *_: None, ())
+"""A listener that is never called."""
 
 
-def step_listeners() -> list[Any]:
-    """The watches that hear of every optimizer's step; gradwatch has one such list per process."""
-    listeners: list[Any] = importlib.import_module("gradwatch.taps.step_hooks")._listeners
-    return listeners
+def step_listeners() -> tuple[list[Any], list[Any]]:
+    """Those who hear of every optimizer's step, before it and after it; gradwatch has one such list each a process."""
+    hooks = importlib.import_module("gradwatch.taps.step_hooks")
+    return hooks._befores, hooks._afters
 
 
 class GradwatchObserve(Gradwatch):

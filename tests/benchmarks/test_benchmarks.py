@@ -24,11 +24,11 @@ from tests.benchmarks.interleave import Sample, Timings, Turns, added_ratio, com
 from tests.benchmarks.loops import Handover, in_turn, training_step
 from tests.benchmarks.peers import (
     CONTENDERS,
+    NOBODY,
     Contender,
     Floor,
     Gradwatch,
     GradwatchClipBites,
-    Nobody,
     step_listeners,
 )
 from tests.benchmarks.tables import report
@@ -226,7 +226,7 @@ def test_watches_taking_turns_hear_only_their_own_steps() -> None:
     for contender, task in turns.values():
         contender.attach(task)
         contender.suspend()
-    assert [type(one) for one in step_listeners()] == [Nobody]
+    assert step_listeners() == ([NOBODY], [NOBODY])
     for steps, (contender, task) in enumerate(turns.values(), 2):
         for _ in range(steps):
             in_turn(contender, lambda task=task, contender=contender: training_step(task, contender))()  # type: ignore[misc]
@@ -237,7 +237,7 @@ def test_watches_taking_turns_hear_only_their_own_steps() -> None:
         assert contender.complaint() == ""
         contender.resume()
         contender.detach()
-    assert step_listeners() == []
+    assert step_listeners() == ([], [])
 
 
 def test_every_contender_has_a_place() -> None:

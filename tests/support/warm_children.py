@@ -77,6 +77,8 @@ def _asked(args: Sequence[Any], cwd: Any, env: Sequence[bytes] | None) -> dict[s
 def _nurse(asked: socket.socket, be_python: BePython) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)
+    # Blocked too: one that comes to a child before it has its own handlers waits for them, and is not ignored.
+    signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGTERM))
     silent = os.open(os.devnull, os.O_RDWR)
     for place in range(3):
         os.dup2(silent, place)
@@ -103,6 +105,7 @@ def _nurse(asked: socket.socket, be_python: BePython) -> NoReturn:
 def _leave_the_nursery(request: dict[str, Any], descriptors: list[int], be_python: BePython) -> NoReturn:
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGINT, signal.SIGTERM))
     if request["session"]:
         os.setsid()
     high = [FREE + place for place in range(len(descriptors))]
