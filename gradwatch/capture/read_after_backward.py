@@ -190,7 +190,7 @@ class Capture:
                 for optimizer in () if self._waiting is None else self._waiting.waiting(self):
                     if optimizer not in self.stepped_inside and self.capture_of(optimizer) is None:
                         made.append(self._adopt(optimizer, None))
-            finally:  # only now: whoever finds nothing there does not ask
+            finally:  # only now: an empty list is not looked into
                 del self._awaited[:awaited]
             for captured in made if from_first_backward else ():
                 captured.attached_in_time()

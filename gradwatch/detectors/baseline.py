@@ -7,6 +7,7 @@ any scale. The state is float32: x is known to no more, and half the bytes are h
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cache
 from typing import Annotated, Any, ClassVar, NamedTuple
 
@@ -95,7 +96,12 @@ def log_of(sample: Sample) -> Array32:
 
 def log_of_scalar(value: float) -> Array32:
     """ln of a positive number as float32[1]; NaN of a NaN."""
-    return np.array([math.log(value)], np.float32)
+    return logs_of_scalars((value,))
+
+
+def logs_of_scalars(values: Sequence[float]) -> Array32:
+    """ln of T positive numbers as float32[T]; by the math library, whose last bit numpy's need not have."""
+    return np.array([*map(math.log, values)], np.float32)
 
 
 def absorb(state: LevelState, x: Array32, sigma: Array32, half_life: float, enough: int) -> LevelState:

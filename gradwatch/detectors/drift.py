@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -21,6 +20,7 @@ from gradwatch.detectors.baseline import (
     gain,
     leading,
     log_of,
+    logs_of_scalars,
     mature,
 )
 from gradwatch.detectors.detector import (
@@ -155,7 +155,7 @@ class Drift(Exceeding):
 
     def logs_of(self, values: Sequence[float]) -> Array32 | None:
         """ln of each; None where one is not positive."""
-        return np.array([*map(math.log, values)], np.float32) if min(values) > 0 else None
+        return logs_of_scalars(values) if min(values) > 0 else None
 
     def rebaseline(self, state: State, mask: BoolArray, keep_judging: bool) -> TrendState:
         """Start over; a trend across a change that keeps judging goes on."""

@@ -27,6 +27,7 @@ from gradwatch.detectors.baseline import (
     judged,
     leading,
     log_of,
+    logs_of_scalars,
     mature,
     restart_level,
 )
@@ -173,7 +174,7 @@ class Spike(_Level):
 
     def logs_of(self, values: Sequence[float]) -> Array32 | None:
         """ln of each; None where one is not positive."""
-        return np.array([*map(math.log, values)], np.float32) if min(values) > 0 else None
+        return logs_of_scalars(values) if min(values) > 0 else None
 
     def value(self, x: NDArray[np.float64]) -> NDArray[np.float64]:
         """e^x."""

@@ -33,23 +33,25 @@ Step = TypeVar("Step", bound=Measured)
 class Deferral(Generic[Step]):
     """The steps of one optimizer that wait to be judged; `judge(waiting)` takes one or more off the left to do so.
 
+    `judge` is set before the first of them is submitted.
+
     When each of them is judged depends on the device and on the clock, and so differs between ranks. A step that ranks
     judge together (`OptimizerContext.pooled`) must therefore never come here: its judgement holds a collective.
     """
 
-    __slots__ = ("_judge", "_since", "_waiting")
+    __slots__ = ("_since", "_waiting", "judge")
 
     def __init__(self) -> None:
         # Most optimizers of a loop that makes many never need these.
         self._waiting: deque[Step] | None = None
-        self._judge: Callable[[deque[Step]], object] | None = None
+        self.judge: Callable[[deque[Step]], object] | None = None
         self._since = 0.0
 
-    def submit(self, step: Step, judge: Callable[[deque[Step]], object]) -> bool:
+    def submit(self, step: Step) -> bool:
         """Put a step at the end of the queue; whether enough wait, or the oldest has waited long enough."""
         now = time.monotonic()
         if self._waiting is None:
-            self._waiting, self._judge = deque(), judge
+            self._waiting = deque()
         if not self._waiting:
             self._since = now
         self._waiting.append(step)
@@ -58,13 +60,13 @@ class Deferral(Generic[Step]):
     def flush_ready(self, depth: int = DEPTH) -> None:
         """Judge what has arrived, oldest first, and wait only where more than `depth - 1` would be left."""
         waiting = self._waiting
-        while waiting and self._judge and (len(waiting) >= depth or waiting[0].ready()):
-            self._judge(deque((waiting.popleft(),)))
+        while waiting and self.judge and (len(waiting) >= depth or waiting[0].ready()):
+            self.judge(deque((waiting.popleft(),)))
 
     def flush(self, failed: Callable[[Exception], None]) -> None:
         """Judge everything, waiting for it; a failure in one step does not cost the others."""
-        while self._waiting and self._judge:
+        while self._waiting and self.judge:
             try:
-                self._judge(self._waiting)
+                self.judge(self._waiting)
             except Exception as error:
                 failed(error)

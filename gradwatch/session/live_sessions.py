@@ -88,7 +88,7 @@ class LiveSessions(Generic[W]):
         for watch in tuple(self._live):
             try:
                 watch.drop_dead()
-            except Exception as error:  # no reason not to tell the others
+            except Exception as error:  # the other watches drop theirs all the same
                 fault = error
         self.close_orphans()
         if fault is not None:

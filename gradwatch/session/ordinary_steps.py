@@ -83,14 +83,14 @@ class OrdinarySteps:
             for snapshot in snapshots.snapshots[:count]
         ]
         if bound_rules.state is not before or not waiting or waiting[0] is not first:
-            return True  # judged meanwhile: a signal handler, say, has asked for the state
+            return True  # judged meanwhile, by a signal handler that saves the state
         # From here on they are taken: what fails costs their Records, and is no reason to judge them again.
         bound_rules.state = judged.state
         for _ in left:
             waiting.popleft()
         try:
             self._take(bound_rules, measured[:count], left, judged)
-        except TrainingStopped:  # a sink's wish, told after every sink has these steps
+        except TrainingStopped:  # by a sink: every other one has these steps already
             raise
         except Exception:
             bound_rules.health_tracker.unjudged(left[-1][0].step)

@@ -158,7 +158,10 @@ class StepPipeline:
         reader, window = measurement.bound_rules.column_reader, measurement.window
         if reader.awaiting and measurement.captured.on_cpu:  # no rule keeps it from being taken
             reader.moved(window.calls > 0, window.raw.norms() == 0, window.step)
-        return ctx.deferral.submit(measurement, partial(self._conclude_waiting, ctx))
+        deferral = ctx.deferral
+        if deferral.judge is None:
+            deferral.judge = partial(self._conclude_waiting, ctx)
+        return deferral.submit(measurement)
 
     def _conclude_waiting(self, ctx: OptimizerContext, waiting: deque[Measurement]) -> None:
         """Judge and publish the first of the steps that wait, and with it those behind it that are ordinary too."""

@@ -184,15 +184,16 @@ def test_the_oldest_waits_no_longer_than_a_second(monkeypatch: pytest.MonkeyPatc
         if step.number == 0:
             raise ValueError
 
-    assert not waiting.submit(Step(0), judge)
+    waiting.judge = judge
+    assert not waiting.submit(Step(0))
     now[0] += LONGEST * 0.9
-    assert not waiting.submit(Step(1), judge)
+    assert not waiting.submit(Step(1))
     now[0] += LONGEST * 0.1 + 1e-6
-    assert waiting.submit(Step(2), judge)
+    assert waiting.submit(Step(2))
     waiting.flush(failed.append)
     assert judged == [0, 1, 2]
     assert len(failed) == 1
-    assert not waiting.submit(Step(3), judge)
+    assert not waiting.submit(Step(3))
 
 
 @pytest.mark.parametrize("factor", [float("nan"), float("inf"), 100.0])

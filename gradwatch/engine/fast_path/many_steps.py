@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 
 from gradwatch.detectors import State, leading, may_breach
 from gradwatch.detectors import breaches as breaches_of
+from gradwatch.detectors.baseline import logs_of_scalars
 from gradwatch.engine.engine_state import EngineState
 from gradwatch.engine.fast_path.one_step import (
     BY_RANK,
@@ -27,6 +28,7 @@ from gradwatch.engine.fast_path.one_step import (
     FastPath,
     breaches,
     scalars_of,
+    stacked_logs,
 )
 from gradwatch.engine.firing import Track, unchanged_by
 from gradwatch.engine.rule_plan import NO_BANK, RulePlan
@@ -83,8 +85,10 @@ class FastBlock:
         """Count the first steps that surely change no rule; with the baselines after those."""
         count = self._usual()
         count = self._cannot_breach(count) if count else 0
-        logs, baselines = None if not count else self._logs(count), state.baselines
-        while count and logs is not None:
+        baselines = state.baselines
+        totals = [snapshot.total_norm for snapshot in self._snapshots[:count]]
+        logs = stacked_logs(self._norm[:count], totals, len(self._path.plan.sites))
+        while count:
             below, baselines = self._advanced(state, logs[:count])
             if below == count:
                 return count, baselines
@@ -149,14 +153,6 @@ class FastBlock:
     def _reader(self, t: int) -> Reader:
         return Reader(self._snapshots[t], self._in_turn[t], self._path.plan.roots)
 
-    def _logs(self, count: int) -> NDArray[np.float32]:
-        """float32[count, S + 1]: ln of every parameter's norm, 0 for sites that are none, and ln of the total."""
-        params, size = self._norm.shape[1], len(self._path.plan.sites)
-        stack = np.ones((count, size + 1), np.float32)
-        stack[:, :params] = self._norm[:count]
-        stack[:, size] = [snapshot.total_norm for snapshot in self._snapshots[:count]]
-        return np.log(stack, out=stack)
-
     def _advanced(self, state: EngineState, logs: NDArray[np.float32]) -> tuple[int, tuple[State, ...]]:
         """Count the first steps that come close to no threshold; with the baselines after them where that is all."""
         count, after = len(logs), list(state.baselines)
@@ -171,8 +167,10 @@ class FastBlock:
         if bank.result_wanted:
             return self._learned_while_firing(bank, before, len(logs))
         if bank.select is not None:
-            x = self._total_logs(len(logs)) if bank.alone else logs[:, bank.select]
-            return bank.detector.advance_many_logs(before, x)
+            if bank.alone:
+                totals = [snapshot.total_norm for snapshot in self._snapshots[: len(logs)]]
+                return bank.detector.advance_many_logs(before, logs_of_scalars(totals)[:, None])
+            return bank.detector.advance_many_logs(before, logs[:, bank.select])
         if bank.scalar:
             values = [scalars.get(bank.scalar) for scalars in self._scalars[: len(logs)]]
             known = [value for value in values if value is not None and math.isfinite(value)]
@@ -196,10 +194,6 @@ class FastBlock:
                 return t, state
             state = after
         return count, state
-
-    def _total_logs(self, count: int) -> NDArray[np.float32]:
-        """float32[count, 1], of Python floats, as `FastPath` takes them where the total is alone in its bank."""
-        return np.array([[math.log(snapshot.total_norm)] for snapshot in self._snapshots[:count]], np.float32)
 
     def _one_by_one(self, bank: BankInput, state: State, count: int) -> tuple[int, State]:
         """As `advance_many_logs`, of a kind that does not learn from logarithms alone."""

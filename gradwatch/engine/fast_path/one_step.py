@@ -13,7 +13,7 @@ Axes: S sites, K series of one bank.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import groupby
@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.detectors import Detector, State, first_crossed, may_breach
+from gradwatch.detectors.baseline import log_of_scalar
 from gradwatch.engine.engine_state import EngineState
 from gradwatch.engine.judge import BankResult
 from gradwatch.engine.rule_plan import NO_BANK, Bank, Plan, RulePlan
@@ -217,7 +218,10 @@ class FastPath:
         `positive`: every gradient is there, and none is 0. Then one logarithm serves all.
         """
         total, after, results = reader.snapshot.total_norm, list(state.baselines), {}
-        logs = _logs(reader.snapshot, self._params) if self._stacked and positive else None
+        logs = None
+        if self._stacked and positive:
+            norm = reader.snapshot.norm
+            logs = stacked_logs(norm[None, : self._params], (total,), len(norm))[0]
         done = state.done if positive else ()
         for bank_input in self.bank_inputs:
             number, detector, wanted = bank_input.number, bank_input.detector, bank_input.result_wanted
@@ -227,7 +231,7 @@ class FastPath:
                 continue
             before = after[number]
             if not wanted and bank_input.select is not None and (positive or bank_input.alone):
-                x = _log(total) if logs is None or bank_input.alone else logs[bank_input.select]
+                x = log_of_scalar(total) if logs is None or bank_input.alone else logs[bank_input.select]
                 score, after[number] = detector.advance_logs(before, x)
             elif not wanted and bank_input.select is None and detector.indifferent(before, scalars.get):
                 continue
@@ -282,19 +286,15 @@ NOTHING = (math.inf, -math.inf)
 UNKNOWN = (math.nan, math.nan)
 
 
-def _logs(snapshot: Snapshot, params: int) -> NDArray[np.float32]:
-    """float32[S + 1]: ln of every parameter's norm, 0 for sites that are none, and ln of the total."""
-    size = len(snapshot.norm)
-    stack = np.empty(size + 1, np.float32)
-    stack[:params] = snapshot.norm[:params]
+def stacked_logs(norm: NDArray[np.float32], totals: Sequence[float], size: int) -> NDArray[np.float32]:
+    """float32[T, S + 1]: ln of norm[T, P], 0 for sites that are no parameters, and ln of the total of each step."""
+    count, params = norm.shape
+    stack = np.empty((count, size + 1), np.float32)
+    stack[:, :params] = norm
     if params < size:
-        stack[params:size] = 1.0
-    stack[size] = snapshot.total_norm
+        stack[:, params:size] = 1.0
+    stack[:, size] = totals
     return np.log(stack, out=stack)
-
-
-def _log(value: float) -> NDArray[np.float32]:
-    return np.array([math.log(value)], np.float32)
 
 
 def _bounds_of(turn: Turn | None, column: Column | None) -> tuple[float, float] | None:
