@@ -1,7 +1,6 @@
 """The accelerator path, as far as it can be shown without one: on CPU tensors routed through it, and on `meta`.
 
-The `meta` device has no numbers: whatever would read one on the host raises there. What really ran on a GPU is
-what the tests at the end ran, where they were not skipped.
+The `meta` device has no numbers: whatever would read one on the host raises there. On a real one: `tests/gpu`.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ from tests.precision.loops import ScaledLoop, X, events, exact_norms, net, norms
 from tests.reading.test_device import WAITING, Operations
 
 CLIP = "version: 1\nclip: {total: {method: norm, max_norm: 0.7}}\nrules: {}"
-NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 
 
 @pytest.fixture
@@ -498,65 +496,3 @@ def test_a_step_under_capture_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> 
             assert [record.snapshot.micro for record in sink.records] == [1] * 6  # seven steps, one captured
             assert not sink.records[-1].snapshot.provisional
     assert names[0] == names[1]
-
-
-# -- on a GPU --------------------------------------------------------------------------------------------
-
-
-@NEEDS_GPU
-@pytest.mark.parametrize("pack", ["observe-only", "default"])
-def test_a_watched_amp_loop_never_synchronises_on_a_gpu(pack: str) -> None:
-    """The shipped packs, a fused optimizer and a GradScaler, with torch itself on the watch for waiting."""
-    model, x = net().cuda(), X.cuda()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, fused=True)
-    scaler = torch.amp.GradScaler("cuda", init_scale=1024.0)
-    gw, sink = watched(model, optimizer, pack)
-    with gw:
-        for step in range(12):
-            torch.cuda.set_sync_debug_mode("error" if step > 2 else "default")
-            optimizer.zero_grad()
-            scaler.scale(model(x).pow(2).sum() * (float("inf") if step == 6 else 1.0)).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            torch.cuda.set_sync_debug_mode("default")
-    assert [record.snapshot.scalars["scaler_skip"] for record in sink.records] == [0.0] * 6 + [1.0] + [
-        0.0
-    ] * 5
-    assert [record.snapshot.loss_scale for record in sink.records][5:8] == [1024.0, 1024.0, 512.0]
-
-
-@NEEDS_GPU
-def test_a_captured_step_replays_on_a_gpu() -> None:
-    """A whole step captured in a CUDA graph under a watch: capture succeeds and the replay trains."""
-    model, x = net().cuda(), X.cuda()
-    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, capturable=True)
-    gw, _ = watched(model, optimizer, "observe-only")
-    with gw:
-        side = torch.cuda.Stream()
-        side.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(side):
-            for _ in range(3):
-                optimizer.zero_grad()
-                model(x).pow(2).sum().backward()
-                optimizer.step()
-        torch.cuda.current_stream().wait_stream(side)
-        graph = torch.cuda.CUDAGraph()
-        optimizer.zero_grad()
-        with torch.cuda.graph(graph):
-            model(x).pow(2).sum().backward()
-            optimizer.step()
-        before = model[0].weight.detach().clone()
-        graph.replay()
-        torch.cuda.synchronize()
-        assert not torch.equal(before, model[0].weight)
-        assert gw.health.errors() == {"capture": 1}
-
-
-@NEEDS_GPU
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_norms_on_a_gpu_against_float64(dtype: torch.dtype) -> None:
-    """1e-5 relative where float32 squares overflow or vanish, too."""
-    for magnitude in (1.0, 1e-4, 3e4) + ((1e25, 1e-25) if dtype is not torch.float16 else ()):
-        grads = [(torch.randn(n, dtype=torch.float64) * magnitude).to(dtype).cuda() for n in (3, 5000, 2**20)]
-        want = [float(grad.double().div(magnitude).norm()) * magnitude for grad in grads]
-        assert device.read(grads).norms().tolist() == pytest.approx(want, rel=1e-5)

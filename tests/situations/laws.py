@@ -151,7 +151,11 @@ def left_behind(training: Training) -> str:
     """A hash of everything a training leaves behind: weights, buffers, optimizer states, generators."""
     states = [tensors(model.state_dict()) for model in training.models]
     states += [tensors(optimizer.state_dict()["state"]) for optimizer in training.optimizers]
-    return digest(states, torch.get_rng_state().numpy().tobytes(), random.getstate(), np.random.get_state())
+    generators = [
+        torch.get_rng_state(),
+        *(torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else ()),
+    ]
+    return digest(states, tensors(generators), random.getstate(), np.random.get_state())
 
 
 def copies(model: nn.Module) -> list[str]:

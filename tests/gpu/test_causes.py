@@ -1,0 +1,21 @@
+"""The held-out faults of `tests/localise`, trained on a GPU: module, operation and line are found there too."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.localise.heldout.case import Case
+from tests.localise.heldout.score import BEYOND, CASES, run
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of torch, about the faults themselves
+
+
+@pytest.mark.usefixtures("on_gpu")
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_cause(case: Case) -> None:
+    """The first cause told is the one the case was built with."""
+    score = run(case)
+    assert score.module, score.row()
+    if case.name not in BEYOND:
+        assert score.op in (True, None), score.row()
+        assert score.line in (True, None), score.row()
