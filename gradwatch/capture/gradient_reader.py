@@ -16,8 +16,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwatch.capture.norm_after_user_clip import KnownScaling, factor_since
+from gradwatch.capture.window_norms import root_of_squares
 from gradwatch.reading import device
-from gradwatch.reading.batched import CpuReader
+from gradwatch.reading.batched import NEAR, CpuReader
 from gradwatch.reading.cpu import CpuNorms
 from gradwatch.reading.device import DeviceNorms, Number, host_value
 from gradwatch.reading.gradient_writes import Reading, WriteProbes, versions_of
@@ -60,6 +61,13 @@ class GradientReader:
         """
         before = self.recent_total_norm or total
         self.recent_total_norm = math.sqrt(before * total) if ordinary else None
+
+    def as_usual(self, reading: Reading) -> bool:
+        """True if no norm is zero and their total near the recent one, as `is_ordinary` has it; waits for a device."""
+        norms, usual = reading.norms(), self.recent_total_norm
+        if usual is None or not norms.all():
+            return False
+        return usual / NEAR <= root_of_squares(norms) <= usual * NEAR
 
     def read(self, grads: Grads, scale: Number, known: Mapping[int, float] = NOTHING) -> Reading:
         """Read these gradients but for norms that are known; on the host, look twice unless they are as usual."""

@@ -218,6 +218,10 @@ class OptimizerCapture:
         """A step was judged; while steps are `ordinary` a quick look at the total is enough."""
         self._reader.know_total(total, ordinary)
 
+    def as_usual(self, raw: Reading, after: Reading) -> bool:
+        """True if norms that were read on a device are as usual, before any clipping and after; waits for them."""
+        return self._reader.as_usual(raw) and (after is raw or bool(np.isfinite(after.norms()).all()))
+
     # -- during backward ---------------------------------------------------------------------------------
 
     def add_arrivals(self, touched: list[int], root: Root | None = None) -> bool:

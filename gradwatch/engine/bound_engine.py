@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -78,12 +79,12 @@ class Engine:
         """Columns that the enabled rules need, whatever the model."""
         return needs_of(self._enabled())
 
-    @property
+    @cached_property
     def skips_nonfinite(self) -> bool:
         """True if some rule skips steps with non-finite gradients, as a fused optimizer can on the device."""
         return any(_skips_on_device(rule) for rule in self._enabled())
 
-    @property
+    @cached_property
     def acts_on_host(self) -> bool:
         """True if some rule or policy acts otherwise, so that norms must be on the host before the step."""
         rules = any(
@@ -92,7 +93,7 @@ class Engine:
         )
         return rules or self._clip_needs_host
 
-    @property
+    @cached_property
     def clips_only_total(self) -> bool:
         """True if `clip:` asks for nothing, or for nothing but a bound on the total norm at the step."""
         return clips_only_total(self.ruleset.clip)

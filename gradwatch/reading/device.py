@@ -23,7 +23,7 @@ from torch import Tensor
 
 from gradwatch.reading import foreach
 from gradwatch.reading.batched import Detail
-from gradwatch.reading.layouts import dense
+from gradwatch.reading.layouts import dense, is_plain
 from gradwatch.reading.pinned_buffers import POOL
 
 NO_FLOAT64 = frozenset({"mps"})
@@ -116,6 +116,7 @@ class DeviceNorms:
         self._norms = norms
         self._copy = pending
         self._scales = scales
+        self._found: NDArray[np.float64] | None = None
 
     def ready(self) -> bool:
         """True if `norms()` would return at once."""
@@ -135,6 +136,8 @@ class DeviceNorms:
         if not self._norms:
             return None
         first = self._norms[0]
+        if len(self._norms) == 1:
+            return torch.linalg.vector_norm(first)  # type: ignore[no-any-return]
         totals = [
             torch.linalg.vector_norm(norms).to(first.device, non_blocking=True) for norms in self._norms
         ]
@@ -147,12 +150,14 @@ class DeviceNorms:
         return dict(zip(map(int, self._copy.positions), each, strict=True))
 
     def norms(self) -> NDArray[np.float64]:
-        """float64[K] norms without the loss scale, 0 where there was no gradient."""
-        found = self._copy.values().astype(np.float64)
-        with np.errstate(divide="ignore", invalid="ignore"):  # a collapsed scale may reach 0
-            for scale in self._scales:
-                found /= host_value(scale)
-        return found
+        """float64[K] norms without the loss scale, 0 where there was no gradient; the same array every time."""
+        if self._found is None:
+            found = self._copy.values().astype(np.float64)
+            with np.errstate(divide="ignore", invalid="ignore"):  # a collapsed scale may reach 0
+                for scale in self._scales:
+                    found /= host_value(scale)
+            self._found = found
+        return self._found
 
 
 def read(grads: Sequence[Tensor | None], scale: Number = 1.0) -> DeviceNorms:
@@ -160,7 +165,7 @@ def read(grads: Sequence[Tensor | None], scale: Number = 1.0) -> DeviceNorms:
     by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
     for k, grad in enumerate(grads):
         if grad is not None:
-            tensor = dense(grad)
+            tensor = grad if is_plain(grad) else dense(grad)
             by_device.setdefault(tensor.device, []).append((k, tensor))
     norms = [torch.stack(_norms([tensor for _, tensor in group])) for group in by_device.values()]
     positions = np.array([k for group in by_device.values() for k, _ in group], np.intp)

@@ -26,6 +26,15 @@ def dense(grad: Tensor) -> Tensor:
     return torch.view_as_real(grad.resolve_conj()) if grad.is_complex() else grad
 
 
+def is_plain(grad: Tensor) -> bool:
+    """True if `dense(grad)` is `grad` itself; asked first, since of almost all gradients it is."""
+    return (
+        type(grad) is Tensor
+        and grad.layout is torch.strided
+        and not (grad.requires_grad or grad.is_complex() or grad.is_neg())
+    )
+
+
 def elements(tensor: Tensor) -> Tensor:
     """A dense tensor of the elements; of a nested one those of all its components."""
     return dense(tensor.values() if tensor.is_nested else tensor)

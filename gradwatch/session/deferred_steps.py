@@ -33,18 +33,21 @@ Step = TypeVar("Step", bound=Measured)
 class Deferral(Generic[Step]):
     """The steps of one optimizer that wait to be judged; `judge(waiting)` takes one or more off the left to do so.
 
-    `judge` is set before the first of them is submitted.
+    `arrived(step)` is called when the numbers of a step are here, and waits for them where they are not: whether
+    nothing about it is urgent. Both are set before the first step is submitted.
 
     When each of them is judged depends on the device and on the clock, and so differs between ranks. A step that ranks
     judge together (`OptimizerContext.pooled`) must therefore never come here: its judgement holds a collective.
     """
 
-    __slots__ = ("_since", "_waiting", "judge")
+    __slots__ = ("_coming", "_since", "_waiting", "arrived", "judge")
 
     def __init__(self) -> None:
         # Most optimizers of a loop that makes many never need these.
         self._waiting: deque[Step] | None = None
+        self._coming: deque[Step] | None = None  # under way from a device, and later than any that waits
         self.judge: Callable[[deque[Step]], object] | None = None
+        self.arrived: Callable[[Step], bool] | None = None
         self._since = 0.0
 
     def submit(self, step: Step) -> bool:
@@ -57,14 +60,34 @@ class Deferral(Generic[Step]):
         self._waiting.append(step)
         return len(self._waiting) >= MOST or now - self._since >= LONGEST
 
-    def flush_ready(self, depth: int = DEPTH) -> None:
-        """Judge what has arrived, oldest first, and wait only where more than `depth - 1` would be left."""
-        waiting = self._waiting
-        while waiting and self.judge and (len(waiting) >= depth or waiting[0].ready()):
-            self.judge(deque((waiting.popleft(),)))
+    def submit_coming(self, step: Step) -> None:
+        """Put a step whose numbers are on their way from a device behind all others."""
+        if self._coming is None:
+            self._coming = deque()
+        self._coming.append(step)
+
+    def take_arrived(self, failed: Callable[[Exception], None], depth: int = DEPTH) -> None:
+        """Judge what has arrived and is not as usual, with all before it; what is as usual waits for others.
+
+        Waits for a device only where `depth` steps or more are under way.
+        """
+        coming = self._coming
+        while coming and self.arrived and (len(coming) >= depth or coming[0].ready()):
+            enough = self.submit(step := coming.popleft())
+            if not self.arrived(step) or enough:
+                self._judge_waiting(failed)
 
     def flush(self, failed: Callable[[Exception], None]) -> None:
         """Judge everything, waiting for it; a failure in one step does not cost the others."""
+        while self._coming and self.arrived:
+            self.submit(step := self._coming.popleft())
+            try:
+                self.arrived(step)
+            except Exception as error:
+                failed(error)
+        self._judge_waiting(failed)
+
+    def _judge_waiting(self, failed: Callable[[Exception], None]) -> None:
         while self._waiting and self.judge:
             try:
                 self.judge(self._waiting)

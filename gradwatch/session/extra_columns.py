@@ -38,10 +38,17 @@ class Measurement:
     extras: Extras
     scalars: dict[str, Any]
     clock: Clock
+    deferrable: bool = False  # on a device: no more was measured than of a step that may be judged later
+    usual: bool = False  # it may be judged together with others that are
 
     def ready(self) -> bool:
         """True if every number is here."""
         return self.window.ready() and self.extras.ready() and all(map(is_ready, self.scalars.values()))
+
+    def as_usual(self) -> bool:
+        """True if nothing about it is urgent: all gradients arrived, of the usual size; waits for a device."""
+        usual = self.deferrable and self.captured.as_usual(self.window.raw, self.window.after)
+        return usual and all(map(math.isfinite, self.values().values()))
 
     def values(self) -> dict[str, float]:
         """The values that there is one of per step; waits for a device."""
@@ -139,13 +146,13 @@ class ExtraColumns:
             scalars["lr"] = lr if type(lr) is float else start_copy(lr)
         if window.skipped is not None:
             scalars["scaler_skip"] = window.skipped
-        if window.deferrable:
+        deferrable = False
+        if window.deferrable or not (captured.on_cpu or window.provisional):
             complete = not params or (not overdue and bool(window.calls.all()))
-            window.deferrable = (
-                complete
-                and not (modules or histograms)
-                and self._deferrable(ctx, bound_rules, window, scalars)
+            deferrable = (
+                complete and not (modules or histograms) and self._deferrable(ctx, bound_rules, window)
             )
+            window.deferrable = window.deferrable and deferrable and _all_finite(scalars)
         extras = NOTHING
         if params or modules or histograms is not None:
             extras = Extras(
@@ -154,18 +161,12 @@ class ExtraColumns:
         now = time.perf_counter()
         before, bound_rules.last_step = bound_rules.last_step, now
         clock = Clock(self._spent(), None if before is None else now - before, time.time())
-        return Measurement(captured, bound_rules, window, extras, scalars, clock)
+        return Measurement(captured, bound_rules, window, extras, scalars, clock, deferrable)
 
-    def _deferrable(
-        self, ctx: OptimizerContext, bound_rules: OptimizerRules, window: WindowNorms, scalars: dict[str, Any]
-    ) -> bool:
-        """True if this ordinary window may be judged later."""
-        finite = True
-        for value in scalars.values():
-            finite = finite and type(value) is float and math.isfinite(value)
+    def _deferrable(self, ctx: OptimizerContext, bound_rules: OptimizerRules, window: WindowNorms) -> bool:
+        """True if this window may be judged later if it is ordinary."""
         return (
-            finite
-            and self._defers
+            self._defers
             and bound_rules.ordinary_steps >= ORDINARY
             and window.loss_scale is None
             and window.skipped is None
@@ -179,3 +180,11 @@ class ExtraColumns:
         }
         bound_rules.observed = self._taken = self._count
         return fresh
+
+
+def _all_finite(scalars: dict[str, Any]) -> bool:
+    """True if these are numbers on the host, and finite."""
+    finite = True
+    for value in scalars.values():
+        finite = finite and type(value) is float and math.isfinite(value)
+    return finite

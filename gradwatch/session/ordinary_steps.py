@@ -152,9 +152,9 @@ def _alike(first: Measurement, waiting: deque[Measurement]) -> list[Measurement]
     for one in waiting:
         window, extras = one.window, one.extras
         if (
-            one.captured is not captured
+            not one.usual
+            or one.captured is not captured
             or one.bound_rules is not bound_rules
-            or not captured.on_cpu
             or len(window.sites) != len(sites)
             or window.provisional
             or window.empty

@@ -147,21 +147,26 @@ class StepPipeline:
         """Measure, judge and publish a window that no action is carried out on; on a device a step later."""
         ctx = self._rule_bindings.context(captured)
         measurement = self.measure(ctx, window)
-        ctx.deferral.flush(failed)
         if captured.on_cpu:
+            ctx.deferral.flush(failed)
             self.conclude(ctx, measurement)
         else:
+            ctx.deferral.take_arrived(failed)
             self.defer(ctx, measurement)
 
     def defer(self, ctx: OptimizerContext, measurement: Measurement) -> bool:
-        """Have a step judged, and published as decided, when it is its turn; whether that is now."""
-        reader, window = measurement.bound_rules.column_reader, measurement.window
-        if reader.awaiting and measurement.captured.on_cpu:  # no rule keeps it from being taken
-            reader.moved(window.calls > 0, window.raw.norms() == 0, window.step)
+        """Have a step judged, and published as decided, when it is its turn; whether that is now.
+
+        On the host it is one that is as usual; on a device that is asked when its numbers have arrived.
+        """
         deferral = ctx.deferral
         if deferral.judge is None:
-            deferral.judge = partial(self._conclude_waiting, ctx)
-        return deferral.submit(measurement)
+            deferral.judge, deferral.arrived = partial(self._conclude_waiting, ctx), _arrived
+        if measurement.captured.on_cpu:
+            _note_usual(measurement)
+            return deferral.submit(measurement)
+        deferral.submit_coming(measurement)
+        return False
 
     def _conclude_waiting(self, ctx: OptimizerContext, waiting: deque[Measurement]) -> None:
         """Judge and publish the first of the steps that wait, and with it those behind it that are ordinary too."""
@@ -433,6 +438,22 @@ class StepPipeline:
         except Exception as error:
             self._activity.failed("on_escalate", error)
         return False
+
+
+def _arrived(measurement: Measurement) -> bool:
+    """The numbers of a step on a device are here, or are waited for; whether it is as usual."""
+    if not measurement.as_usual():
+        return False
+    _note_usual(measurement)
+    return True
+
+
+def _note_usual(measurement: Measurement) -> None:
+    """Nothing about this step is urgent, and no rule keeps it from being taken."""
+    measurement.usual = True
+    reader, window = measurement.bound_rules.column_reader, measurement.window
+    if reader.awaiting:
+        reader.moved(window.calls > 0, window.raw.norms() == 0, window.step)
 
 
 def deferral_allowed(engine: Engine, rule_bindings: RuleBindings) -> bool:

@@ -52,7 +52,7 @@ def test_a_clip_of_the_total_is_torchs(model: str, precision: str, optimizer: st
     for _ in range(6):
         theirs.step()
     # Adam's first steps move by the sign of a gradient: rounding of what is nearly zero is not rounding of the step.
-    loose = {"rtol": 1e-2, "atol": 2e-3} if precision == "bf16" else {"rtol": 1e-3, "atol": 2e-5}
+    loose = {"rtol": 1e-2, "atol": 2e-3} if precision == "bf16" else {"rtol": 1e-3, "atol": 1e-4}
     for one, other in zip(ours.weights(), theirs.weights(), strict=True):
         torch.testing.assert_close(one, other, **loose)
     for record in sink.records:

@@ -269,6 +269,48 @@ def test_late_verdicts_say_what_the_host_would_have_said(
     assert any("update_ratio" in record.snapshot.columns for record in late)
 
 
+FAULTS = {80: float("nan"), 95: 300.0, 110: 0.0}
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("rules", ["default", CLIP.replace("rules: {}", "extends: [default]")])
+def test_usual_steps_of_a_device_are_judged_together(
+    rules: str, fused: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    """Many wait, a fault is told as soon as its numbers are here, and everything is what the host says."""
+    runs, waited = [], 0
+    for on_device in (False, True):
+        if on_device:
+            request.getfixturevalue("routed")
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), 0.001, fused=fused)
+        gw, sink = watched(model, optimizer, parse_rules(rules) if rules != "default" else rules)
+        with gw:
+            for step in range(140):
+                optimizer.zero_grad()
+                (model(X).pow(2).sum() * FAULTS.get(step, 1.0)).backward()
+                optimizer.step()
+                if on_device:
+                    waited = max(waited, step + 1 - len(sink.records))
+                    if step - 1 in FAULTS:  # here it has arrived before the next step
+                        assert sink.records[-1].snapshot.step >= step - 1
+        runs.append(sink.records)
+    host, there = runs
+    assert (waited > 16) == (fused or rules == "default")
+    for a, b in zip(host, there, strict=True):
+        assert b.snapshot.step == a.snapshot.step
+        assert b.snapshot.norm.tolist() == pytest.approx(a.snapshot.norm.tolist(), rel=1e-6, nan_ok=True)
+        if not any(
+            step <= b.snapshot.step < step + 6 for step in FAULTS
+        ):  # then it is not known at once what moved
+            assert b.snapshot.columns.keys() == a.snapshot.columns.keys(), b.snapshot.step
+        assert b.decision.skip == a.decision.skip
+        assert b.snapshot.coef.tolist() == pytest.approx(a.snapshot.coef.tolist(), rel=1e-5, nan_ok=True)
+    told = [[(e.step, e.kind, e.rule) for r in records for e in r.verdict.events] for records in runs]
+    assert told[0] == told[1]
+    assert {step for step, kind, _ in told[0] if kind == "firing"} >= {80, 95}
+
+
 def test_rules_are_bound_anew_after_what_is_late_was_learned(
     monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:

@@ -78,7 +78,7 @@ def parameter_replaced(model: nn.Sequential, training: Training) -> None:
 @changing
 def emptied(model: nn.Sequential, training: Training) -> None:
     state = copy.deepcopy(model.state_dict())
-    model.to_empty(device="cpu")
+    model.to_empty(device=torch.get_default_device())
     model.load_state_dict(state)
     training.optimizers = [sgd(model)]
 
@@ -132,7 +132,7 @@ def materialized_after_attach() -> Training:
 
     def change(training: Training, number: int) -> None:
         if number == 0:
-            model.to_empty(device="cpu")
+            model.to_empty(device=torch.get_default_device())
             for param in model.parameters():
                 nn.init.normal_(param, std=0.1)
             training.optimizers = [sgd(model)]

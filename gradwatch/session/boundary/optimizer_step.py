@@ -269,7 +269,7 @@ class Boundary:
             ctx.acting.release(finished=False)
         window = self._closed_window(optimizer, ctx)
         if not captured.on_cpu and not self._must_wait(ctx, optimizer):
-            ctx.deferral.flush_ready()
+            ctx.deferral.take_arrived(self._judging_failed)
             pipeline.defer(ctx, pipeline.measure(ctx, window))
             self._count(optimizer)
             ctx.acting.on_device(
@@ -289,8 +289,14 @@ class Boundary:
             )
         if window.deferrable and max_norm is not None:
             window.deferrable = ctx.acting.clip_ahead(optimizer, captured, max_norm)
+        if (
+            not captured.on_cpu and max_norm is None
+        ):  # the optimizer cannot skip on the device: its numbers are awaited
+            window.deferrable = measurement.as_usual()
         if not window.deferrable or pipeline.defer(ctx, measurement):
             ctx.deferral.flush(self._judging_failed)
+        elif not captured.on_cpu:
+            ctx.deferral.take_arrived(self._judging_failed)
         if not window.deferrable:
             self._act(optimizer, ctx, pipeline.judge(ctx, measurement, grads_present=True), max_norm)
 
@@ -390,7 +396,7 @@ class Boundary:
             ctx.deferral.flush(self._judging_failed)
             decision = self._pipeline.conclude(ctx, measurement)
         else:
-            ctx.deferral.flush_ready()
+            ctx.deferral.take_arrived(self._judging_failed)
             self._pipeline.defer(ctx, measurement)
             decision = Decision()
         step = captured.step

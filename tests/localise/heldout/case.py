@@ -76,7 +76,7 @@ def batches(
     at: int = T,
 ) -> Iterator[tuple[int, Tensor]]:
     """Yield (step, batch); the batch of step `at` is spoilt in place."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(torch.get_default_device()).manual_seed(0)
     for step in range(steps):
         x = torch.randn(shape, generator=generator)
         if step == at and spoil is not None:
