@@ -60,7 +60,8 @@ class OptimizerCapture:
     ) -> None:
         """`slots[K]` are those of `params`, `given` every parameter of the optimizer, frozen ones included.
 
-        What is made of the sizes of its sites alone is taken from one `like` it, where that has the same sites.
+        What is made of the sizes of its sites alone is taken from one `like` it, whose place it takes, where that has
+        the same sites.
 
         `inside_backward`: its optimizers step inside the backward; `without_optimizer`: its weights are moved by the
         loop's own code. Both are observed only.
@@ -105,7 +106,7 @@ class OptimizerCapture:
         self.norms_from_hooks: Callable[[Grads], Mapping[int, float]] | None = None
         self._read_at = 0
         # A clip reads for all threads: one that ended its read after the owner's clip would keep what the clip left.
-        self._reading = ForkSafeLock()
+        self._reading: ForkSafeLock = ForkSafeLock() if like is None else like._reading
         self.losses = WindowLoss()
         self._manual = ManualGradients()
         self.arrivals = ArrivalCounts(params, self.position)

@@ -11,6 +11,10 @@ from torch.optim import Optimizer
 from gradwatch.taps import module_tree
 from gradwatch.taps.module_registry import WRAPPERS
 
+# No Python calls: a model joins a watch in caches that a backward has left cold.
+_first: Callable[[tuple[str, nn.Parameter]], str] = operator.itemgetter(0)
+_second: Callable[[tuple[str, nn.Parameter]], nn.Parameter] = operator.itemgetter(1)
+
 
 def canonical(fqn: str) -> str:
     """The name without wrapper prefixes: `module._orig_mod.fc.weight` -> `fc.weight`."""
@@ -37,11 +41,11 @@ def named_parameters(
             continue
         named = module_tree.named_parameters(model)
         plain = not (found or prefix or module_tree.lists_itself(model))
-        if plain and WRAPPERS.isdisjoint(".".join(fqn for fqn, _ in named).split(".")):
+        if plain and WRAPPERS.isdisjoint(".".join(map(_first, named)).split(".")):
             # One model without a wrapper, as nearly all are: no name changes, and none is there twice.
             found = named
-            seen.update(id(parameter) for _, parameter in named)
-            used.update(fqn for fqn, _ in named)
+            seen.update(map(id, map(_second, named)))
+            used.update(map(_first, named))
             continue
         for fqn, parameter in named:
             if id(parameter) in seen:

@@ -192,6 +192,10 @@ class Slots:
         """True if some parameter of these, given by `id()`, has a slot."""
         return not self.of.keys().isdisjoint(identities)
 
+    def covers_all(self, identities: Iterable[int]) -> bool:
+        """True if all parameters of these, given by `id()`, have slots."""
+        return self.of.keys() >= set(identities)
+
     def all_sites(self) -> Sites:
         """Every parameter that wants a gradient, whatever optimizer it has or will have."""
         slots = [slot for slot, param in enumerate(self.params) if param.requires_grad]

@@ -73,6 +73,7 @@ class Agent:
         self._attaching = False  # by one thread; what it took out of `_waiting` is not watched yet
         self._inherited: list[Session] = []  # of the process that this one was forked from
         self._numbered = 0  # optimizers in made-up names
+        self._named_at = -1  # registrations in modules when names were looked for last
         self._printed: set[str] = set()  # why nothing is watched
         self._reached = 0  # backwards that reached something watched, when the last one began
         self._baselines: Baselines | None = None
@@ -260,8 +261,9 @@ class Agent:
         if not (ready or any(by_hand)):
             return None
         roots, loose = by_hand
-        if ready:
+        if ready and not self._are_named(own, ready):
             roots, loose = discover(self.registered, ready, self._numbered, self._forwards.root_of)
+            self._named_at = self.registered.registrations
         self._numbered += len(ready)
         optimizers = [optimizer for optimizer, _ in ready]
         if own is not None:  # one run, one port and one journal per process, however many models it trains
@@ -274,12 +276,25 @@ class Agent:
                 from gradwatch.session.attach import watch_optimizers
 
                 own = watch_optimizers(roots, optimizers, loose)
-            _watches.append(own)
-            _close_at_exit()
-            self._baselines = Baselines(own)
-            _greet(own, optimizers)
-            self._forwards.handed_over(own)
+            try:
+                _watches.append(own)
+                _close_at_exit()
+                self._baselines = Baselines(own)
+                _greet(own, optimizers)
+                self._forwards.handed_over(own)
+            except BaseException:  # none that lives without the agent: it would be in the way of the next
+                if own in _watches:
+                    _watches.remove(own)
+                self._baselines = None
+                own.close()
+                raise
         return own
+
+    def _are_named(self, own: Session | None, ready: list[tuple[Optimizer, int]]) -> bool:
+        """True if all parameters of these optimizers are watched, and no module was given anything since."""
+        if own is None or self._named_at != self.registered.registrations:
+            return False
+        return own.knows_all(map(id, params_of(*[optimizer for optimizer, _ in ready])))
 
 
 def _by_hand(identity: int) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import torch
 from torch import nn
@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 
 from gradwatch.capture.columns.batch_hash import batch_hash
 from gradwatch.capture.columns.batch_norm_statistics import RunningStatistics
-from gradwatch.capture.columns.module_statistics import ModuleTaps
 from gradwatch.capture.fsdp1 import FlatTaps
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.read_after_backward import Capture
@@ -53,6 +52,16 @@ if TYPE_CHECKING:
     from gradwatch.session.actions.snapshot_action import Bundles
 
 REPORTED = (*STEP_PATH, "action", "precision", "columns", "modules", "norm_local", "ranks", "localise")
+
+
+class Closeable(Protocol):
+    """A part that is hooked to something."""
+
+    def close(self) -> None:
+        """Remove what hooks it."""
+
+
+P = TypeVar("P", bound=Closeable)
 
 
 class Rules:
@@ -108,21 +117,27 @@ class Attached:
         self.ownership = ownership
         self._containers: list[nn.Module] = []
         self._bound = 0  # captures, from the first, that were seen to have rules
+        self._parts: list[
+            Closeable
+        ] = []  # those that are hooked to anything, in the order in which they were made
+        self.contexts = Contexts(self._activity.failed)
         spent = services.publishing.totals.own_time
-        self.capture = Capture(models, self._backward_ended, self._activity.failed, spent, ownership)
-        self.capture.slots.add_loose(loose, by_hand=not ownership.given(()))
-        self.taps: ModuleTaps | None = None
-        self._flat = FlatTaps((), self.capture.expect, self._activity.failed)
         try:
+            self.capture = self._part(
+                Capture(models, self._backward_ended, self._activity.failed, spent, ownership)
+            )
+            self.capture.slots.add_loose(loose, by_hand=not ownership.given(()))
             wanted = self._tapped(models, strict_rules)
+            self._bind_to(wanted, name)
+            self._hold(models)
         except BaseException:
-            if self.taps is not None:
-                self.taps.close()
-            self._flat.close()
-            self.capture.close()
+            self.close()
             raise
-        self._bind_to(wanted, name)
-        self._hold(models)
+
+    def _part(self, part: P) -> P:
+        """A part that `close` will close."""
+        self._parts.append(part)
+        return part
 
     def _tapped(self, models: list[nn.Module], strict_rules: bool) -> list[nn.Parameter]:
         """Tap modules and FSDP's flat parameters; the parameters to watch."""
@@ -133,7 +148,9 @@ class Attached:
             )
         rules, failed = self.rules, self._activity.failed
         self.taps = self._services.fitting.taps(rules.engine, models, failed)
-        self._flat = FlatTaps(models, self.capture.expect, failed)
+        if self.taps is not None:
+            self._part(self.taps)
+        self._part(FlatTaps(models, self.capture.expect, failed))
         wanted = [param for param in self.capture.params if param.requires_grad]
         sites = self.sites()
         rules.fit(refused_here(rules.engine, sites, models, wanted, rules.run.world_size))
@@ -147,13 +164,14 @@ class Attached:
         self.weights = Weights(
             lambda: zip(capture.names, capture.params, strict=False), capture.slots.unoptimized
         )
-        self.contexts = Contexts(activity.failed)
-        self._stages = PipelineStages(self._stage_scaled)
+        self._stages = self._part(PipelineStages(self._stage_scaled))
         self.ranks = Ranks(
             name, rank_requirements(rules.engine), capture.slots.models, self._of_ranks, self._stages.taken
         )
         totals = self._services.publishing.totals
-        self.rule_bindings = RuleBindings(rules.engine, self.ranks, activity, self.contexts, totals)
+        self.rule_bindings = self._part(
+            RuleBindings(rules.engine, self.ranks, activity, self.contexts, totals)
+        )
         self.checkpoints = Checkpoints(self.contexts, self.rule_bindings, self.weights, activity)
         if self.taps is not None:
             self.taps.bounds = module_bounds_of(rules.ruleset, activity.failed, activity.health.report)
@@ -170,7 +188,7 @@ class Attached:
         rules, failed = self.rules, self._activity.failed
         keeps = bool(snapshots(rules.ruleset))
         if keeps or localising(rules.ruleset):
-            self.causes = Causes(rules.ruleset, models, self.owns, failed, rules.run.rank)
+            self.causes = self._part(Causes(rules.ruleset, models, self.owns, failed, rules.run.rank))
         for component in REPORTED:
             self._activity.health.mark(component, True)
         if keeps and self.causes is not None:
@@ -210,20 +228,22 @@ class Attached:
         self.pipeline = StepPipeline(
             engine, self.ranks, activity, self.rule_bindings, self.extra_columns, publishing, sources
         )
-        self.boundary = Boundary(
-            capture,
-            self.ownership,
-            self.contexts,
-            self.binder,
-            self.pipeline,
-            self.ranks,
-            activity,
-            notices,
-            self._reset,
+        self.boundary = self._part(
+            Boundary(
+                capture,
+                self.ownership,
+                self.contexts,
+                self.binder,
+                self.pipeline,
+                self.ranks,
+                activity,
+                notices,
+                self._reset,
+            )
         )
         capture.cleared = self._cleared
         capture.losses.refused = self._no_loss
-        self.before_clip = BeforeClip(capture, self._bind, activity.idle, activity.failed)
+        self.before_clip = self._part(BeforeClip(capture, self._bind, activity.idle, activity.failed))
 
     def bind_before_backward(self) -> None:
         """Bind the rules before the first backward, where some act inside it and the optimizer is known."""
@@ -271,16 +291,14 @@ class Attached:
             captured.interrupt()
 
     def close(self) -> None:
-        """Remove every hook; models and optimizers are as found."""
-        taps = [self._stages, self.taps, self._flat, self.causes]
-        parts = [self.before_clip, self.boundary, *taps, self.rule_bindings, self.capture]
-        memberships = [ctx.membership for ctx in self.contexts]
-        for part in (*memberships, *parts):
+        """Remove every hook, also of what was made only in part; models and optimizers are as found."""
+        memberships = [ctx.membership for ctx in self.contexts if ctx.membership is not None]
+        for part in (*memberships, *reversed(self._parts)):
             try:
-                if part is not None:
-                    part.close()
+                part.close()
             except Exception as error:  # the others must be restored all the same
                 self._activity.health.report("close", error)
+        self._parts.clear()
         self._containers.clear()
 
     # -- what taps report --------------------------------------------------------------------------------

@@ -54,6 +54,10 @@ class Left:
     counted: Counted = field(default_factory=Counted)
 
 
+def _nothing() -> None:
+    """No listener has been added."""
+
+
 _ordinal = itertools.count()  # of sessions: ranks that run one script count alike
 
 
@@ -92,6 +96,7 @@ class Session:
         self.ruleset = ruleset
         run = run_info(ruleset, Engine(ruleset).rule_infos, settings)
         self.run: RunInfo = placed(run, named=settings.run_id is not None) if active else run
+        self._uncount: Callable[[], None] = _nothing
         number = next(_ordinal)
         if active:
             fitting = Fitting(origin == "launcher" and not settings.strict_rules)
@@ -103,11 +108,15 @@ class Session:
             attached = Attached(
                 models, self._ownership, loose, self._rules, self._services, strict_rules, name
             )
-            self.run, self.ruleset, self.attached = self._rules.run, self._rules.ruleset, attached
-            self._open_sinks([*chosen, *attached.own_sinks], settings.strict)
-            attached.start(on_escalate)
-            self._activity.begin(self.run.pid)
-            self._go_live(attached, models)
+            try:
+                self.run, self.ruleset, self.attached = self._rules.run, self._rules.ruleset, attached
+                self._open_sinks([*chosen, *attached.own_sinks], settings.strict)
+                attached.start(on_escalate)
+                self._activity.begin(self.run.pid)
+                self._go_live(attached, models)
+            except BaseException:
+                self._abandon(attached)
+                raise
 
     # -- attaching ---------------------------------------------------------------------------------------
 
@@ -150,6 +159,15 @@ class Session:
         self._uncount = count_backwards()
         attached.keep_containers(models)
         attached.bind_before_backward()
+
+    def _abandon(self, attached: Attached) -> None:
+        """It could not be made whole, or Ctrl-C came: no hook, no thread and no address of it stays."""
+        attached.close()
+        self.attached, self._closed = None, True
+        self._uncount()
+        self._activity.end()
+        self.close_sinks()
+        LIVE.discard(self)
 
     def _resumed(self) -> None:
         if self.attached is not None:
@@ -197,6 +215,10 @@ class Session:
     def knows_any(self, identities: Iterable[int]) -> bool:
         """True if some parameter of these, given by `id()`, is watched here."""
         return self.attached is not None and self.attached.capture.slots.covers_any(identities)
+
+    def knows_all(self, identities: Iterable[int]) -> bool:
+        """True if all parameters of these, given by `id()`, are watched here."""
+        return self.attached is not None and self.attached.capture.slots.covers_all(identities)
 
     @property
     def backwards(self) -> int:

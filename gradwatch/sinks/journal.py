@@ -109,10 +109,9 @@ class JournalSink:
         self._recorder = Recorder(
             run, self.params, self.max_bytes, self._report, self._acknowledge, self._rest
         )
-        thread = threading.Thread(target=self._run, name="gradwatch-journal", daemon=True)
-        thread.start()
-        self._thread = thread
-        self._open = True
+        self._thread = threading.Thread(target=self._run, name="gradwatch-journal", daemon=True)
+        self._open = True  # before the thread runs: from there on `close` ends it
+        self._thread.start()
         health.mark(self.name, True)
 
     def write(self, record: Record) -> None:
@@ -181,6 +180,8 @@ class JournalSink:
             self._open = False
             self._closing = True
             self._condition.notify_all()
+        if thread.ident is None:  # it could not be started
+            return
         thread.join(_CLOSE_SECONDS)
         if thread.is_alive():
             self._health.report(

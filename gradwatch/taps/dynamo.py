@@ -51,9 +51,10 @@ def imported() -> bool:
 
 def anything_compiled() -> bool:
     """True if torch.compile has compiled anything in this process."""
-    dynamo = sys.modules.get("torch._dynamo.utils")
+    # Without `counters` another thread is just importing dynamo, as every first optimizer does.
+    counters = getattr(sys.modules.get("torch._dynamo.utils"), "counters", None)
     # With `fullgraph=True` dynamo counts graphs and no frames.
-    return dynamo is not None and bool(dynamo.counters.get("frames") or dynamo.counters.get("stats"))
+    return counters is not None and bool(counters.get("frames") or counters.get("stats"))
 
 
 def compiles(module: nn.Module) -> bool:

@@ -175,9 +175,12 @@ def listen(
         release()
 
     def remove() -> None:
-        listened.begins = _without(listened.begins, begins)
-        listened.before = _without(listened.before, before)
-        listened.after = _without(listened.after, after)
+        if listened.module() is None:
+            listened.begins = listened.before = listened.after = ()
+        else:
+            listened.begins = _without(listened.begins, begins)
+            listened.before = _without(listened.before, before)
+            listened.after = _without(listened.after, after)
         left = listened.begins or listened.before or listened.after
         if not left and _listened.get(identity) is listened:
             del _listened[identity]

@@ -11,6 +11,7 @@ import contextlib
 import io
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -63,18 +64,34 @@ def run(injected: Injected) -> tuple[BaseException | None, list[torch.Tensor]]:
     return done
 
 
+def _threads_left() -> list[str]:
+    """The names of gradwatch's threads that go on after the session was closed, each told once."""
+    ours = [one for one in threading.enumerate() if one.name.startswith("gradwatch") and one not in _told]
+    for one in ours:
+        one.join(0.5)
+    left = [one for one in ours if one.is_alive()]
+    _told.update(left)
+    return [one.name for one in left]
+
+
+_told: set[threading.Thread] = set()
+
+
 def wrong(kind: type[BaseException], every: int) -> Iterator[str]:
     """The number of lines, then those at which it went wrong, of every so-many-th."""
     run(Injected(-1, kind))  # what is imported and learned once
     seen = Injected(-1, kind)
     bare = run(seen)[1]
     yield str(len(seen.lines))
-    for at in range(KINDS.index(kind) % every, len(seen.lines), every):
+    chosen, missed = range(KINDS.index(kind) % every, len(seen.lines), every), 0
+    for at in chosen:
         injected = Injected(at, kind)
         reached, weights = run(injected)
         file, line = list(injected.lines)[-1]
         place = f"{Path(file).name}:{line} {injected.where}"
         yield from (f"{place}: {one} left" for one in left_behind())
+        yield from (f"{place}: a thread of {one} left" for one in _threads_left())
+        missed += not injected.where
         if not injected.where or injected.where == "try:":
             continue
         if kind is not RuntimeError:
@@ -84,6 +101,8 @@ def wrong(kind: type[BaseException], every: int) -> Iterator[str]:
             yield f"{place}: {reached!r}"
         elif not all(map(torch.equal, weights, bare)):
             yield f"{place}: other weights"
+    if missed > len(chosen) / 10:  # a few lines are of what is due by the clock
+        yield f"{missed} of {len(chosen)} lines were not executed again: something attached no more"
 
 
 if __name__ == "__main__":

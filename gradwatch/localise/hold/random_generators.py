@@ -18,7 +18,7 @@ from gradwatch.localise.hold.module_attributes import written_in_place
 from gradwatch.reading.generator_state import get_state, set_state
 from gradwatch.taps import module_tree
 
-FIRST = 2
+FIRST = 2  # calls of the first model of a kind in which it is learned what it draws from; of later ones, one
 RECHECK = 256  # calls between looks at generators that no forward has drawn from
 OWN = (torch.Generator, np.random.Generator, np.random.RandomState, random.Random)
 
@@ -89,7 +89,7 @@ class Draws:
 class Held:
     """Generators before each forward of `model`, less those that forwards of its kind were seen not to draw from.
 
-    Reading them all takes 70 us, and most forwards draw from none. torch's are read before and after the first calls of
+    Reading them all takes 70 us, and most forwards draw from none. torch's are read before and after the first call of
     each model (`p=` of a dropout is no part of a kind). `looking` is true in the first calls of a kind and one of 256
     ever after, in which all are.
     """
@@ -97,7 +97,8 @@ class Held:
     def __init__(self, model: Callable[[], nn.Module | None], draws: Draws | None = None) -> None:
         self._model = model
         self._calls = 0
-        self._draws = draws or Draws()
+        self._draws = draws = draws or Draws()
+        self._first = FIRST if draws.calls < FIRST else 1
         self._own: list[Source] = []
         self._drawn: list[Source] = []
         self.learned = False  # after its first calls, if it draws from none of its own
@@ -106,7 +107,7 @@ class Held:
 
     def before(self) -> Generators:
         """The states at the beginning of a forward."""
-        draws, first = self._draws, self._calls < FIRST
+        draws, first = self._draws, self._calls < self._first
         since = draws.calls % RECHECK
         self.looking = every = since < FIRST
         if first and draws.has_own is not False and (model := self._model()) is not None:
