@@ -11,6 +11,7 @@ BEGAN = {
     "forward": "the forward of {op}",
     "backward": "the backward of {op}",
     "input": "the batch, not finite when {op} read it",
+    "tensor": "the tensor {name}, not finite when {op} read it",
     "parameter": "a weight, not finite when {op} read it",
     "buffer": "a buffer, not finite when {op} read it",
     "loss": "the loss side: finite outputs, non-finite gradients",
@@ -30,10 +31,8 @@ def sentence(finding: Finding) -> str:
     op = finding.op or "an operation"
     if finding.function and finding.function != finding.op:
         op += f" (in {finding.function})"
-    said = BEGAN[finding.phase].format(op=op)
-    if finding.phase == "loss" and finding.op:
-        said += f" (most likely {op})"
-    elif finding.phase == "loss" and finding.where:
+    said = BEGAN[finding.phase].format(op=op, name=finding.operands[0].name if finding.operands else "")
+    if finding.phase == "loss" and finding.where:
         said += ", of the model called"  # there; what is at fault stands after it
     if finding.module:
         said += f" in {finding.module}"

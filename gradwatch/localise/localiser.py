@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from gradwatch.localise.hold.calls_before_attach import PreAttachRecorder
 from gradwatch.localise.hold.inner_model import inner
 from gradwatch.localise.hold.module_attributes import Refused
+from gradwatch.localise.hold.nonfinite_losses import NonFiniteLosses
 from gradwatch.localise.hold.recorded_call import Call
 from gradwatch.localise.hold.step_recorder import StepRecorder
 from gradwatch.localise.replay.fsdp2_all_gather import is_spread
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
 Suspicion = Literal["nonfinite", "exploding", "vanishing"]
 Way = Literal["replay", "record", "detect_anomaly"]
+IN_LOOP = ("unknown", "loss", "input")
+"""Where what the calls of the models show may have begun in the loop itself."""
 TRIES = 3  # localisations of one incident that found nothing, before it is left alone
 NOT_SEEN = "no call of the model, as `model(...)`, was seen whose outputs got a gradient since the last step"
 
@@ -79,6 +82,7 @@ class Localiser:
         self._rank = rank
         self._models: list[weakref.ref[nn.Module]] = []
         self._recordings = StepRecorder(failed, max_bytes)
+        self._losses = NonFiniteLosses(failed) if hold else None
         self._live: list[Live | Raising] = []  # the recording of coming steps, if there is one
         self._ask = Ask()
         self._recorded: list[tuple[int, Finding]] = []  # steps taken when the recording ended
@@ -88,7 +92,7 @@ class Localiser:
         self._agreement: RankAgreement | None = None
         self.add(models)
         self._removes = [
-            step_hooks.listen(after=self._recordings.step_taken),
+            step_hooks.listen(after=self._step_taken),
             step_hooks.listen(self._before_step, self._after_step, only_if=self._live),
         ]
 
@@ -116,12 +120,17 @@ class Localiser:
         for remove in self._removes:
             remove()
         self._recordings.close()
+        if self._losses is not None:
+            self._losses.close()
+            self._losses.drop()
         while self._live:
             self._live.pop().close()
 
     def discard(self) -> None:
         """Release the calls that were held: they belong to no step."""
         self._recordings.drop()
+        if self._losses is not None:
+            self._losses.drop()
 
     def cleared(self, optimizer: Optimizer | None) -> None:
         """The loop has thrown away the gradients of earlier backwards: what led to them is part of no step."""
@@ -235,10 +244,10 @@ class Localiser:
             return self._later(ask, f"no replay: {refusal}")
         except Exception as error:
             return self._later(ask, f"no replay: the step run again raised {type(error).__name__}: {error}")
-        if (not finding.found or finding.phase == "loss") and ask.suspicion == "nonfinite":
+        if finding.phase in IN_LOOP and ask.suspicion == "nonfinite":
+            finding = self._of_loop(held, finding)
+        if finding.phase in ("unknown", "loss") and ask.suspicion == "nonfinite":
             dropped = self._recordings.dropped
-            if finding.phase == "loss":
-                finding = self._of_loop(held, finding)
             more = f"{dropped} earlier micro-batches were not kept (max_bytes)" if dropped else ""
             return self._later(ask, more, finding)
         spent = time.perf_counter() - started
@@ -265,11 +274,12 @@ class Localiser:
         return step.nonfinite() if suspicion == "nonfinite" else step.growing(suspicion == "exploding")
 
     def _of_loop(self, held: list[tuple[nn.Module, Call]], finding: Finding) -> Finding:
-        """Amend a Finding by the loop's own tensors, for a loss that was computed in it."""
+        """The cause in the loop's own code, run again, where the calls of the models do not show it."""
         try:
-            from gradwatch.localise.diagnosis.loss_terms import amended_by_loss
+            from gradwatch.localise.loss.loss_cause import cause_in_loop
 
-            return amended_by_loss(finding, [call for _, call in held])
+            known = [] if self._losses is None else self._losses.found
+            return cause_in_loop(finding, known, self.models(), held, self._fault, self._max_bytes)
         except Exception as error:
             self._failed("localise", error)
             return finding
@@ -334,6 +344,11 @@ class Localiser:
 
     def _fault(self, error: BaseException) -> None:
         self._failed("localise", error)
+
+    def _step_taken(self, optimizer: Optimizer) -> None:
+        self._recordings.step_taken(optimizer)
+        if self._losses is not None:
+            self._losses.drop()
 
     # -- around every step while some are recorded -------------------------------------------------------
 

@@ -13,11 +13,20 @@ from typing import Any, Literal, get_args
 from gradwatch.runtime.json_numbers import json_ready
 
 Phase = Literal[
-    "forward", "backward", "loss", "input", "parameter", "buffer", "exploding", "vanishing", "unknown"
+    "forward",
+    "backward",
+    "loss",
+    "input",
+    "tensor",
+    "parameter",
+    "buffer",
+    "exploding",
+    "vanishing",
+    "unknown",
 ]
 """Where it began: in the forward or the backward of the operation named; on the loss side of the model's outputs;
-in the batch, a weight or a buffer that was not finite before the step. Of gradients that are finite: where they grow
-or shrink most. Or it is not known (`note` says why)."""
+in the batch, another tensor of the loop (a label, a mask), a weight or a buffer that was not finite before the step. Of
+gradients that are finite: where they grow or shrink most. Or it is not known (`note` says why)."""
 
 By = Literal["replay", "record", "closure"]
 """How it was found: the step run again, the next steps recorded as they ran, or `Watch.step(closure)`."""
@@ -52,7 +61,7 @@ class Operand:
     """Values of one tensor: `smallest` and `largest` over its finite elements, NaN where it has none.
 
     `name` says what it was to the operation ("input 0", "result", "gradient in", "saved self"); `dtype` as torch
-    spells it ("float32"); counts are elements.
+    spells it ("float32"); counts are elements. `first` is the position of the first NaN or Inf, () where none is known.
     """
 
     name: str
@@ -64,6 +73,7 @@ class Operand:
     zeros: int = 0
     smallest: float = math.nan
     largest: float = math.nan
+    first: tuple[int, ...] = ()
 
     def __str__(self) -> str:
         """`input 0: float32[16, 1], 2 of 16 zero, -1.2 … 3`."""
@@ -73,6 +83,8 @@ class Operand:
         parts = [f"{self.name}: {self.dtype}[{shape}]"]
         if odd:
             parts.append(f"{', '.join(odd)} of {self.numel}")
+        if self.first:
+            parts.append(f"the first at [{', '.join(map(str, self.first))}]")
         if math.isfinite(self.smallest):
             parts.append(f"{self.smallest:.4g} … {self.largest:.4g}")
         return ", ".join(parts)
@@ -221,6 +233,7 @@ def _batch(document: Mapping[str, Any]) -> Batch:
 def _operand(document: Mapping[str, Any]) -> Operand:
     given = dict(document)
     given["shape"] = tuple(given["shape"])
+    given["first"] = tuple(given.get("first", ()))
     for bound in ("smallest", "largest"):
         given[bound] = float(given[bound])  # "NaN" and "Infinity" are words float knows
     return Operand(**given)

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 import traceback
 import warnings
 from collections.abc import Callable
@@ -59,7 +60,8 @@ def test_a_step_that_was_not_held_is_recorded_when_it_comes_again() -> None:
 
 
 def trap(out: Tensor) -> Tensor:
-    """A loss function with a logarithm of 0 in the branch that is not taken."""
+    """A loss function with a logarithm of 0 in the branch that is not taken; it reads a clock, so it runs only once."""
+    time.perf_counter()
     safe = torch.where(out > 1e9, torch.log(out - out), out)  # loss
     return safe.sum()
 

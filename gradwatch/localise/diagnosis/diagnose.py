@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from gradwatch.localise.replay.backward_nodes import Culprit
 from gradwatch.localise.replay.forward_operations import Origin
@@ -74,9 +75,12 @@ def from_origin(origin: Origin, trace: Trace, by: By, number: int) -> Finding:
     note = ""
     if origin.external:
         kind, name = trace.sources.get(origin.source, ("forward", ""))
-        phase = kind if kind in ("parameter", "buffer", "input") else "forward"  # type: ignore[assignment]
+        known = kind in ("parameter", "buffer", "input", "tensor")
+        phase = kind if known else "forward"  # type: ignore[assignment]
         what = f"{kind} {name}" if name else "a tensor made outside the model's forward"
         note = f"{what} was not finite before this operation read it"
+        if known:
+            origin = replace(origin, operands=tuple(replace(one, name=name) for one in origin.operands))
     return Finding(
         phase,
         by,

@@ -7,7 +7,7 @@ only watched.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import Enum
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType
@@ -128,7 +128,19 @@ def describe(name: str, tensor: Tensor) -> Operand:
         zeros=int((numbers == 0).sum()),
         smallest=float(low),
         largest=float(high),
+        first=_first(numbers, tensor.shape) if sound.numel() < numbers.numel() else (),
     )
+
+
+def _first(numbers: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """The position of the first element that is not finite."""
+    if numbers.numel() != math.prod(shape):  # of a sparse tensor the values only
+        return ()
+    place, position = int((~torch.isfinite(numbers)).to(torch.uint8).argmax()), []
+    for size in reversed(shape):
+        place, at = divmod(place, size)
+        position.append(at)
+    return tuple(reversed(position))
 
 
 @torch.no_grad()

@@ -10,7 +10,6 @@ from typing import TypeAlias
 
 from torch import nn
 
-from gradwatch.localise.diagnosis.loss_terms import Losses
 from gradwatch.localise.diagnosis.python_frames import Callers
 from gradwatch.localise.hold.random_generators import Draws
 
@@ -24,15 +23,14 @@ AGAIN = 64  # models after which it is looked again
 class Kind:
     """Models of the same classes of modules: `whole` where one was called itself and not by its parts.
 
-    `lines` are those that call one, `losses` what was made of their outputs, by line. `callers` are the lines that
-    called one often enough for what stands beside them to be known; `alone` counts, for a line, the models in a row
-    beside which nothing stood. `keeps_weights`: the first calls of one wrote into none of its own parameters.
+    `lines` are those that call one. `callers` are the lines that called one often enough for what stands beside them to
+    be known; `alone` counts, for a line, the models in a row beside which nothing stood. `keeps_weights`: the first
+    calls of one wrote into none of its own parameters.
     """
 
     whole: bool = False
     draws: Draws = field(default_factory=Draws)
     lines: Callers = field(default_factory=Callers)
-    losses: dict[tuple[CodeType, int] | None, Losses] = field(default_factory=dict)
     callers: set[tuple[CodeType, int]] = field(default_factory=set)
     alone: dict[tuple[CodeType, int], int] = field(default_factory=dict)
     keeps_weights: bool = False
@@ -50,15 +48,6 @@ class Kind:
         if len(self.alone) >= MOST_CALLERS:
             self.alone.clear()
         self.alone[caller] = 0 if found else self.alone.get(caller, 0) + 1
-
-    def losses_of(self, caller: tuple[CodeType, int] | None) -> Losses:
-        """The losses that were seen of calls from this line."""
-        found = self.losses.get(caller)
-        if found is None:
-            if len(self.losses) >= MOST_CALLERS:
-                self.losses.clear()
-            found = self.losses[caller] = Losses()
-        return found
 
     def looked_beside(self, caller: tuple[CodeType, int]) -> None:
         """Note that the scope of this line was searched."""

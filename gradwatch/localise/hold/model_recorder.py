@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradwatch.localise.diagnosis.loss_terms import Losses
 from gradwatch.localise.diagnosis.tensor_values import tensors
 from gradwatch.localise.hold.inner_model import inner, shared
 from gradwatch.localise.hold.model_kinds import Kind
@@ -33,7 +32,6 @@ from gradwatch.reading.device import capturing
 from gradwatch.taps import backward, dispatch_modes, module_calls, module_tree
 from gradwatch.taps.dispatch_modes import dispatching, functions
 from gradwatch.taps.dynamo import anything_compiled, untraced
-from gradwatch.taps.graph.node_numbers import next_number
 from gradwatch.taps.graph.output_hooks import on_gradient
 from gradwatch.taps.muted_forwards import is_muted, muted_threads, transform
 
@@ -98,7 +96,7 @@ class ModelRecorder:
         self._light = light
         self._steps = [0] if steps is None else steps
         self._kind = kind = kind or Kind()
-        self._draws, self._lines, self._losses_of = kind.draws, kind.lines, kind.losses_of
+        self._draws, self._lines = kind.draws, kind.lines
         self._generators = Held(self.model, kind.draws)
         modules = module_tree.modules(model) if modules is None else modules
         self._buffers = Buffers(inner(model)) if any(map(_buffers_of, modules)) else None
@@ -107,7 +105,6 @@ class ModelRecorder:
         self._open: Call | None = None
         self._seen = 0
         self._before_params: dict[int, int] | None = None
-        self._losses: Losses | None = None  # its own, where they are not those of its kind
         self._called_from: list[tuple[CodeType, int]] = []  # the first calls
         self._ignore: list[Callable[[], None]] = []
         self.refused = shared(model, modules)
@@ -254,7 +251,6 @@ class ModelRecorder:
             call.autocast = autocasts() if dispatch_modes.any_autocast() else {}
             call.buffers = {} if self._buffers is None else self._buffers.held(first=not self.calls)
             call.gradients, call.tasks = {}, set()
-            call.own_losses, call.losses_of = self._losses, self._losses_of
             self._open = call
         except Exception as error:
             self._open = None
@@ -301,7 +297,6 @@ class ModelRecorder:
                 self._learn_weights(module)
             outputs = [output] if isinstance(output, Tensor) else tensors(output)
             call.outputs = len(outputs)
-            call.ended = next_number()
             if self._buffers is not None:
                 self._buffers.learn()
             for position, tensor in enumerate(outputs):
@@ -330,15 +325,6 @@ class ModelRecorder:
     def _reached(self) -> None:
         """A gradient has reached an output, while no Watch knows what becomes of it."""
 
-    def _look_at_loss(self, call: Call) -> None:
-        """Within the backward of the first call, or of one that is looked at: what was made of its outputs."""
-        if not call.looked and call.losses.last is not None:
-            if call.losses.ends_alike(call.ended):
-                return
-            # Another loss than that of the models before, from the same line.
-            self._losses = call.own_losses = Losses()
-        call.losses.record(call.ended)
-
     def _make_room(self) -> None:
         """The latest call is alive anyway; earlier ones are held as far as the cap allows."""
         earlier = list(self.calls)[:-1]
@@ -365,8 +351,8 @@ def _gradient(recording: ModelRecorder, call: Call, position: int, grad: Tensor 
                 kept = grad.detach()  # `grad` itself would cost a copy of every gradient it becomes part of
             except RuntimeError:  # batched (`is_grads_batched=True`): it ends in no `.grad`
                 return
-            if not call.tasks and (call.looked or recording._seen == 1):
-                recording._look_at_loss(call)
+            if call.looked and not call.tasks:
+                recording._generators.learn(call.generators)  # the loss code may have drawn too
             call.tasks.add(backward.current())
             if position in call.gradients:
                 call.gradients[position] = call.gradients[position] + kept

@@ -129,6 +129,10 @@ class Held:
     def after(self) -> None:
         """The forward has ended: learn what it drew from."""
         before, self.looked_at = self.looked_at, None
+        self.learn(before)
+
+    def learn(self, before: Generators | None) -> None:
+        """Code that is to be run again from `before` on has ended: from now on, read what it drew from."""
         for source, state in () if before is None else before.states:
             if not _same(state, source.read()):
                 mine = self._drawn if source in self._own else self._draws.sources

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
@@ -11,16 +11,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwatch.localise.diagnosis.loss_terms import Losses
 from gradwatch.localise.diagnosis.tensor_values import tensors
 from gradwatch.localise.hold.random_generators import Generators
 from gradwatch.taps.nested_containers import tensors_replaced
-
-
-def _no_losses(_: object) -> Losses:
-    """Those of a call that is like no other."""
-    return Losses()
-
 
 CPU_ONLY, CPU_AND_CUDA = ("cpu",), ("cpu", "cuda")
 
@@ -32,10 +25,9 @@ class Call:
 
     `order` grows from call to call, over all models; `step` counts the optimizer steps before it. `versions` are
     those of the tensors among the arguments; `seeds` the bytes of the gradients, `tasks` the graph tasks that brought
-    them; `reason` says why it cannot be run again ("" = it can); `caller` is the line that made the call; autograd
-    nodes numbered `ended` and later were made after it; `computed` are the `id`s of those tensors that autograd
-    computed; `own_losses` are those seen of the calls of this model that are `looked` at, where they are not those that
-    `losses_of` its line; `indices` are the samples it was told to be of (`Watch.batch`).
+    them; `reason` says why it cannot be run again ("" = it can); `caller` is the line that made the call; `computed`
+    are the `id`s of those tensors that autograd computed; `looked`: all generators were read before it; `indices` are
+    the samples it was told to be of (`Watch.batch`).
     """
 
     order: int
@@ -51,13 +43,10 @@ class Call:
     indices: Any = None
     seeds: int = 0
     outputs: int = 0
-    ended: int = 0
     computed: frozenset[int] = frozenset()
     gradients: dict[int, Tensor] = field(default_factory=dict)
     tasks: set[int] = field(default_factory=set)
     looked: bool = False
-    own_losses: Losses | None = None
-    losses_of: Callable[[tuple[CodeType, int] | None], Losses] = _no_losses
     reason: str = ""
     _given: int | None = None
 
@@ -69,13 +58,6 @@ class Call:
         if self._given is None:
             self._given = sum(map(size_of, tensors((self.args, self.kwargs))))
         return self._given + self.seeds
-
-    @property
-    def losses(self) -> Losses:
-        """The losses that were seen of calls like this one."""
-        if self.own_losses is None:
-            self.own_losses = self.losses_of(self.caller)
-        return self.own_losses
 
     def release(self, reason: str) -> None:
         """Let go of every tensor; the call can no longer be run again."""

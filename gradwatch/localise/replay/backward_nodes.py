@@ -16,9 +16,11 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from gradwatch.localise.diagnosis import python_frames
+from gradwatch.localise.diagnosis.interpreted_lines import InterpretedLines
 from gradwatch.localise.diagnosis.module_attribution import ModuleAttribution
 from gradwatch.localise.diagnosis.operation_names import of_node
 from gradwatch.localise.diagnosis.tensor_values import describe, finite
+from gradwatch.localise.replay.forward_operations import Origin
 from gradwatch.records.finding import Frame, Operand
 from gradwatch.taps.dispatch_modes import dispatch_disabled
 from gradwatch.taps.dynamo import untraced
@@ -28,7 +30,10 @@ COUNTED = 16  # further culprits looked for
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Culprit:
-    """A node that was given finite gradients and made one that is not."""
+    """A node that was given finite gradients and made one that is not.
+
+    `made`: where a tensor that its forward saved, and that was not finite, came from.
+    """
 
     op: str
     node: str
@@ -38,6 +43,7 @@ class Culprit:
     result: Operand | None
     custom: bool
     function: str = ""
+    made: Origin | None = None
 
 
 class BackwardTracer:
@@ -48,7 +54,11 @@ class BackwardTracer:
         where: ModuleAttribution,
         failed: Callable[[BaseException], None],
         function: Callable[[int], str],
+        lines: InterpretedLines,
+        origin_of: Callable[[Tensor], Origin | None],
     ) -> None:
+        self._lines = lines
+        self._origin_of = origin_of
         self._where = where
         self._function = function
         self._failed = failed
@@ -93,18 +103,28 @@ class BackwardTracer:
             self.culprits.append(self._culprit(node, made, given))
 
     def _culprit(self, node: Node, made: tuple[Tensor | None, ...], given: tuple[Any, ...]) -> Culprit:
-        name = node.name()
+        name, kept = node.name(), list(saved(node))
         broken = [grad for grad in made if grad is not None and not finite((grad,))]
         came = [describe("gradient in", grad) for grad in given if grad is not None]
         return Culprit(
             op=of_node(name),
             node=name,
             module=self._where.at(node._sequence_nr()),
-            frames=python_frames.of_traceback(_metadata(node).get("traceback_") or ()),
-            operands=(*came, *saved(node)),
+            frames=(
+                *python_frames.of_traceback(_metadata(node).get("traceback_") or ()),
+                *self._lines.at(node._sequence_nr()),
+            ),
+            operands=(*came, *(describe(said, tensor) for said, tensor in kept)),
             result=describe("gradient out", broken[0]) if broken else None,
             custom=isinstance(node, torch.autograd.function.BackwardCFunction),
             function=self._function(node._sequence_nr()),
+            made=self._made(kept),
+        )
+
+    def _made(self, kept: Iterable[tuple[str, Tensor]]) -> Origin | None:
+        found = (self._origin_of(tensor) for _, tensor in kept if not finite((tensor,)))
+        return min(
+            (one for one in found if one and not one.intended), key=lambda one: one.order, default=None
         )
 
 
@@ -121,7 +141,7 @@ def nodes(roots: Iterable[Node | None]) -> Iterator[Node]:
                 waiting.append(following)
 
 
-def saved(node: Node) -> Iterator[Operand]:
+def saved(node: Node) -> Iterator[tuple[str, Tensor]]:
     """Tensors that the forward saved for this node: its operands, as far as it needs them."""
     for attribute in dir(node):
         if attribute.startswith("_saved_"):
@@ -130,7 +150,7 @@ def saved(node: Node) -> Iterator[Operand]:
             except RuntimeError:  # a checkpoint unpacks what it saved once, and the node has had it
                 return
             if isinstance(value, Tensor):
-                yield describe(f"saved {attribute.removeprefix('_saved_')}", value)
+                yield f"saved {attribute.removeprefix('_saved_')}", value
 
 
 def _metadata(node: Node) -> dict[str, Any]:

@@ -17,6 +17,7 @@ from typing import Any
 from torch import Tensor
 
 from gradwatch.localise.diagnosis import python_frames
+from gradwatch.localise.diagnosis.interpreted_lines import InterpretedLines
 from gradwatch.localise.diagnosis.operation_names import CONTRACTIONS, NOT_READ, of_kernel, read_by
 from gradwatch.localise.diagnosis.tensor_values import State, describe, readable, state, tensors
 from gradwatch.reading.device import capturing
@@ -34,7 +35,8 @@ class Origin:
     """Origin of a non-finite number; `external` = it was there already when it was first read.
 
     `intended`: an infinity that the operation was given as a number, or found in a tensor that no operation computed.
-    `order` counts origins; `source` is the key (see `key_of`) of an external tensor.
+    `order` counts origins; `source` is the key (see `key_of`) of an external tensor. `given` is an intended infinity
+    that the operation made NaN of.
     """
 
     order: int
@@ -48,6 +50,7 @@ class Origin:
     intended: bool = False
     external: bool = False
     source: int = 0
+    given: Origin | None = None
 
 
 class ForwardTracer(DispatchMode):
@@ -62,8 +65,10 @@ class ForwardTracer(DispatchMode):
         module: Callable[[], tuple[str, str]],
         failed: Callable[[BaseException], None],
         function: Callable[[], str] = str,
+        lines: InterpretedLines | None = None,
     ) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self._lines = lines or InterpretedLines()
         self._process = os.getpid()
         self._module = module
         self._failed = failed
@@ -187,7 +192,7 @@ class ForwardTracer(DispatchMode):
             alike = [one for one in traced if one.nan == found.nan]
             blamed = [one for one in alike if not one.intended] or alike or traced
             return min(blamed, key=lambda one: one.order)
-        return self._new(name, arguments, given, made, found)
+        return self._new(name, arguments, given, made, found, next(iter(traced), None))
 
     def _sources(self, name: str, given: list[Tensor], states: list[State]) -> Iterator[Origin]:
         for tensor, found in zip(given, states, strict=True):
@@ -203,7 +208,15 @@ class ForwardTracer(DispatchMode):
         # The tensor is kept so that its storage is given to no other tensor for as long as it is a key.
         self._held.setdefault(key_of(tensor), (tensor, {}))[1].setdefault(nan, origin)
 
-    def _new(self, name: str, arguments: Any, given: list[Tensor], made: Tensor, found: State) -> Origin:
+    def _new(
+        self,
+        name: str,
+        arguments: Any,
+        given: list[Tensor],
+        made: Tensor,
+        found: State,
+        traced: Origin | None,
+    ) -> Origin:
         numbers = (leaf for leaf in nested_containers.leaves(arguments) if isinstance(leaf, float))
         return self._add(
             op=of_kernel(name),
@@ -211,6 +224,7 @@ class ForwardTracer(DispatchMode):
             result=describe("result", made),
             nan=found.nan,
             intended=not found.nan and any(map(math.isinf, numbers)),
+            given=traced,
         )
 
     def _found(self, name: str, tensor: Tensor, found: State) -> Origin:
@@ -233,7 +247,7 @@ class ForwardTracer(DispatchMode):
             order=len(self.origins),
             module=self._module(),
             function=self._function(),
-            frames=python_frames.of_stack(),
+            frames=(*python_frames.of_stack(), *self._lines.now),
             **facts,
         )
         self.origins.append(origin)

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor, nn
 
+from gradwatch.localise.diagnosis.interpreted_lines import InterpretedLines
 from gradwatch.localise.diagnosis.module_attribution import ModuleAttribution
 from gradwatch.localise.diagnosis.torch_functions import Calls
 from gradwatch.localise.replay.backward_nodes import BackwardTracer, Culprit
@@ -26,14 +27,21 @@ class Recorder:
     `enter` and `leave` are for a forward that no block encloses.
     """
 
-    def __init__(self, models: Iterable[nn.Module], failed: Callable[[BaseException], None]) -> None:
+    def __init__(
+        self,
+        models: Iterable[nn.Module],
+        failed: Callable[[BaseException], None],
+        lines: InterpretedLines | None = None,
+    ) -> None:
+        """`lines`: those of interpreted code, of which the Python stack shows nothing."""
         self._failed = failed
         self._anomaly = AnomalyMode()
         self._where = ModuleAttribution(models)
         self._calls = Calls()
-        self._forward = ForwardTracer(lambda: self._where.now, failed, lambda: self._calls.now)
+        lines = lines or InterpretedLines()
+        self._forward = ForwardTracer(lambda: self._where.now, failed, lambda: self._calls.now, lines)
         self._inside_custom = ForwardTracer(lambda: ("", ""), failed)
-        self._backward = BackwardTracer(self._where, failed, self._calls.at)
+        self._backward = BackwardTracer(self._where, failed, self._calls.at, lines, self._forward.of)
 
     @contextlib.contextmanager
     def forward(self, functions: bool = True) -> Iterator[None]:

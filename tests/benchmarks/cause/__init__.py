@@ -1,1 +1,1 @@
-"""How well the log of an unmodified script tells the cause of a NaN that happens once: `python -m tests.benchmarks.cause`."""
+"""What the log of an unmodified script tells of a NaN that happens once: `python -m tests.benchmarks.cause`."""

@@ -108,7 +108,7 @@ def _is_of_tensor(said: Mapping[str, str]) -> str:
     """`data` or `weight` where the cause is a tensor that was not finite before."""
     if said["cause"].startswith("a weight"):
         return "weight"
-    return "data" if said["cause"].startswith("the batch") else ""
+    return "data" if said["cause"].startswith(("the batch", "the tensor")) else ""
 
 
 def _is_right(fault: Fault, said: Mapping[str, str]) -> bool:
@@ -129,4 +129,4 @@ def _is_wrong(fault: Fault, said: Mapping[str, str]) -> bool:
 
 def _short(said: Mapping[str, str]) -> str:
     note = said.get("note", "")
-    return f"{_LINE.sub(lambda m: 'line ' + m['line'], said['cause'])} [{note[:160]}]"
+    return f"{_LINE.sub(lambda m: 'line ' + m['line'], said['cause'])} [{note[-260:]}]"

@@ -1,0 +1,1 @@
+"""Loss code in the loop, run again on copies: which operation and which line of it made the first NaN or Inf."""

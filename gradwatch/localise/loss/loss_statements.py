@@ -1,0 +1,134 @@
+"""The statements that computed a loss: those from the call of the model to `backward()` that its value depends on.
+
+Found in the syntax tree of the function under way, from its `backward()` upwards, within the innermost loop around it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from gradwatch.localise.loss.source_tree import Body, changed, covers, loaded, path_to
+
+Statements: TypeAlias = tuple[tuple[tuple[ast.With, ...], ast.stmt], ...]
+"""Statements in their order, in each case with the `with` blocks around it."""
+LOOPS = (ast.For, ast.While, ast.AsyncFor)
+REARMOST = 6  # statements at which a loss may begin, where no call of the model is among them
+
+
+@dataclass(frozen=True, slots=True)
+class LossStatements:
+    """Statements that a loss, `root`, is computed by; `context` are the `with` blocks around its `backward()`."""
+
+    before: Statements
+    root: ast.expr
+    context: tuple[ast.With, ...]
+
+
+def backward_of(tree: Body, line: int, exactly: bool) -> ast.Call | None:
+    """The call of a method `backward`: the one on that line, or (not `exactly`) the last one above it."""
+    calls = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and (isinstance(node.func, ast.Attribute) and node.func.attr in ("backward", "manual_backward"))
+    ]
+    if exactly:
+        found = [one for one in calls if one.lineno <= line <= (one.end_lineno or one.lineno)]
+        return found[0] if len(found) == 1 else None
+    above = [one for one in calls if one.lineno <= line]
+    return max(above, key=lambda one: one.lineno, default=None)
+
+
+def root_of(call: ast.Call) -> ast.expr | None:
+    """The expression that a call of `backward` differentiates; None where it is given a gradient."""
+    assert isinstance(call.func, ast.Attribute)
+    if any(one.arg not in ("retain_graph", "create_graph") for one in call.keywords):
+        return None
+    owner = call.func.value
+    if call.func.attr == "manual_backward" or (isinstance(owner, ast.Name) and owner.id in _WRAPPERS):
+        return call.args[0] if len(call.args) == 1 else None
+    if isinstance(owner, ast.Attribute) and owner.attr in _WRAPPERS:
+        return call.args[0] if len(call.args) == 1 else None
+    return None if call.args else owner
+
+
+_WRAPPERS = ("accelerator", "fabric", "engine")
+
+
+def loss_statements(
+    tree: Body, line: int, root: ast.expr, called: Collection[int]
+) -> Iterator[LossStatements]:
+    """The statements that `root` depends on, the shortest sequence first that begins at a call of the model.
+
+    `called` are the lines of this function that call a model; without them every statement is tried as the first.
+    """
+    path = path_to(tree.body, line)
+    inner = max((k for k, (owner, _, _) in enumerate(path) if isinstance(owner, LOOPS)), default=0)
+    path = path[inner:]
+    ordered: list[tuple[tuple[ast.With, ...], ast.stmt]] = []
+    around: tuple[ast.With, ...] = ()
+    for owner, body, place in path:
+        if isinstance(owner, ast.With):
+            around = (*around, owner)
+        ordered += [(around, one) for one in body[:place]]
+    first = next((k for k, (_, one) in enumerate(ordered) if any(covers(one, line) for line in called)), None)
+    if first is not None:
+        since = ordered[first:]
+        sliced = needed(since, loaded(root))
+        # Values that do not depend on the model are still there; statements that draw numbers need all those before.
+        tried = dict.fromkeys((depending(sliced, called), sliced, tuple(since)))
+        yield from (LossStatements(one, root, around) for one in tried)
+        return
+    whole = needed(ordered, loaded(root))
+    for count in range(1, min(len(whole), REARMOST) + 1):
+        yield LossStatements(whole[-count:], root, around)
+
+
+def needed(ordered: Sequence[tuple[tuple[ast.With, ...], ast.stmt]], names: set[str]) -> Statements:
+    """Those of the statements that the names depend on."""
+    kept: list[tuple[tuple[ast.With, ...], ast.stmt]] = []
+    wanted = set(names)
+    for around, statement in reversed(ordered):
+        assigned = changed(statement)
+        if assigned.isdisjoint(wanted):
+            continue
+        kept.append((around, statement))
+        if isinstance(statement, ast.Assign) and all(isinstance(one, ast.Name) for one in statement.targets):
+            wanted -= assigned
+        wanted |= loaded(statement)
+    return tuple(reversed(kept))
+
+
+def depending(statements: Statements, called: Collection[int]) -> Statements:
+    """Those that call a model, on the lines `called`, or depend on what one gave."""
+    kept: list[tuple[tuple[ast.With, ...], ast.stmt]] = []
+    names: set[str] = set()
+    for around, statement in statements:
+        if any(covers(statement, line) for line in called) or not loaded(statement).isdisjoint(names):
+            kept.append((around, statement))
+            names |= changed(statement)
+    return tuple(kept)
+
+
+def definition_of(tree: Body, name: str, line: int) -> tuple[ast.stmt, ...]:
+    """The last statement above a line that assigns a name, and nothing else; () where another one changes it since."""
+    above = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.stmt)
+        and node.lineno <= line
+        and name in changed(node)
+        and not _is_compound(node)
+    ]
+    if not above:
+        return ()
+    last = max(above, key=lambda one: one.lineno)
+    alone = isinstance(last, ast.Assign) and len(last.targets) == 1 and isinstance(last.targets[0], ast.Name)
+    return (last,) if alone else ()
+
+
+def _is_compound(node: ast.stmt) -> bool:
+    return hasattr(node, "body")

@@ -1,0 +1,94 @@
+"""Syntax trees of the functions that are under way, from their files."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import linecache
+from collections.abc import Iterator
+from types import CodeType
+
+from gradwatch.localise.hold.module_attributes import Refused
+
+Body = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
+FIELDS = ("body", "orelse", "finalbody")
+
+
+def tree_of(code: CodeType) -> Body:
+    """The syntax tree of a function, or of a whole script. Raises Refused where its source cannot be read."""
+    module = _module(code.co_filename, "".join(linecache.getlines(code.co_filename)))
+    if code.co_name == "<module>":
+        return module
+    for node in ast.walk(module):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == code.co_name:
+            first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
+            if first == code.co_firstlineno:
+                return node
+    raise Refused(f"the source of {code.co_name} is not known")
+
+
+@functools.lru_cache(maxsize=64)
+def _module(file: str, text: str) -> ast.Module:
+    if not text:
+        raise Refused(f"the source of {file} is not known")
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError) as error:
+        raise Refused(f"the source of {file} cannot be read") from error
+
+
+def path_to(body: list[ast.stmt], line: int) -> list[tuple[ast.stmt | None, list[ast.stmt], int]]:
+    """From the outermost statement on that line to the innermost: (owner, its list of statements, place in it)."""
+    owner: ast.stmt | None = None
+    found: list[tuple[ast.stmt | None, list[ast.stmt], int]] = []
+    while True:
+        place = next((k for k, one in enumerate(body) if covers(one, line)), None)
+        if place is None:
+            return found
+        found.append((owner, body, place))
+        owner = body[place]
+        inner = next((one for one in bodies(owner) if any(covers(each, line) for each in one)), None)
+        if inner is None or isinstance(owner, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)):
+            return found
+        body = inner
+
+
+def covers(statement: ast.stmt, line: int) -> bool:
+    """True if a line belongs to the statement."""
+    return statement.lineno <= line <= (statement.end_lineno or statement.lineno)
+
+
+def bodies(statement: ast.stmt) -> Iterator[list[ast.stmt]]:
+    """The lists of statements inside one."""
+    for name in FIELDS:
+        inner = getattr(statement, name, None)
+        if isinstance(inner, list) and inner:
+            yield inner
+
+
+def loaded(tree: ast.AST) -> set[str]:
+    """Names that are read."""
+    return {
+        node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
+    }
+
+
+def changed(tree: ast.AST) -> set[str]:
+    """Names that are assigned, or of whose objects a part is: `x = …`, `x[0] = …`, `x.mul_(2)`, `x.append(y)`."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store):
+            found |= _base(node.value)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            name = node.func.attr
+            if (name.endswith("_") and not name.endswith("__")) or name in ("append", "extend", "update"):
+                found |= _base(node.func.value)
+    return found
+
+
+def _base(node: ast.expr) -> set[str]:
+    while isinstance(node, (ast.Subscript, ast.Attribute)):
+        node = node.value
+    return {node.id} if isinstance(node, ast.Name) else set()
