@@ -92,7 +92,7 @@ class Localiser:
         self._agreement: RankAgreement | None = None
         self.add(models)
         self._removes = [
-            step_hooks.listen(after=self._step_taken),
+            step_hooks.listen(after=self._recordings.step_taken),
             step_hooks.listen(self._before_step, self._after_step, only_if=self._live),
         ]
 
@@ -122,7 +122,6 @@ class Localiser:
         self._recordings.close()
         if self._losses is not None:
             self._losses.close()
-            self._losses.drop()
         while self._live:
             self._live.pop().close()
 
@@ -344,11 +343,6 @@ class Localiser:
 
     def _fault(self, error: BaseException) -> None:
         self._failed("localise", error)
-
-    def _step_taken(self, optimizer: Optimizer) -> None:
-        self._recordings.step_taken(optimizer)
-        if self._losses is not None:
-            self._losses.drop()
 
     # -- around every step while some are recorded -------------------------------------------------------
 

@@ -10,9 +10,10 @@ import math
 from collections.abc import Callable
 
 from torch import Tensor
+from torch.optim import Optimizer
 
 from gradwatch.localise.loss.loop_scope import LoopScope, scopes
-from gradwatch.taps import backward_entry
+from gradwatch.taps import backward_entry, step_hooks
 from gradwatch.taps.backward_entry import BackwardCall
 
 MOST = 4  # of one step
@@ -24,12 +25,24 @@ class NonFiniteLosses:
     def __init__(self, failed: Callable[[str, BaseException], None]) -> None:
         self._failed = failed
         self.found: list[list[LoopScope]] = []
-        self.close = backward_entry.listen(self._begins)
+        self._removes = [
+            backward_entry.listen(self._begins),
+            step_hooks.listen(after=self._step_taken, only_if=self.found),
+        ]
+
+    def close(self) -> None:
+        """Look at no further backward, and release everything."""
+        for remove in self._removes:
+            remove()
+        self.drop()
 
     def drop(self) -> None:
-        """A step has been taken, or its gradients thrown away."""
-        if self.found:
-            self.found.clear()
+        """Release everything: it belongs to no step."""
+        self.found.clear()
+
+    def _step_taken(self, optimizer: Optimizer) -> None:
+        """A step has been taken."""
+        self.drop()
 
     def _begins(self, call: BackwardCall) -> None:
         """A backward is about to run; one read of a number on the host."""
