@@ -38,14 +38,8 @@ class AmpOverrides:
     def __init__(self) -> None:
         self._set: list[AmpOverride] = []
 
-    def skip_if_nonfinite(self, optimizer: Optimizer, total: Tensor) -> None:
-        """Tell a fused optimizer on the device to skip if the total norm is not finite.
-
-        The total is a float64 sum: it is finite wherever every element is, unless they are float64 themselves.
-        """
-        bad = (total * 0 != 0).to(
-            torch.float32
-        )  # NaN where it is not finite; half the launches of `isfinite`
+    def skip_if(self, optimizer: Optimizer, bad: Tensor) -> None:
+        """Tell a fused optimizer to skip where `bad`, float32 on its device, is 1, or where it was told so already."""
         before = getattr(optimizer, "found_inf", None)
         if before is not None:
             bad = torch.maximum(before, bad.to(before.device, non_blocking=True))

@@ -24,7 +24,7 @@ from gradwatch.actions.skip.skip import StepSkipper
 from gradwatch.actions.zero_and_clip import zero_and_clip
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.policies.norm import clip_coefficient
-from gradwatch.reading.device import clip, clip_factor
+from gradwatch.reading.device import DeviceNorms, clip, clip_factor
 from gradwatch.reading.gradient_writes import versions_of
 from gradwatch.records.decision import PARTLY, Decision
 
@@ -204,6 +204,22 @@ class StepActions:
         reading = captured.on_device
         if reading is None or not (skips or max_norm is not None or clip_section is not None):
             return
+        # Norms are float64 sums: finite wherever every element is, unless these are float64 themselves.
+        bad = reading.nonfinite() if skips else None
+        if max_norm is not None or clip_section is not None:
+            self._clip_on_device(optimizer, captured, reading, max_norm, clip_section)
+        if bad is not None:
+            self.held = True
+            self._amp.skip_if(optimizer, bad)
+
+    def _clip_on_device(
+        self,
+        optimizer: Optimizer,
+        captured: OptimizerCapture,
+        reading: DeviceNorms,
+        max_norm: float | None,
+        clip_section: ClipSection | None,
+    ) -> None:
         total = reading.device_total()  # loss scale included
         if total is None:
             return
@@ -216,9 +232,6 @@ class StepActions:
             self._amp.divide(optimizer, torch.reciprocal(clip_factor(total / carried, max_norm)))
         elif max_norm is not None:
             clip(captured.grads(), total / carried, max_norm)
-        if skips:
-            self.held = True
-            self._amp.skip_if_nonfinite(optimizer, total)
 
     def release(self, finished: bool) -> None:
         """Restore everything as it was before the step, which has `finished` or raised."""

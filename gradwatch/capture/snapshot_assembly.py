@@ -67,8 +67,10 @@ class Extras:
 
     def ready(self) -> bool:
         """True if all of it is on the host."""
-        arrived = all(one is None or one.ready() for one in (self.histograms, self.module_histograms))
-        return arrived and all(pending.ready() for pending in (*self.params, *self.modules))
+        for pending in (*self.params, *self.modules, self.histograms, self.module_histograms):
+            if pending is not None and not pending.ready():
+                return False
+        return True
 
 
 def assemble(

@@ -61,8 +61,10 @@ class WindowNorms:
 
     def ready(self) -> bool:
         """True if `wait()` would return without waiting."""
-        numbers = (self.left, self.loss_scale or 1.0, self.skipped or 0.0)
-        return self.raw.ready() and self.after.ready() and all(map(is_ready, numbers))
+        for number in (self.left, self.loss_scale, self.skipped):
+            if number is not None and type(number) is not float and not is_ready(number):
+                return False
+        return self.raw.ready() and (self.after is self.raw or self.after.ready())
 
     def total_applied(self) -> float:
         """L2 norm over all parameters of what the optimizer gets, gradients of earlier windows included."""

@@ -144,6 +144,19 @@ class DeviceNorms:
         total: Tensor = torch.linalg.vector_norm(torch.stack(totals))
         return total
 
+    def nonfinite(self) -> Tensor | None:
+        """float32 0-dim on the device: 1 if some norm is not finite, else 0, as `found_inf` is; None without norms."""
+        if not self._norms:
+            return None
+        if len(self._norms) > 1:
+            total = self.device_total()
+            return None if total is None else (total * 0 != 0).to(torch.float32)
+        norms = self._norms[0]
+        found, one = _zero_and_one(norms.device)
+        # What GradScaler checks gradients with, in one launch; multiplied by 1 they stay as they are.
+        torch._amp_foreach_non_finite_check_and_unscale_([norms], found, one)
+        return found
+
     def each(self) -> dict[int, Tensor]:
         """0-dim norms on their devices by position, scale included; of the gradients that were there."""
         each = [norm for norms in self._norms for norm in norms.unbind()]
@@ -185,6 +198,17 @@ def _norms(tensors: list[Tensor]) -> list[Tensor]:
         for index, norm in zip(indices, foreach.norms(group, 2, dtype=wide), strict=True):
             norms[index] = norm
     return [norm for norm in norms if norm is not None]
+
+
+_ONES: dict[torch.device, Tensor] = {}
+
+
+def _zero_and_one(where: torch.device) -> tuple[Tensor, Tensor]:
+    """float32 0-dim on a device: a 0 of its own, and a 1 that is shared."""
+    one = _ONES.get(where)
+    if one is None:
+        one = _ONES[where] = torch.ones((), dtype=torch.float32, device=where)
+    return torch.zeros((), dtype=torch.float32, device=where), one
 
 
 def device_mean_and_std(vector: Tensor) -> tuple[Tensor, Tensor]:

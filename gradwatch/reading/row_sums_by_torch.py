@@ -48,7 +48,7 @@ class NormRows(RowBuffer):
 
     @staticmethod
     def content(matrix: Tensor) -> bytes:
-        return matrix.numpy().tobytes()  # sync: CPU tensor
+        return matrix.resolve_neg().numpy().tobytes()  # sync: CPU tensor
 
     @staticmethod
     def squares(rows: NDArray[np.float32]) -> NDArray[Any]:

@@ -43,7 +43,10 @@ class Measurement:
 
     def ready(self) -> bool:
         """True if every number is here."""
-        return self.window.ready() and self.extras.ready() and all(map(is_ready, self.scalars.values()))
+        for value in self.scalars.values():
+            if type(value) is not float and not is_ready(value):
+                return False
+        return self.window.ready() and self.extras.ready()
 
     def as_usual(self) -> bool:
         """True if nothing about it is urgent: all gradients arrived, of the usual size; waits for a device."""
@@ -55,7 +58,7 @@ class Measurement:
         found: dict[str, float] = dict(self.scalars)
         for name, value in self.scalars.items():
             if type(value) is not float:
-                found[name] = host_value(value)
+                self.scalars[name] = found[name] = host_value(value)
         return found
 
 
@@ -150,9 +153,11 @@ class ExtraColumns:
         if window.deferrable or not (captured.on_cpu or window.provisional):
             complete = not params or (not overdue and bool(window.calls.all()))
             deferrable = (
-                complete and not (modules or histograms) and self._deferrable(ctx, bound_rules, window)
+                complete
+                and not (modules or histograms)
+                and self._deferrable(ctx, bound_rules, window, scalars)
             )
-            window.deferrable = window.deferrable and deferrable and _all_finite(scalars)
+            window.deferrable = window.deferrable and deferrable
         extras = NOTHING
         if params or modules or histograms is not None:
             extras = Extras(
@@ -163,10 +168,16 @@ class ExtraColumns:
         clock = Clock(self._spent(), None if before is None else now - before, time.time())
         return Measurement(captured, bound_rules, window, extras, scalars, clock, deferrable)
 
-    def _deferrable(self, ctx: OptimizerContext, bound_rules: OptimizerRules, window: WindowNorms) -> bool:
+    def _deferrable(
+        self, ctx: OptimizerContext, bound_rules: OptimizerRules, window: WindowNorms, scalars: dict[str, Any]
+    ) -> bool:
         """True if this window may be judged later if it is ordinary."""
+        finite, late = True, not ctx.captured.on_cpu
+        for value in scalars.values():  # those that are late are asked in `as_usual`
+            finite = finite and (math.isfinite(value) if type(value) is float else late)
         return (
-            self._defers
+            finite
+            and self._defers
             and bound_rules.ordinary_steps >= ORDINARY
             and window.loss_scale is None
             and window.skipped is None
@@ -180,11 +191,3 @@ class ExtraColumns:
         }
         bound_rules.observed = self._taken = self._count
         return fresh
-
-
-def _all_finite(scalars: dict[str, Any]) -> bool:
-    """True if these are numbers on the host, and finite."""
-    finite = True
-    for value in scalars.values():
-        finite = finite and type(value) is float and math.isfinite(value)
-    return finite

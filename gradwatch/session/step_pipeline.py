@@ -163,7 +163,9 @@ class StepPipeline:
         if deferral.judge is None:
             deferral.judge, deferral.arrived = partial(self._conclude_waiting, ctx), _arrived
         if measurement.captured.on_cpu:
-            _note_usual(measurement)
+            measurement.usual = True
+            if measurement.bound_rules.column_reader.awaiting:
+                _note_usual_move(measurement)
             return deferral.submit(measurement)
         deferral.submit_coming(measurement)
         return False
@@ -442,18 +444,16 @@ class StepPipeline:
 
 def _arrived(measurement: Measurement) -> bool:
     """The numbers of a step on a device are here, or are waited for; whether it is as usual."""
-    if not measurement.as_usual():
-        return False
-    _note_usual(measurement)
-    return True
+    measurement.usual = measurement.as_usual()
+    if measurement.usual and measurement.bound_rules.column_reader.awaiting:
+        _note_usual_move(measurement)
+    return measurement.usual
 
 
-def _note_usual(measurement: Measurement) -> None:
-    """Nothing about this step is urgent, and no rule keeps it from being taken."""
-    measurement.usual = True
-    reader, window = measurement.bound_rules.column_reader, measurement.window
-    if reader.awaiting:
-        reader.moved(window.calls > 0, window.raw.norms() == 0, window.step)
+def _note_usual_move(measurement: Measurement) -> None:
+    """Note the weights that a step changes which no rule keeps from being taken, for a column that compares them."""
+    window = measurement.window
+    measurement.bound_rules.column_reader.moved(window.calls > 0, window.raw.norms() == 0, window.step)
 
 
 def deferral_allowed(engine: Engine, rule_bindings: RuleBindings) -> bool:

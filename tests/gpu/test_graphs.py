@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import warnings
+
 import pytest
 import torch
 
@@ -35,6 +39,30 @@ def test_a_captured_step_replays() -> None:
         torch.cuda.synchronize()
         assert not torch.equal(before, model[0].weight)
         assert gw.health.errors() == {"capture": 1}
+
+
+def warned(watch: bool) -> set[str]:
+    """What torch and Python warn of in a training whose forward and backward are graphs."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        training = Training("mlp", "sgd")
+        training.called = torch.cuda.make_graphed_callables(training.model, (training.batch()[0],))  # type: ignore[assignment]
+        gw = watched(training.model, training.optimizer, "default")[0] if watch else None
+        for _ in range(4):
+            training.step()
+        if gw is not None:
+            gw.close()
+    return {str(one.message) for one in caught}
+
+
+def test_no_warning_is_ours() -> None:
+    """Graphs make torch warn of streams, or not: watched as bare, in a process where neither warning was given."""
+    code = "import sys; from tests.gpu.test_graphs import warned; print(sorted(warned(sys.argv[1] == '1')))"
+    said = [
+        subprocess.run([sys.executable, "-c", code, watch], capture_output=True, text=True, check=True).stdout
+        for watch in "01"
+    ]
+    assert said[0] == said[1]
 
 
 def test_a_graphed_model_is_watched() -> None:

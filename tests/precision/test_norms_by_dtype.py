@@ -102,6 +102,17 @@ def snapshot_of(grads: list[Tensor], on_device: bool) -> Snapshot:
     return assemble(0, captured.sites, captured.close_window(), Extras(), {}, 1.0)
 
 
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_gradient_negated_lazily_is_right_with_any_threads(threads: int) -> None:
+    """Which reader is taken depends on torch's threads; numpy can read no tensor with the negative bit."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(threads)
+    try:
+        test_the_norm_is_right(torch.float32, "negated", on_device=False)
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

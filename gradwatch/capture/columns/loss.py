@@ -177,8 +177,11 @@ def _readable(tensor: Tensor) -> Tensor | None:
 def _times(root: Tensor, weight: Tensor) -> Value:
     if on_host(root):
         return root.item() * weight.item()  # sync: CPU tensors
-    dtype = root.dtype if root.dtype in _EXACT else torch.float32
-    return root.detach().to(dtype, copy=True).mul_(weight.detach()).reshape(())
+    value = root.detach()
+    if value.dtype not in _EXACT:
+        value = value.to(torch.float32)
+    # A tensor of its own, made by one launch. The weight is 1 as a rule, which only the device knows.
+    return torch.mul(value, weight.detach()).reshape(())
 
 
 def _sum(total: Value, value: Value) -> Value:
