@@ -229,7 +229,7 @@ def test_two_optimizers_of_one_backward_share_a_finding() -> None:
             for each in optimizers:
                 each.step()
     found = [one for record in kept.records for one in record.findings if one.phase != "unknown"]
-    assert {one.phase for one in found} == {"loss"}
+    assert {(one.phase, one.op) for one in found} == {("forward", "mul")}
 
 
 def test_compiled_models_are_run_again_as_they_are_written() -> None:

@@ -75,12 +75,11 @@ def from_origin(origin: Origin, trace: Trace, by: By, number: int) -> Finding:
     note = ""
     if origin.external:
         kind, name = trace.sources.get(origin.source, ("forward", ""))
-        known = kind in ("parameter", "buffer", "input", "tensor")
-        phase = kind if known else "forward"  # type: ignore[assignment]
-        what = f"{kind} {name}" if name else "a tensor made outside the model's forward"
-        note = f"{what} was not finite before this operation read it"
-        if known:
-            origin = replace(origin, operands=tuple(replace(one, name=name) for one in origin.operands))
+        if kind not in ("parameter", "buffer", "input", "tensor"):
+            kind, name = "tensor", "made outside the model's forward"
+        phase = kind  # type: ignore[assignment]
+        note = f"{kind} {name} was not finite before this operation read it"
+        origin = replace(origin, operands=tuple(replace(one, name=name) for one in origin.operands))
     return Finding(
         phase,
         by,

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ast
 import builtins
 import contextlib
+import functools
 import inspect
 import operator
 from collections.abc import Callable, Iterator, Mapping
@@ -30,6 +31,8 @@ from gradwatch.records.finding import Frame
 from gradwatch.taps.graph.torch_functions import is_of_torch
 
 WRITES = "loss code writes in place into a tensor that it did not make"
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+ModuleCall = Callable[[nn.Module, Callable[[], Arguments]], Any]
 MOST = 50_000  # expressions evaluated
 DEEPEST = 40  # calls within calls
 UNARY: dict[type, Callable[[Any], Any]] = {
@@ -102,12 +105,12 @@ class Scope:
 
 
 class Interpreter:
-    """Evaluates statements in a Scope; `module_call(module, args, kwargs)` makes the calls of modules that it allows.
+    """Evaluates statements in a Scope; `module_call(module, arguments)` makes the calls of modules that it allows.
 
-    It returns NotImplemented for others, whose forward is then interpreted.
+    `arguments()` evaluates those of the call. It returns NotImplemented for others, whose forward is interpreted.
     """
 
-    def __init__(self, lines: InterpretedLines, module_call: Callable[[nn.Module, Any, Any], Any]) -> None:
+    def __init__(self, lines: InterpretedLines, module_call: ModuleCall) -> None:
         self.lines = lines
         self._module_call = module_call
         self._left = MOST
@@ -441,27 +444,39 @@ class Interpreter:
         if isinstance(node.func, ast.Name) and node.func.id == "super":
             raise Refused("loss code calls `super()`")
         func = self.value(node.func, scope)
-        args = tuple(self._elements(node.args, scope))
-        kwargs: dict[str, Any] = {}
-        for keyword in node.keywords:
-            value = self.value(keyword.value, scope)
-            kwargs |= self._mapping(value) if keyword.arg is None else {keyword.arg: value}
+
+        def arguments() -> Arguments:
+            args = tuple(self._elements(node.args, scope))
+            kwargs: dict[str, Any] = {}
+            for keyword in node.keywords:
+                value = self.value(keyword.value, scope)
+                kwargs.update(self._mapping(value) if keyword.arg is None else {keyword.arg: value})
+            self._at(node, scope)
+            return args, kwargs
+
         self._at(node, scope)
         lines = self.lines.now
         try:
-            return self.call(func, args, kwargs)
+            if isinstance(func, nn.Module):
+                return self._module(func, arguments)
+            return self.call(func, *arguments())
         finally:
             self.lines.put(lines)
+
+    def _module(self, module: nn.Module, arguments: Callable[[], Arguments]) -> Any:
+        given = functools.lru_cache(maxsize=1)(arguments)
+        result = self._module_call(module, given)
+        if result is NotImplemented:
+            args, kwargs = given()
+            return self._interpreted(type(module).forward, (module, *args), kwargs)
+        return self._remember(result, ())
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function that only computes, interpret one of the user's; raises Refused for any other."""
         if isinstance(func, partial):
             return self.call(func.func, (*func.args, *args), {**func.keywords, **kwargs})
         if isinstance(func, nn.Module):
-            result = self._module_call(func, args, kwargs)
-            if result is NotImplemented:
-                return self._interpreted(type(func).forward, (func, *args), kwargs)
-            return self._remember(result, (args, kwargs))
+            return self._module(func, lambda: (args, kwargs))
         if purity.is_context(func):
             return func(*args, **kwargs)
         owner = getattr(func, "__self__", None)
@@ -471,7 +486,7 @@ class Interpreter:
             check_custom_function(owner)
             purity.checked_arguments(args, kwargs)
             return self._remember(func(*args, **kwargs), (args, kwargs))
-        if func in purity.BUILTINS or is_of_torch(func):
+        if func in purity.BUILTINS or is_of_torch(func) or purity.is_of_known_library(func):
             purity.checked_arguments(args, kwargs)
             self._checked_in_place(getattr(func, "__name__", ""), args, kwargs)
             return self._container(self._remember(func(*args, **kwargs), (args, kwargs)))
@@ -481,6 +496,9 @@ class Interpreter:
             return self._interpreted(func.__func__, (owner, *args), kwargs)
         if isinstance(func, FunctionType):
             return self._interpreted(func, args, kwargs)
+        called = None if isinstance(func, type) else vars(type(func)).get("__call__")
+        if isinstance(called, FunctionType) and not purity.is_of_library(type(func)):
+            return self._interpreted(called, (func, *args), kwargs)
         return self._of_library(func, owner, args, kwargs)
 
     def _method(self, func: Any, owner: Tensor, args: Any, kwargs: Any) -> Any:
@@ -513,7 +531,10 @@ class Interpreter:
         raise Refused(f"loss code calls {getattr(func, '__qualname__', type(func).__name__)}")
 
     def _interpreted(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        func = inspect.unwrap(func) if hasattr(func, "__wrapped__") else func
+        switch = purity.switched_by(func)
+        if switch is not None:
+            with switch():
+                return self._interpreted(func.__wrapped__, args, kwargs)
         if not isinstance(func, FunctionType) or not purity.has_source(func):
             raise Refused(f"loss code calls {getattr(func, '__qualname__', type(func).__name__)}")
         code = func.__code__
@@ -537,6 +558,8 @@ class Interpreter:
         scope = Scope(code.co_filename, code.co_name, dict(bound.arguments), around, self.lines.now)
         self._depth += 1
         try:
+            if isinstance(tree, ast.Lambda):
+                return self.value(tree.body, scope)
             self.run(tree.body, scope)
         except _ReturnError as returned:
             return returned.value

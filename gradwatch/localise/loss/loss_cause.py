@@ -35,9 +35,6 @@ def cause_in_loop(
         except Refused as refusal:
             why = why or str(refusal)
             continue
-        except Exception as error:  # what the loop's code raises when it is run again
-            why = why or f"it raised {type(error).__name__}: {error}"
-            continue
         found = _cause(trace, scope, failed)
         if found is not None:
             return warned(found, [trace])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,14 +17,15 @@ from torch import Tensor, nn
 
 from gradwatch.localise.diagnosis.interpreted_lines import InterpretedLines
 from gradwatch.localise.diagnosis.tensor_values import tensors
-from gradwatch.localise.hold.inner_model import inner
+from gradwatch.localise.hold.inner_model import inner, shared
 from gradwatch.localise.hold.module_attributes import Refused, written_in_place
 from gradwatch.localise.hold.recorded_call import Call
-from gradwatch.localise.loss.interpreter import Interpreter, Scope
+from gradwatch.localise.loss.interpreter import Arguments, Interpreter, Scope
 from gradwatch.localise.loss.loop_scope import LoopScope
 from gradwatch.localise.loss.loss_statements import LossStatements, backward_of, loss_statements, root_of
 from gradwatch.localise.loss.same_values import same_values
 from gradwatch.localise.loss.source_tree import tree_of
+from gradwatch.localise.replay.fsdp2_all_gather import is_spread
 from gradwatch.localise.replay.operation_recorder import Recorder
 from gradwatch.localise.replay.state_restored import aliases, state_restored
 from gradwatch.localise.replay.step_replay import (
@@ -69,16 +70,19 @@ class Again:
     gradients: dict[tuple[int, int], Tensor] = field(default_factory=dict)
     line: Callable[[], tuple[str, int]] = lambda: ("", 0)
 
-    def call(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
+    def call(self, module: nn.Module, arguments: Callable[[], Arguments]) -> Any:
         """Make the call of a module as it was recorded, else as it is if it is torch's or a part of the models."""
         base = inner(module)
         call = self._recorded(base)
         if call is None:
             if within(base, self.models) or type(base).__module__.startswith("torch.nn.modules"):
+                args, kwargs = arguments()
                 return module(*args, **kwargs)
             return NotImplemented
         refuse(base, call)
         self.made.append(call)
+        # What was computed of other tensors is held without the graph behind it.
+        args, kwargs = arguments() if call.computed else (call.args, call.kwargs)
         call.generators.restore()
         with call.recorded_modes():
             return self._outputs(base, call, args, kwargs)
@@ -99,8 +103,7 @@ class Again:
 
         ignore = module_calls.listen(base, after=after)
         try:
-            # What was computed of other tensors is held without the graph behind it.
-            return base(*args, **kwargs) if call.computed else base(*call.args, **call.kwargs)
+            return base(*args, **kwargs)
         finally:
             ignore()
 
@@ -143,6 +146,8 @@ def run_loss_again(
                     return _again(scope, statements, models, held, failed, max_bytes), scope
                 except Refused as refusal:
                     why = str(refusal)
+                except Exception as error:  # what the loop's code raises when it is run again
+                    why = f"it raised {type(error).__name__}: {error}"
         except Refused as refusal:
             why = str(refusal)
     raise Refused(why)
@@ -177,6 +182,8 @@ def _again(
     max_bytes: int,
 ) -> Trace:
     whole = _outermost([*models, *(inner(model) for model, _ in held)])
+    if any(is_spread(model) or shared(model) for model in whole):
+        raise Refused("the models communicate with other ranks")
     first: dict[int, Call] = {}
     for model, call in held:
         first.setdefault(id(inner(model)), call)
@@ -193,7 +200,7 @@ def _again(
     trace = Trace(sources={**_values(scope), **_inputs(scope, models, held), **sources(named)})
     again = Again(models, held, line=lambda: (lines.now[0].file, lines.now[0].line) if lines.now else ("", 0))
     interpreter = Interpreter(lines, again.call)
-    inside = Scope(scope.code.co_filename, scope.code.co_name, dict(scope.values), scope.around)
+    inside = Scope(scope.code.co_filename, scope.code.co_name, _without_graphs(scope.values), scope.around)
 
     def nested(roots: Sequence[Tensor]) -> Callable[[], None]:
         return blame_backward(trace, recorder, roots)
@@ -242,6 +249,15 @@ def _outermost(models: Sequence[nn.Module]) -> list[nn.Module]:
         for one in whole
         if not any(one is not other and any(one is part for part in other.modules()) for other in whole)
     ]
+
+
+def _without_graphs(values: Mapping[str, Any]) -> dict[str, Any]:
+    """The values of names, but for tensors of the graph that the step's own backward runs through."""
+    return {
+        name: value
+        for name, value in values.items()
+        if not (isinstance(value, Tensor) and value.grad_fn is not None)
+    }
 
 
 def _values(scope: LoopScope) -> dict[int, tuple[str, str]]:

@@ -65,6 +65,8 @@ def loss_statements(
 
     `called` are the lines of this function that call a model; without them every statement is tried as the first.
     """
+    if isinstance(tree, ast.Lambda):
+        return
     path = path_to(tree.body, line)
     inner = max((k for k, (owner, _, _) in enumerate(path) if isinstance(owner, LOOPS)), default=0)
     path = path[inner:]

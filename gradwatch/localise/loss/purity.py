@@ -100,7 +100,7 @@ def checked_arguments(args: Any, kwargs: Any) -> None:
 def is_of_library(kind: type) -> bool:
     """True for a class of torch's or of Python's own."""
     module = str(kind.__module__)
-    return module in ("builtins", "collections", "math") or module.split(".")[0] == "torch"
+    return module in ("builtins", "collections", "math") or module.split(".")[0] in ("torch", "numpy")
 
 
 def is_plain(value: Any) -> bool:
@@ -156,6 +156,22 @@ def _slot(value: Any, name: str, found: Any) -> Any:
     ):
         return getattr(value, name)
     raise Refused(f"loss code reads `{name}` of {type(value).__name__}")
+
+
+def is_of_known_library(func: Any) -> bool:
+    """True for functions of libraries that are known to compute and nothing else; numpy's of numbers."""
+    if type(func).__name__ == "ufunc" and str(type(func).__module__).startswith("numpy"):
+        return True
+    return isinstance(func, FunctionType) and func.__module__.startswith(("einops.", "torchvision.ops."))
+
+
+def switched_by(func: Any) -> Any:
+    """What makes the context of a function under `@torch.no_grad()` and the like; None for any other function."""
+    if not isinstance(func, FunctionType) or not hasattr(func, "__wrapped__"):
+        return None
+    cells = dict(zip(func.__code__.co_freevars, func.__closure__ or (), strict=True))
+    made = cells["ctx_factory"].cell_contents if "ctx_factory" in cells else None
+    return made if is_context(type(getattr(made, "__self__", None))) else None
 
 
 def has_source(func: FunctionType) -> bool:

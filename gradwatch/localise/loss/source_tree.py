@@ -10,7 +10,7 @@ from types import CodeType
 
 from gradwatch.localise.hold.module_attributes import Refused
 
-Body = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef
+Body = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 FIELDS = ("body", "orelse", "finalbody")
 
 
@@ -19,6 +19,11 @@ def tree_of(code: CodeType) -> Body:
     module = _module(code.co_filename, "".join(linecache.getlines(code.co_filename)))
     if code.co_name == "<module>":
         return module
+    if code.co_name == "<lambda>":
+        lambdas = [node for node in ast.walk(module) if isinstance(node, ast.Lambda)]
+        here = [node for node in lambdas if node.lineno == code.co_firstlineno]
+        if len(here) == 1:
+            return here[0]
     for node in ast.walk(module):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == code.co_name:
             first = min([node.lineno, *(one.lineno for one in node.decorator_list)])

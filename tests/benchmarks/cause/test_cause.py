@@ -1,0 +1,44 @@
+"""A slice of the benchmark of causes: the log tells operation and line, and nothing else of the training changes."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.benchmarks.cause.digests import digests
+from tests.benchmarks.cause.fault import Fault, faults
+from tests.benchmarks.cause.score import run
+
+SLICE = (
+    *(
+        "kl_ratio",
+        "gumbel_noise",
+        "nan_to_num_after",
+        "gradient_penalty",
+        "helper_called_twice",
+        "custom_function",
+    ),
+    *(
+        "nan_labels",
+        "normalise_between_modules",
+        "accumulation",
+        "advantage_without_spread",
+        "pow_of_negative",
+    ),
+    "grad_divided_by_zero",
+)
+CHOSEN = [fault for fault in faults() if fault.name in SLICE]
+
+
+@pytest.mark.parametrize("fault", CHOSEN, ids=lambda fault: fault.name)
+def test_the_log_tells_operation_and_line(fault: Fault) -> None:
+    """Of an unmodified script, at the step of its only fault; no claim is wrong."""
+    score = run(fault)
+    assert score.fired
+    assert (score.op, score.line, score.wrong) == (True, True, False), score.row()
+
+
+@pytest.mark.parametrize("fault", CHOSEN[::3], ids=lambda fault: fault.name)
+def test_looking_for_the_cause_changes_no_bit(fault: Fault) -> None:
+    """Weights and generator end as they do where the step is only skipped."""
+    without, with_cause = digests(fault)
+    assert without == with_cause
