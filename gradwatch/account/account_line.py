@@ -10,6 +10,11 @@ from gradwatch.account.account import NOT_ARMED, Account
 from gradwatch.account.unwatched_reasons import gaps, recorded, unended
 
 PREFIX = "gradwatch: "
+NO_TORCH = (
+    f"{PREFIX}no training seen: this process imported no torch, and none that it started recorded a step "
+    "(Pythons that a script starts with -I, -E or -S are not seen)"
+)
+"""The line of a launched process that did not train, and left it to others if anything was trained."""
 MOST_NAMED = 4
 """Rules named in the line; the others are counted, and `gradwatch audit` names them all."""
 LONGEST_REASON = 90

@@ -18,6 +18,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import nn
 from torch.optim import Optimizer
 
 from gradwatch.account import Account, Taken
@@ -271,24 +272,33 @@ class Agent:
             self._forwards.handed_over(own, roots)
             own.join(roots, optimizers, loose)
         else:
+            own = self._begin(roots, optimizers, loose)
+        return own
+
+    def _begin(
+        self, roots: list[nn.Module], optimizers: list[Optimizer], loose: list[tuple[str, nn.Parameter]]
+    ) -> Session:
+        """Make the session of this process; none stays where that fails in part."""
+        made: Session | None = None
+        try:
             with filters_kept():
                 from gradwatch.launch.resumed_baselines import Baselines
                 from gradwatch.session.attach import watch_optimizers
 
-                own = watch_optimizers(roots, optimizers, loose)
-            try:
-                _watches.append(own)
-                _close_at_exit()
-                self._baselines = Baselines(own)
-                _greet(own, optimizers)
-                self._forwards.handed_over(own)
-            except BaseException:  # none that lives without the agent: it would be in the way of the next
-                if own in _watches:
-                    _watches.remove(own)
-                self._baselines = None
-                own.close()
-                raise
-        return own
+                made = watch_optimizers(roots, optimizers, loose)
+            _watches.append(made)
+            _close_at_exit()
+            self._baselines = Baselines(made)
+            _greet(made, optimizers)
+            self._forwards.handed_over(made)
+            return made
+        except BaseException:
+            if made in _watches:
+                _watches.remove(made)
+            self._baselines = None
+            if made is not None:
+                made.close()
+            raise
 
     def _are_named(self, own: Session | None, ready: list[tuple[Optimizer, int]]) -> bool:
         """True if all parameters of these optimizers are watched, and no module was given anything since."""

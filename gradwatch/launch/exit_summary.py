@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from gradwatch.account import NOTHING_TAKEN, Account, lines
-from gradwatch.account.account_line import nothing_seen
+from gradwatch.account.account_line import NO_TORCH, nothing_seen
 from gradwatch.account.exit_reason import how_it_ends, printed_at_exit
 from gradwatch.launch.account_with_children import (
     began,
@@ -85,7 +85,7 @@ def _lines(own: Account) -> Iterator[str]:
     if account.trained_or_watched:
         yield from lines(account, shown(account.directory))
     elif launched() and not recorded():
-        yield nothing_seen(account)
+        yield nothing_seen(account) if "torch" in sys.modules else NO_TORCH
 
 
 def _first_rank() -> bool:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from gradwatch.account.account_line import NO_TORCH
 from gradwatch.cli import main
 from tests.launch.test_training import run
 from tests.support.launch_cases import TRAIN
@@ -54,3 +55,24 @@ if __name__ == "__main__":
         "gradwatch: no training seen in this process (0 backwards, 0 steps)\n"
     )
     assert run(tmp_path, script, options=("--quiet",)).stderr == ""
+
+
+@pytest.mark.parametrize("flag", ["-I", "-E"])
+def test_a_launch_whose_training_is_left_to_an_isolated_python_says_that_nothing_was_seen(
+    flag: str, tmp_path: Path
+) -> None:
+    """It trains as bare, leaves no journal, and the process that started it says so in one line."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    script = f"import subprocess, sys\nsubprocess.run([sys.executable, {flag!r}, 'train.py'], check=True)"
+    done = run(tmp_path, script, fresh=True)
+    assert done.stdout.startswith("loss ")
+    assert done.stderr == NO_TORCH + "\n"
+    assert not (tmp_path / "runs" / "r").exists()
+
+
+def test_a_launch_that_left_the_training_to_others_tells_of_these(tmp_path: Path) -> None:
+    """A process without torch speaks for the Pythons that it starts as usual."""
+    (tmp_path / "train.py").write_text(TRAIN)
+    done = run(tmp_path, "import subprocess, sys\nsubprocess.run([sys.executable, 'train.py'], check=True)")
+    assert done.stderr.startswith("gradwatch: 3 of 3 steps watched")
+    assert done.stderr.count("\n") == 1

@@ -42,9 +42,9 @@ def arm() -> None:
 
 
 def say() -> None:
-    """Print the account of a process that trained, or of the children of the one that was launched."""
+    """Print the account of a process that trained; of the one that was launched, and its children, in any case."""
     armed = "gradwatch.launch.exit_summary" in sys.modules
-    if not (armed or (_launched() and _children_recorded())):
+    if not (armed or _launched()):
         return
     known = len(sys.modules)
     try:
@@ -59,14 +59,6 @@ def say() -> None:
 
 def _launched() -> bool:
     return os.environ.get("GRADWATCH_LAUNCH_PID") == str(os.getpid())
-
-
-def _children_recorded() -> bool:
-    folder = os.path.join(os.environ.get("GRADWATCH_RUN_ROOT", ""), os.environ.get("GRADWATCH_RUN_ID", ""))
-    try:
-        return any(name.endswith(".gwj") for name in os.listdir(folder))
-    except OSError:
-        return False
 
 
 def _die_of_it_still() -> None:
