@@ -22,6 +22,7 @@ from gradwatch.session.settings import DEFAULT_DIR, ROOT, TELLER, told_by
 
 _CLOCKS = 60.0  # seconds that the clock of a file server may be behind
 _SECONDS = 2.0  # for reading what processes without an end have recorded; of less, fewer steps are known
+_is_one_of_several = [False]  # ranks, below a process that prints the account of all that print none
 LAUNCHED = "GRADWATCH_LAUNCH_PID"
 """The process that `gradwatch run` became; its children have it in their environment too."""
 
@@ -29,6 +30,8 @@ LAUNCHED = "GRADWATCH_LAUNCH_PID"
 def claim() -> None:
     """Print the account of this process and all that it starts, unless a process above, still alive, does that."""
     if not alive(told_by(), began()):
+        above = os.environ.get(TELLER, "").partition(":")[0]
+        _is_one_of_several[0] = above.isdigit() and alive(int(above), began())
         rank = os.environ.get("RANK", "")
         os.environ[TELLER] = f"{os.getpid()}:{rank}:{os.uname().nodename}:{time.time()}"
 
@@ -58,7 +61,8 @@ def with_children(own: Account) -> Account:
     """The account of this process and of those that it has started, or these, and that leave the telling to it.
 
     A process without an end in its journal was killed, or left by `os._exit`, or runs on: of it counts what it has
-    recorded. So does a first rank that is gone without a word, for it would have printed its own.
+    recorded. So does a first rank that is gone without a word, for it would have printed its own; and one that was
+    ended between its journal and its line (torchrun ends the ranks beside one that failed).
     """
     children = [part for part in _parts(own=False) if _spoken_for(part)]
     if not children:
@@ -66,9 +70,23 @@ def with_children(own: Account) -> Account:
     return replace(launch_total(children, _runs, own), directory=own.directory or str(folder()))
 
 
+def note_told() -> None:
+    """This process has printed its account: the process above, if there is one, need not."""
+    if _is_one_of_several[0]:
+        with suppress(OSError):
+            _told_marker(os.getpid()).touch()
+
+
+def _told_marker(pid: int) -> Path:
+    return folder() / f"told-{os.uname().nodename}-{pid}"
+
+
 def _spoken_for(part: Part) -> bool:
-    unfinished = not (part.told_by or part.account.rank or part.ended or part.pid == os.getpid())
-    return part.told_by == os.getpid() or (unfinished and not _runs(part))
+    if part.told_by == os.getpid():
+        return True
+    speaks_for_itself = not (part.told_by or part.account.rank or part.pid == os.getpid())
+    has_spoken = part.ended and _told_marker(part.pid).exists()
+    return speaks_for_itself and not has_spoken and not _runs(part)
 
 
 def _runs(part: Part) -> bool:

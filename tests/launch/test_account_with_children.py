@@ -24,6 +24,7 @@ from gradwatch.launch import account_with_children, strict_rules
 from gradwatch.records.run_info import RunInfo
 from gradwatch.session.settings import ROOT, TELLER, told_by
 from tests.launch.test_training import run
+from tests.support.launch_cases import TRAIN
 from tests.support.sink_records import make_event, make_record, make_sites, skip
 
 WORKERS = """
@@ -209,6 +210,24 @@ def written(
     files.close()
 
 
+@pytest.mark.parametrize("killed", [False, True])
+def test_a_first_rank_is_told_once_also_where_it_is_killed_before_its_line(
+    killed: bool, tmp_path: Path
+) -> None:
+    """torchrun ends the ranks beside one that failed, at any moment: between journal and line, too."""
+    last = "import atexit, os, signal\natexit.register(lambda: os.kill(os.getpid(), signal.SIGKILL))\n"
+    (tmp_path / "rank.py").write_text(last * killed + TRAIN)
+    script = """
+import os, subprocess, sys
+done = subprocess.run([sys.executable, "rank.py"], env={**os.environ, "RANK": "0", "WORLD_SIZE": "2"})
+print(done.returncode)
+"""
+    done = run(tmp_path, script)
+    assert done.stdout.splitlines()[-1] == ("-9" if killed else "0")
+    assert done.stderr.count("gradwatch: 3 of 3 steps watched") == 1
+    assert done.stderr.count("\n") == 1
+
+
 def test_children_are_summed_from_their_journals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Those of this launch that leave the telling to this process; not earlier ones, nor those of another."""
     now, me = time.time(), os.getpid()
@@ -274,7 +293,7 @@ def test_processes_without_an_end_are_told_by_what_they_recorded(
 def test_a_first_rank_that_is_gone_is_told_by_the_process_above(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would have printed its own account; one that has ended has done so, and one that runs will."""
+    """It would have printed its own account; one that has left a note has done so, and one that runs will."""
     now = time.time()
     monkeypatch.setenv(TELLER, f"{os.getpid()}::{os.uname().nodename}:{now}")
     monkeypatch.setenv(ROOT, str(tmp_path))
@@ -282,6 +301,8 @@ def test_a_first_rank_that_is_gone_is_told_by_the_process_above(
     own = Account()
     written(tmp_path / "r", os.getppid(), None, now + 1, 0)
     written(tmp_path / "r", 2**22 + 1, Account(Taken(steps=3), Watched(steps=3)), now + 1, 0)
+    assert account_with_children.with_children(own).watched.steps == 3
+    (tmp_path / "r" / f"told-{os.uname().nodename}-{2**22 + 1}").touch()
     assert account_with_children.with_children(own) is own
     written(tmp_path / "r", 2**22 + 2, None, now + 1, 0)
     found = account_with_children.with_children(own)
