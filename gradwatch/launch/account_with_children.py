@@ -70,23 +70,23 @@ def with_children(own: Account) -> Account:
     return replace(launch_total(children, _runs, own), directory=own.directory or str(folder()))
 
 
-def note_told() -> None:
+def note_printed() -> None:
     """This process has printed its account: the process above, if there is one, need not."""
     if _is_one_of_several[0]:
         with suppress(OSError):
-            _told_marker(os.getpid()).touch()
+            _printed_note(os.getpid()).touch()
 
 
-def _told_marker(pid: int) -> Path:
-    return folder() / f"told-{os.uname().nodename}-{pid}"
+def _printed_note(pid: int) -> Path:
+    return folder() / f"printed-{os.uname().nodename}-{pid}"
 
 
 def _spoken_for(part: Part) -> bool:
     if part.told_by == os.getpid():
         return True
     speaks_for_itself = not (part.told_by or part.account.rank or part.pid == os.getpid())
-    has_spoken = part.ended and _told_marker(part.pid).exists()
-    return speaks_for_itself and not has_spoken and not _runs(part)
+    has_printed = part.ended and _printed_note(part.pid).exists()
+    return speaks_for_itself and not has_printed and not _runs(part)
 
 
 def _runs(part: Part) -> bool:

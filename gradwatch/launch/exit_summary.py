@@ -23,7 +23,7 @@ from gradwatch.launch.account_with_children import (
     claim,
     handed_over,
     launched,
-    note_told,
+    note_printed,
     recorded,
     with_children,
 )
@@ -75,7 +75,7 @@ def say(account: Account | None = None, write: Callable[[str], None] = stderr.sa
     said = list(_lines(account or account_of_process()))
     if said and not quiet_asked():
         write("\n".join(said))
-        note_told()
+        note_printed()
 
 
 def _lines(own: Account) -> Iterator[str]:

@@ -302,7 +302,7 @@ def test_a_first_rank_that_is_gone_is_told_by_the_process_above(
     written(tmp_path / "r", os.getppid(), None, now + 1, 0)
     written(tmp_path / "r", 2**22 + 1, Account(Taken(steps=3), Watched(steps=3)), now + 1, 0)
     assert account_with_children.with_children(own).watched.steps == 3
-    (tmp_path / "r" / f"told-{os.uname().nodename}-{2**22 + 1}").touch()
+    (tmp_path / "r" / f"printed-{os.uname().nodename}-{2**22 + 1}").touch()
     assert account_with_children.with_children(own) is own
     written(tmp_path / "r", 2**22 + 2, None, now + 1, 0)
     found = account_with_children.with_children(own)
