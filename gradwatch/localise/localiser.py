@@ -277,8 +277,8 @@ class Localiser:
         try:
             from gradwatch.localise.loss.loss_cause import cause_in_loop
 
-            known = [] if self._losses is None else self._losses.found
-            return cause_in_loop(finding, known, self.models(), held, self._fault, self._max_bytes)
+            loops = [] if self._losses is None else [*self._losses.found, self._losses.at_step()]
+            return cause_in_loop(finding, loops, self.models(), held, self._fault, self._max_bytes)
         except Exception as error:
             self._failed("localise", error)
             return finding

@@ -41,6 +41,8 @@ MAX_BYTES = 64 << 20
 MAX_CALLS = 256
 _tracing = torch.compiler.is_dynamo_compiling
 _orders = itertools.count()  # of calls, over all models of the process
+next_order: Callable[[], int] = partial(next, _orders)
+"""A number between those of the calls made so far and those to come."""
 LOOKED_AT = 3  # first calls, in which a forward that writes into its own parameters is found out
 MOVERS = 64  # optimizers of which it is remembered whether they move a model
 _cuda = torch.cuda

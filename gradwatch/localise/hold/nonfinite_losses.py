@@ -7,12 +7,14 @@ loss lies on the host: to read one from a device would wait for it.
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradwatch.localise.loss.loop_scope import LoopScope, scopes
+from gradwatch.localise.hold.model_recorder import next_order
+from gradwatch.localise.loss.loop_scope import LoopAtBackward, scopes
 from gradwatch.taps import backward_entry, step_hooks
 from gradwatch.taps.backward_entry import BackwardCall
 
@@ -24,7 +26,8 @@ class NonFiniteLosses:
 
     def __init__(self, failed: Callable[[str, BaseException], None]) -> None:
         self._failed = failed
-        self.found: list[list[LoopScope]] = []
+        self.found: list[LoopAtBackward] = []
+        self._since = self._before = 0  # of the backward before, and of the last one
         self._removes = [
             backward_entry.listen(self._begins),
             step_hooks.listen(after=self._step_taken, only_if=self.found),
@@ -40,6 +43,10 @@ class NonFiniteLosses:
         """Release everything: it belongs to no step."""
         self.found.clear()
 
+    def at_step(self) -> LoopAtBackward:
+        """The loop that is about to take a step, after the last backward."""
+        return LoopAtBackward(self._since, sys.maxsize, scopes(exact=False))
+
     def _step_taken(self, optimizer: Optimizer) -> None:
         """A step has been taken."""
         self.drop()
@@ -49,9 +56,10 @@ class NonFiniteLosses:
         try:
             if call.nested or not call.accumulates or len(call.roots) != 1:
                 return
+            self._since, self._before = self._before, next_order()
             root = call.roots[0]
             on_host = type(root) is Tensor and root.is_cpu and root.numel() == 1
             if on_host and not math.isfinite(root.item()) and len(self.found) < MOST:
-                self.found.append(scopes(exact=True))
+                self.found.append(LoopAtBackward(self._since, self._before, scopes(exact=True)))
         except Exception as error:
             self._failed("localise", error)

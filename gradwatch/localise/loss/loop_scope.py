@@ -24,6 +24,18 @@ class LoopScope:
     exact: bool
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class LoopAtBackward:
+    """The functions under way, innermost first, at or after a backward.
+
+    Calls of models numbered above `since` were made after the backward before it, those below `before` before it.
+    """
+
+    since: int
+    before: int
+    scopes: list[LoopScope]
+
+
 def scopes(exact: bool) -> list[LoopScope]:
     """The user's functions under way, innermost first."""
     return [

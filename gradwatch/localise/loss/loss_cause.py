@@ -3,22 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import chain
 
 from torch import nn
 
 from gradwatch.localise.diagnosis.diagnose import from_culprit, from_origin, warned
+from gradwatch.localise.diagnosis.tensor_values import state, tensors
 from gradwatch.localise.hold.module_attributes import Refused
 from gradwatch.localise.loss.constants import constant_origin
-from gradwatch.localise.loss.loop_scope import LoopScope, scopes
+from gradwatch.localise.loss.loop_scope import LoopAtBackward, LoopScope
 from gradwatch.localise.loss.loss_rerun import Held, run_loss_again
 from gradwatch.localise.replay.step_replay import Trace
 from gradwatch.records.finding import Finding
 
+COMPUTED = "what the loop computed of one module's outputs and gave to another was not finite"
+
 
 def cause_in_loop(
     finding: Finding,
-    known: Sequence[list[LoopScope]],
+    loops: Sequence[LoopAtBackward],
     models: Sequence[nn.Module],
     held: Held,
     failed: Callable[[BaseException], None],
@@ -26,22 +28,44 @@ def cause_in_loop(
 ) -> Finding:
     """A better Finding, or the same one with the reason why there is none.
 
-    `known` are the loops at those backwards of this step whose loss was not finite.
+    `loops` are those at the backwards of this step whose loss was not finite, and the one that takes the step.
     """
     why = ""
-    for loop in chain(known, (scopes(exact=False),)):
+    for loop in loops:
         try:
-            trace, scope = run_loss_again(loop, models, held, failed, max_bytes)
+            trace, scope = run_loss_again(loop.scopes, models, _of_backward(held, loop), failed, max_bytes)
         except Refused as refusal:
             why = why or str(refusal)
             continue
         found = _cause(trace, scope, failed)
         if found is not None:
             return warned(found, [trace])
+    if finding.phase == "input" and _is_computed(finding, held):
+        finding = Finding("unknown", "replay", frames=finding.frames, note=COMPUTED)
     if not why:
         return finding
     note = f"the loop's code was not run again: {why}"
     return finding.amended(note="; ".join(filter(None, (finding.note, note))))
+
+
+def _is_computed(finding: Finding, held: Held) -> bool:
+    """True if what the call at fault was given came of another call: no batch holds it."""
+    call = held[finding.call][1] if finding.call < len(held) else None
+    if call is None or not call.computed:
+        return False
+    given = tensors((call.args, call.kwargs))
+    return any(id(one) in call.computed and not state(one).finite for one in given)
+
+
+def _of_backward(held: Held, loop: LoopAtBackward) -> Held:
+    """The calls that led to a backward: not those of micro-batches before it."""
+    made = [(model, call) for model, call in held if call.order < loop.before]
+    newest = max(made[-1][1].tasks, default=0) if made else 0
+    return [
+        (model, call)
+        for model, call in made
+        if call.order > loop.since or max(call.tasks, default=0) >= newest
+    ]
 
 
 def _cause(trace: Trace, scope: LoopScope, failed: Callable[[BaseException], None]) -> Finding | None:

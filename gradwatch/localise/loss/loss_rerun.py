@@ -82,7 +82,8 @@ class Again:
         refuse(base, call)
         self.made.append(call)
         # What was computed of other tensors is held without the graph behind it.
-        args, kwargs = arguments() if call.computed else (call.args, call.kwargs)
+        graded = any(one.requires_grad for one in tensors((call.args, call.kwargs)))
+        args, kwargs = arguments() if graded else (call.args, call.kwargs)
         call.generators.restore()
         with call.recorded_modes():
             return self._outputs(base, call, args, kwargs)
@@ -200,7 +201,11 @@ def _again(
     trace = Trace(sources={**_values(scope), **_inputs(scope, models, held), **sources(named)})
     again = Again(models, held, line=lambda: (lines.now[0].file, lines.now[0].line) if lines.now else ("", 0))
     interpreter = Interpreter(lines, again.call)
-    inside = Scope(scope.code.co_filename, scope.code.co_name, _without_graphs(scope.values), scope.around)
+    values = _without_graphs(scope.values)
+    around = {**scope.around, **values} if scope.code.co_name == "<module>" else scope.around
+    gone = scope.values.keys() - values.keys()
+    around = {name: value for name, value in around.items() if name not in gone} if gone else around
+    inside = Scope(scope.code.co_filename, scope.code.co_name, values, around)
 
     def nested(roots: Sequence[Tensor]) -> Callable[[], None]:
         return blame_backward(trace, recorder, roots)

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from gradwatch.localise.loss.source_tree import Body, changed, covers, loaded, path_to
+from gradwatch.localise.loss.source_tree import Body, assigned, changed, covers, loaded, path_to
 
 Statements: TypeAlias = tuple[tuple[tuple[ast.With, ...], ast.stmt], ...]
 """Statements in their order, in each case with the `with` blocks around it."""
@@ -79,29 +79,34 @@ def loss_statements(
     first = next((k for k, (_, one) in enumerate(ordered) if any(covers(one, line) for line in called)), None)
     if first is not None:
         since = ordered[first:]
-        sliced = needed(since, loaded(root))
+        sliced, wanted = needed(since, loaded(root))
+        # A sum that goes on (`loss = loss + …`) is to begin where it began.
+        carried = wanted & {name for _, one in since for name in assigned(one)}
+        begun, _ = needed(ordered[:first], carried) if carried else ((), set())
         # Values that do not depend on the model are still there; statements that draw numbers need all those before.
         tried = dict.fromkeys((depending(sliced, called), sliced, tuple(since)))
-        yield from (LossStatements(one, root, around) for one in tried)
+        yield from (LossStatements((*begun, *one), root, around) for one in tried)
         return
-    whole = needed(ordered, loaded(root))
+    whole, _ = needed(ordered, loaded(root))
     for count in range(1, min(len(whole), REARMOST) + 1):
         yield LossStatements(whole[-count:], root, around)
 
 
-def needed(ordered: Sequence[tuple[tuple[ast.With, ...], ast.stmt]], names: set[str]) -> Statements:
-    """Those of the statements that the names depend on."""
+def needed(
+    ordered: Sequence[tuple[tuple[ast.With, ...], ast.stmt]], names: set[str]
+) -> tuple[Statements, set[str]]:
+    """Those of the statements that the names depend on, and the names that they take from before."""
     kept: list[tuple[tuple[ast.With, ...], ast.stmt]] = []
     wanted = set(names)
     for around, statement in reversed(ordered):
-        assigned = changed(statement)
-        if assigned.isdisjoint(wanted):
+        given = changed(statement)
+        if given.isdisjoint(wanted):
             continue
         kept.append((around, statement))
         if isinstance(statement, ast.Assign) and all(isinstance(one, ast.Name) for one in statement.targets):
-            wanted -= assigned
+            wanted -= given
         wanted |= loaded(statement)
-    return tuple(reversed(kept))
+    return tuple(reversed(kept)), wanted
 
 
 def depending(statements: Statements, called: Collection[int]) -> Statements:

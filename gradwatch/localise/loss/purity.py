@@ -166,7 +166,7 @@ def is_of_known_library(func: Any) -> bool:
 
 
 def switched_by(func: Any) -> Any:
-    """What makes the context of a function under `@torch.no_grad()` and the like; None for any other function."""
+    """Maker of the context of a function under `@torch.no_grad()` and the like; None for any other function."""
     if not isinstance(func, FunctionType) or not hasattr(func, "__wrapped__"):
         return None
     cells = dict(zip(func.__code__.co_freevars, func.__closure__ or (), strict=True))

@@ -78,6 +78,13 @@ def loaded(tree: ast.AST) -> set[str]:
     }
 
 
+def assigned(tree: ast.AST) -> set[str]:
+    """Names that are given another object."""
+    return {
+        node.id for node in ast.walk(tree) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+
+
 def changed(tree: ast.AST) -> set[str]:
     """Names that are assigned, or of whose objects a part is: `x = …`, `x[0] = …`, `x.mul_(2)`, `x.append(y)`."""
     found: set[str] = set()
