@@ -53,6 +53,6 @@ class PreClipReading(DeviceNorms):
 
     def norms(self) -> np.ndarray:
         """float64[K] norms without the loss scale, 0 where there was no gradient."""
-        found, before = self._after.norms(), super().norms()
+        found, before = self._after.norms().copy(), super().norms()
         found[self._order] = np.maximum(found[self._order], before) if self._larger else before
         return found
