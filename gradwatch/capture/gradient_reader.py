@@ -69,10 +69,19 @@ class GradientReader:
             return False
         return usual / NEAR <= root_of_squares(norms) <= usual * NEAR
 
-    def read(self, grads: Grads, scale: Number, known: Mapping[int, float] = NOTHING) -> Reading:
-        """Read these gradients but for norms that are known; on the host, look twice unless they are as usual."""
+    def read(
+        self,
+        grads: Grads,
+        scale: Number,
+        known: Mapping[int, float] = NOTHING,
+        loss: float | Tensor | None = None,
+    ) -> Reading:
+        """Read these gradients but for norms that are known; on the host, look twice unless they are as usual.
+
+        From a device the `loss` is sent together with them.
+        """
         if not self._on_cpu:
-            return device.read(grads, scale)
+            return device.read(grads, scale, loss)
         rest = [None if k in known else grad for k, grad in enumerate(grads)] if known else grads
         left = scale if type(scale) is float else host_value(scale)
         rows, usual = self._reader.read(rest), self.recent_total_norm

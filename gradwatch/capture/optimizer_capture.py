@@ -25,7 +25,7 @@ from gradwatch.capture.manual_gradients import ManualGradients
 from gradwatch.capture.norm_after_user_clip import KnownScaling
 from gradwatch.capture.window_norms import WindowNorms, is_finite, root_of_squares
 from gradwatch.reading.cpu import CpuNorms
-from gradwatch.reading.device import DeviceNorms, Number
+from gradwatch.reading.device import DeviceNorms, Element, Number
 from gradwatch.reading.foreach import multiply
 from gradwatch.reading.gradient_writes import Reading, State, replaced, versions_of
 from gradwatch.reading.layouts import parts, unsummed
@@ -277,7 +277,8 @@ class OptimizerCapture:
                 [] if self._keeps else [None if grad is None else weakref.ref(grad) for grad in grads]
             )
             known = NOTHING if self.norms_from_hooks is None else self.norms_from_hooks(grads)
-            self._norms = self._reader.read(grads, 1.0, known)
+            loss = None if self.on_cpu else self.losses.total()
+            self._norms = self._reader.read(grads, 1.0, known, loss)
             self._read_at = self.arrivals.count
             self.known_scalings.clear()
 
@@ -354,7 +355,7 @@ class OptimizerCapture:
             scale,
             ordinary and not miscounted,
             pruned,
-            loss=self.losses.total(),
+            loss=self.losses.total() if self.on_cpu else (_sent_with(raw) or self.losses.total()),
         )
         if self.attached_mid_window or self.spans_two_steps:
             self.attached_mid_window = False  # what arrived is not the whole of one step, or that of two
@@ -500,3 +501,8 @@ class OptimizerCapture:
                 by_hand.append(k)
         self.hook_missed = self.hook_missed or bool(by_hand)
         return self.arrivals.corrected(absent, by_hand)
+
+
+def _sent_with(raw: Reading) -> Element | None:
+    """The loss, where it is on its way together with these norms."""
+    return raw.beside if isinstance(raw, DeviceNorms) else None

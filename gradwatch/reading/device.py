@@ -73,6 +73,27 @@ class AsyncCopy:
         return out
 
 
+class Element(AsyncCopy):
+    """One number of a copy that is under way, divided on the host by `scale`."""
+
+    def __init__(self, whole: AsyncCopy, index: int, scale: Number = 1.0) -> None:
+        self._whole, self._index, self._scale = whole, index, scale
+
+    def divided(self, scale: Number) -> Element:
+        """The same number, divided by `scale`."""
+        return Element(self._whole, self._index, scale)
+
+    def ready(self) -> bool:
+        """True if `values()` would return at once."""
+        return self._whole.ready() and is_ready(self._scale)
+
+    def values(self) -> Floats:
+        """[1] number; waits for it where it has not arrived."""
+        one, scale = self._whole.values()[self._index :][:1], host_value(self._scale)
+        with np.errstate(divide="ignore", invalid="ignore"):  # a collapsed scale may reach 0
+            return one if scale == 1.0 else one / scale
+
+
 Number: TypeAlias = float | AsyncCopy
 """One number: known, or on its way from a device."""
 
@@ -108,14 +129,24 @@ def is_ready(value: Number) -> bool:
 
 
 class DeviceNorms:
-    """Norms of K gradients on their way to the host; `norms()` waits for them if they have not arrived."""
+    """Norms of K gradients on their way to the host; `norms()` waits for them if they have not arrived.
+
+    `beside` is the number that was sent together with them, behind the last norm.
+    """
 
     looked = True  # they are exact as they are
 
-    def __init__(self, norms: Sequence[Tensor], pending: AsyncCopy, scales: tuple[Number, ...] = ()) -> None:
+    def __init__(
+        self,
+        norms: Sequence[Tensor],
+        pending: AsyncCopy,
+        scales: tuple[Number, ...] = (),
+        beside: Element | None = None,
+    ) -> None:
         self._norms = norms
         self._copy = pending
         self._scales = scales
+        self.beside = beside
         self._found: NDArray[np.float64] | None = None
 
     def ready(self) -> bool:
@@ -129,7 +160,7 @@ class DeviceNorms:
 
     def divided(self, scale: Number) -> DeviceNorms:
         """The same reading without a factor that was in the gradients when they were read."""
-        return DeviceNorms(self._norms, self._copy, (*self._scales, scale))
+        return DeviceNorms(self._norms, self._copy, (*self._scales, scale), self.beside)
 
     def device_total(self) -> Tensor | None:
         """0-dim total norm on the device, scale included, for a verdict that never leaves it; None without any."""
@@ -166,6 +197,7 @@ class DeviceNorms:
         """float64[K] norms without the loss scale, 0 where there was no gradient; the same array every time."""
         if self._found is None:
             found = self._copy.values().astype(np.float64)
+            found = found if self.beside is None else found[:-1]
             with np.errstate(divide="ignore", invalid="ignore"):  # a collapsed scale may reach 0
                 for scale in self._scales:
                     found /= host_value(scale)
@@ -173,17 +205,27 @@ class DeviceNorms:
         return self._found
 
 
-def read(grads: Sequence[Tensor | None], scale: Number = 1.0) -> DeviceNorms:
-    """Start reading the norms of K gradients on accelerators, `scale` the loss scale in them; returns at once."""
+def read(
+    grads: Sequence[Tensor | None], scale: Number = 1.0, beside: float | Tensor | None = None
+) -> DeviceNorms:
+    """Start reading the norms of K gradients on accelerators, `scale` the loss scale in them; returns at once.
+
+    `beside`, a 0-dim tensor that `widest` gives its type, is sent together with them where all are on one device.
+    """
     by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
     for k, grad in enumerate(grads):
         if grad is not None:
             tensor = grad if is_plain(grad) else dense(grad)
             by_device.setdefault(tensor.device, []).append((k, tensor))
-    norms = [torch.stack(_norms([tensor for _, tensor in group])) for group in by_device.values()]
-    positions = np.array([k for group in by_device.values() for k, _ in group], np.intp)
     scales = () if isinstance(scale, float) and scale == 1.0 else (scale,)
-    return DeviceNorms(norms, AsyncCopy(norms, positions, len(grads)), scales)
+    positions = [k for group in by_device.values() for k, _ in group]
+    each = [_norms([tensor for _, tensor in group]) for group in by_device.values()]
+    if isinstance(beside, Tensor) and [beside.device] == list(by_device) and beside.dtype is each[0][0].dtype:
+        whole = torch.stack([*each[0], beside])
+        pending = AsyncCopy([whole], np.array([*positions, len(grads)], np.intp), len(grads) + 1)
+        return DeviceNorms([whole[:-1]], pending, scales, Element(pending, len(grads)))
+    norms = list(map(torch.stack, each))
+    return DeviceNorms(norms, AsyncCopy(norms, np.array(positions, np.intp), len(grads)), scales)
 
 
 def _norms(tensors: list[Tensor]) -> list[Tensor]:

@@ -14,7 +14,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwatch.reading.device import AsyncCopy, Number, capturing, host_value, on_host, one_number
+from gradwatch.reading.device import (
+    AsyncCopy,
+    Element,
+    Number,
+    capturing,
+    host_value,
+    on_host,
+    one_number,
+    widest,
+)
 from gradwatch.reading.layouts import local
 from gradwatch.taps import backward, backward_entry
 from gradwatch.taps.backward_entry import begun_here, entry_frame
@@ -131,8 +140,10 @@ class WindowLoss:
         return total
 
 
-def without_scale(loss: Value, scale: Number | None) -> Number:
+def without_scale(loss: Value | Element, scale: Number | None) -> Number:
     """The loss as a number that may still be on its way, the factor `scale` of a GradScaler taken out."""
+    if isinstance(loss, Element):
+        return loss if scale is None else loss.divided(scale)
     if isinstance(loss, Tensor):
         return one_number(loss, 1.0 if scale is None else scale)
     if scale is None:
@@ -180,8 +191,9 @@ def _times(root: Tensor, weight: Tensor) -> Value:
     value = root.detach()
     if value.dtype not in _EXACT:
         value = value.to(torch.float32)
-    # A tensor of its own, made by one launch. The weight is 1 as a rule, which only the device knows.
-    return torch.mul(value, weight.detach()).reshape(())
+    # Made by one launch, of the type in which it is sent with the norms. Whether the weight is 1, the device knows.
+    product = torch.empty((), dtype=widest(value.device), device=value.device)
+    return torch.mul(value.reshape(()), weight.detach().reshape(()), out=product)
 
 
 def _sum(total: Value, value: Value) -> Value:
