@@ -96,6 +96,14 @@ LOADS = {
         5,
         autocast=True,
     ),
+    "gpt-foreach": Load(
+        "GPT-2 small, bf16, AdamW not fused",
+        lambda: GPT(50_304, 768, 12, 12, 1024),
+        _text(8, 1024),
+        5,
+        autocast=True,
+        fused=False,
+    ),
 }
 
 
