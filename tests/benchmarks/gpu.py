@@ -86,7 +86,7 @@ def _resnet() -> nn.Module:
 
 LOADS = {
     "small": Load("perceptron, 8 parameters", _small, _vectors(64, 32, 32), 100),
-    "tiny": Load("2,000 tiny parameters", WORKLOADS["tiny"].model, _vectors(16, 16, 4), 4, fused=False),
+    "tiny": Load("2,000 tiny parameters", WORKLOADS["tiny"].model, _vectors(16, 16, 4), 4),
     "mlp": Load("wide MLP, 11 M", WORKLOADS["mlp"].model, _vectors(1024, 1024, 100), 50),
     "resnet": Load("ResNet, 6 M, bf16", _resnet, _images(512), 20, autocast=True),
     "gpt": Load(
