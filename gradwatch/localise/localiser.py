@@ -158,6 +158,11 @@ class Localiser:
         """The watched models that are still alive, without what DDP and torch.compile wrap around them."""
         return [inner(model) for ref in self._models if (model := ref()) is not None]
 
+    def loss_not_finite(self) -> None:
+        """A backward is about to run whose loss is not finite: hold the loop as it is."""
+        if self._losses is not None:
+            self._losses.add()
+
     def set_indices(self, indices: Any) -> None:
         """Set the dataset indices of the calls that follow, until a step is taken."""
         for recording in self._recordings:

@@ -243,6 +243,7 @@ class Attached:
         )
         capture.cleared = self._cleared
         capture.losses.refused = self._no_loss
+        capture.losses.not_finite = None if self.causes is None else self.causes.loss_not_finite
         self.before_clip = self._part(BeforeClip(capture, self._bind, activity.idle, activity.failed))
 
     def bind_before_backward(self) -> None:

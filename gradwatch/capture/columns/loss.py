@@ -7,6 +7,7 @@ in both and is taken out of both. The value is read before the engine runs, on t
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -51,6 +52,7 @@ class Losses:
     def __init__(self, failed: Callable[[str, BaseException], None]) -> None:
         self.unheard = "no backward was called"
         self.refused: Callable[[str], None] = _nothing
+        self.not_finite: Callable[[], None] | None = None
         self._failed = failed
         self._latest: dict[int, Root] = {}  # by thread
         self.close = backward_entry.listen(self._begins)
@@ -100,6 +102,8 @@ class Losses:
                 and weight.is_floating_point()
             ):
                 root.value = only.item() * weight.item()  # sync: CPU tensors
+                if not math.isfinite(root.value) and self.not_finite is not None:
+                    self.not_finite()
             else:
                 root.value, self.unheard = _value_of(roots, weights)
                 if self.unheard:

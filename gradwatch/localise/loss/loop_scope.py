@@ -28,10 +28,9 @@ class LoopScope:
 class LoopAtBackward:
     """The functions under way, innermost first, at or after a backward.
 
-    Calls of models numbered above `since` were made after the backward before it, those below `before` before it.
+    Calls of models numbered below `before` were made before it.
     """
 
-    since: int
     before: int
     scopes: list[LoopScope]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from torch import nn
 
@@ -31,9 +31,9 @@ def cause_in_loop(
     `loops` are those at the backwards of this step whose loss was not finite, and the one that takes the step.
     """
     why = ""
-    for loop in loops:
+    for calls, functions in _tried(held, loops):
         try:
-            trace, scope = run_loss_again(loop.scopes, models, _of_backward(held, loop), failed, max_bytes)
+            trace, scope = run_loss_again(functions, models, calls, failed, max_bytes)
         except Refused as refusal:
             why = why or str(refusal)
             continue
@@ -57,15 +57,19 @@ def _is_computed(finding: Finding, held: Held) -> bool:
     return any(id(one) in call.computed and not state(one).finite for one in given)
 
 
-def _of_backward(held: Held, loop: LoopAtBackward) -> Held:
-    """The calls that led to a backward: not those of micro-batches before it."""
-    made = [(model, call) for model, call in held if call.order < loop.before]
-    newest = max(made[-1][1].tasks, default=0) if made else 0
-    return [
-        (model, call)
-        for model, call in made
-        if call.order > loop.since or max(call.tasks, default=0) >= newest
-    ]
+def _tried(held: Held, loops: Sequence[LoopAtBackward]) -> Iterator[tuple[Held, list[LoopScope]]]:
+    """The calls that may have led to each of the backwards, and the functions under way at it.
+
+    First without those of micro-batches before it, which earlier backwards have reached: so has `autograd.grad`, for a
+    gradient penalty, that is part of the loss.
+    """
+    for loop in loops:
+        made = [(model, call) for model, call in held if call.order < loop.before]
+        newest = max(made[-1][1].tasks, default=0) if made else 0
+        latest = [(model, call) for model, call in made if max(call.tasks, default=0) >= newest]
+        yield latest, loop.scopes
+        if len(latest) < len(made):
+            yield made, loop.scopes
 
 
 def _cause(trace: Trace, scope: LoopScope, failed: Callable[[BaseException], None]) -> Finding | None:

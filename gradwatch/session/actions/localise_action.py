@@ -67,6 +67,10 @@ class Causes:
         """Take over what was held of the models, and of those `joining` next, before they were watched."""
         self._localiser.inherit(pre_attach, joining)
 
+    def loss_not_finite(self) -> None:
+        """A backward is about to run whose loss is not finite: hold the loop as it is."""
+        self._localiser.loss_not_finite()
+
     def set_indices(self, indices: Any) -> None:
         """Set the dataset indices of the forward calls that follow, until a step is taken."""
         self._localiser.set_indices(indices)
