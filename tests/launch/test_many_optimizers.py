@@ -14,8 +14,8 @@ from gradwatch.journal import EndEntry, read_journal
 from tests.launch.test_auto_watch import NET, ended
 from tests.launch.test_training import run
 
-EACH = 565  # Python calls inside gradwatch: a model of four parameters, its optimizer, one step; 544 when written
-SAME = 405  # the same where only the optimizer is new, 397 when written; times: `python -m tests.benchmarks.adoption`
+EACH = 525  # Python calls inside gradwatch: a model of four parameters, its optimizer, one step; 502 when written
+SAME = 360  # the same where only the optimizer is new, 345 when written; times: `python -m tests.benchmarks.adoption`
 
 SCRIPT = (
     NET
