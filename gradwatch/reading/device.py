@@ -191,7 +191,8 @@ class DeviceNorms:
     def each(self) -> dict[int, Tensor]:
         """0-dim norms on their devices by position, scale included; of the gradients that were there."""
         each = [norm for norms in self._norms for norm in norms.unbind()]
-        return dict(zip(map(int, self._copy.positions), each, strict=True))
+        positions = self._copy.positions[: len(each)]  # without what is sent beside them
+        return dict(zip(map(int, positions), each, strict=True))
 
     def norms(self) -> NDArray[np.float64]:
         """float64[K] norms without the loss scale, 0 where there was no gradient; the same array every time."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from gradwatch.capture.columns import loss as losses
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.weight_health import Weights
 from gradwatch.localise.hold import nonfinite_losses
+from gradwatch.reading import device
 from gradwatch.taps import dispatch_modes
 from tests.support.recorder import Recorder, norms_of, seen
 
@@ -175,3 +177,30 @@ def test_found_inf_of_a_grad_scaler_is_kept() -> None:
             same = all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
             assert same == (step == 2)
     assert scaler.get_scale() == 128.0
+
+
+@pytest.mark.parametrize("bad", [None, float("nan"), float("inf")])
+@pytest.mark.parametrize("beside", [None, torch.tensor(5.0, dtype=torch.float64), torch.tensor(5.0)])
+def test_a_number_that_is_sent_together_with_norms_is_none_of_them(
+    bad: float | None, beside: torch.Tensor | None
+) -> None:
+    """Norms by position, total and verdict are those of the gradients; the number has a scale of its own."""
+    grads = [torch.full((4,), 3.0), None, torch.full((9,), 1.0 if bad is None else bad)]
+    reading = device.read(grads, 2.0, beside)
+    last = 1.5 if bad is None else bad
+    assert reading.norms().tolist() == pytest.approx([3.0, 0.0, last], nan_ok=True)
+    assert {k: float(norm) for k, norm in reading.each().items()} == pytest.approx(
+        {0: 6.0, 2: 2 * last}, nan_ok=True
+    )
+    total, flag = reading.device_total(), reading.nonfinite()
+    assert total is not None
+    assert flag is not None
+    assert float(total) == pytest.approx(math.hypot(6.0, 2 * last) if bad is None else bad, nan_ok=True)
+    assert (flag.dtype, float(flag)) == (torch.float32, float(bad is not None))
+    if beside is None or beside.dtype is torch.float32:  # another type would be rounded, or round the norms
+        assert reading.beside is None
+    else:
+        assert reading.beside is not None
+        assert device.host_value(reading.beside) == 5.0
+        assert device.host_value(reading.divided(2.0).beside.divided(4.0)) == 1.25  # type: ignore[union-attr]
+        assert reading.divided(2.0).norms().tolist() == pytest.approx([1.5, 0.0, last / 2], nan_ok=True)
