@@ -52,6 +52,7 @@ def fields(finding: Finding) -> Iterator[tuple[str, object]]:
         "first_parameter": finding.first_parameter,
         "why": "" if suggestion is None else suggestion.why,
         "mend": "" if suggestion is None else suggestion.fix,
+        "samples": finding.carriers,
         "note": finding.note,
         "incident": finding.incident,
     }
@@ -80,6 +81,7 @@ def page(finding: Finding) -> Iterator[str]:
     )
     said += [f"forward call {finding.call} of the step"] if finding.call else []
     said += [f"batch {finding.batch}"] if finding.batch is not None else []
+    said += [f"not finite in {finding.carriers} alone"] if finding.carriers else []
     said += [f"{finding.others} further operations did the same"] if finding.others else []
     said += [finding.note] if finding.note else []
     yield from (f"- {one}" for one in said)

@@ -25,7 +25,7 @@ from gradwatch.localise.hold.nonfinite_losses import NonFiniteLosses
 from gradwatch.localise.hold.recorded_call import Call
 from gradwatch.localise.hold.step_recorder import StepRecorder
 from gradwatch.localise.replay.fsdp2_all_gather import is_spread
-from gradwatch.records.finding import Batch, Finding
+from gradwatch.records.finding import Finding
 from gradwatch.taps import backward, step_hooks
 
 if TYPE_CHECKING:
@@ -201,9 +201,7 @@ class Localiser:
         except Exception as error:
             self._failed("localise", error)
             finding = Finding("unknown", "replay", note=f"localising failed: {type(error).__name__}: {error}")
-        finding = finding.amended(
-            batch=self._batch_of(finding)
-        )  # this rank's own, before all are told of one
+        finding = self._with_batch(finding)  # this rank's own, before all are told of one
         if agreement is not None:
             finding = self._agreed(agreement, finding)
         if finding.found and finding.phase != "loss":
@@ -328,14 +326,18 @@ class Localiser:
             why = _joined(why, f"the next {ask.record_steps} steps are recorded")
         return found.amended(note=_joined(found.note, why))
 
-    def _batch_of(self, finding: Finding) -> Batch | None:
+    def _with_batch(self, finding: Finding) -> Finding:
+        """The finding with the batch at fault, and the rows of it, as far as they are known."""
         try:
-            from gradwatch.localise.replay.batch_at_fault import batch_at_fault
+            from gradwatch.localise.replay.batch_at_fault import batch_at_fault, samples_at_fault
 
-            return batch_at_fault(finding, self.held(), self.models())
+            held, models = self.held(), self.models()
+            batch = batch_at_fault(finding, held, models)
+            rows = samples_at_fault(finding, held, models) if finding.found and not finding.profile else ()
+            return finding.amended(batch=batch, samples=rows)
         except Exception as error:
             self._failed("localise", error)
-            return None
+            return finding
 
     def _signed(self, finding: Finding, ask: Ask) -> Finding:
         return finding.amended(
@@ -366,7 +368,7 @@ class Localiser:
 
             finding = diagnose([trace], by="record")
             note = _joined(finding.note, f"found in a recorded step, which took {live.seconds:.2f} s")
-            finding = finding.amended(note=note, batch=self._batch_of(finding))
+            finding = self._with_batch(finding.amended(note=note))
             self._recorded.append((self._recordings.steps, self._signed(finding, self._ask)))
             if self._agreement is None:  # else the others would not know that it is
                 self._incidents[self._ask.incident] = TRIES

@@ -144,7 +144,9 @@ class Finding:
     ("einsum", whose `bmm` it was). `frames` are the Python lines that led there, innermost first, torch's own
     left out. `operands` and `result` describe the tensors, on this rank. `profile` is the gradient by depth, in
     the order of the forward, where it explodes or vanishes. `call` is the index of the model's forward call among
-    those of the step (micro-batch) and `batch` what went into it, None where that was not held. `others` is how many
+    those of the step (micro-batch) and `batch` what went into it, None where that was not held. `samples` are the rows
+    of that batch which alone were not finite, or whose gradients at the model's outputs alone were not; () where all
+    were, or it is not known. `others` is how many
     further operations did the same, and `first_parameter` the first parameter in backward order that the rule named.
     `note` says what else is to be said, or why nothing was found.
     """
@@ -164,6 +166,7 @@ class Finding:
     profile: tuple[Layer, ...] = ()
     call: int = 0
     batch: Batch | None = None
+    samples: tuple[int, ...] = ()
     others: int = 0
     first_parameter: str = ""
     rule: str = ""
@@ -185,6 +188,19 @@ class Finding:
         """The line that called the operation: the innermost of the user's own, a library's where there is none."""
         own = (frame for frame in self.frames if not frame.is_library)
         return next(own, self.frames[0] if self.frames else None)
+
+    @property
+    def carriers(self) -> str:
+        """`rows 3, 17 of the batch (dimension 0; positions 1043, 88 in the dataset)`, "" where they are not known."""
+        if not self.samples:
+            return ""
+        shown = self.samples[:MOST_SHOWN]
+        more = f" and {len(self.samples) - MOST_SHOWN:,} more" if len(self.samples) > MOST_SHOWN else ""
+        said = f"row{'s' if len(self.samples) > 1 else ''} {', '.join(map(str, shown))}{more} of the batch"
+        known = None if self.batch is None else self.batch.indices
+        if known is None or max(shown) >= len(known):
+            return f"{said} (dimension 0)"
+        return f"{said} (dimension 0; positions {', '.join(str(known[row]) for row in shown)} in the dataset)"
 
     @property
     def where(self) -> str:
@@ -209,6 +225,7 @@ class Finding:
             given["frames"] = tuple(Frame(**frame) for frame in given.get("frames", ()))
             given["operands"] = tuple(map(_operand, given.get("operands", ())))
             given["profile"] = tuple(map(_layer, given.get("profile", ())))
+            given["samples"] = tuple(map(int, given.get("samples", ())))
             result = given.get("result")
             given["result"] = None if result is None else _operand(result)
             batch = given.get("batch")

@@ -13,11 +13,12 @@ import contextlib
 import functools
 import inspect
 import operator
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from functools import partial
 from types import FunctionType, MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from gradwatch.localise.diagnosis.interpreted_lines import InterpretedLines
@@ -232,8 +233,9 @@ class Interpreter:
             raise Refused(f"line {target.lineno} of {scope.file} is not run again")
 
     def _unpack(self, targets: list[ast.expr], value: Any, scope: Scope) -> None:
-        if not purity.is_plain(value) and not hasattr(value, "__next__"):
+        if not purity.is_plain(value):
             raise Refused(f"loss code unpacks {type(value).__name__}")
+        self._check_iterators((value,))
         values = list(value)
         star = next((k for k, one in enumerate(targets) if isinstance(one, ast.Starred)), None)
         if star is not None:
@@ -351,6 +353,7 @@ class Interpreter:
         for kind, other in zip(node.ops, node.comparators, strict=True):
             right = self.value(other, scope)
             self._at(node, scope)
+            self._check_iterators((right,) if isinstance(kind, (ast.In, ast.NotIn)) else ())
             if isinstance(kind, (ast.Is, ast.IsNot)):
                 result = COMPARED[type(kind)](left, right)
             else:
@@ -414,8 +417,9 @@ class Interpreter:
         value = self.value(node, scope)
         if isinstance(value, (nn.ModuleList, nn.Sequential, nn.ParameterList)):
             return list(value)
-        if not purity.is_plain(value) or inspect.isgenerator(value):
+        if not purity.is_plain(value):
             raise Refused(f"loss code iterates over {type(value).__name__}")
+        self._check_iterators((value,))
         return list(value)
 
     def _elements(self, nodes: list[ast.expr], scope: Scope) -> Iterator[Any]:
@@ -488,6 +492,9 @@ class Interpreter:
             return self._remember(func(*args, **kwargs), (args, kwargs))
         if func in purity.BUILTINS or is_of_torch(func) or purity.is_of_known_library(func):
             purity.checked_arguments(args, kwargs)
+            self._check_iterators((*args, *kwargs.values()))
+            if func is torch.autograd.grad:
+                self._check_hooks(tensors((args, kwargs)))
             self._checked_in_place(getattr(func, "__name__", ""), args, kwargs)
             return self._container(self._remember(func(*args, **kwargs), (args, kwargs)))
         if isinstance(func, MethodType) and isinstance(func.__func__, FunctionType):
@@ -578,9 +585,19 @@ class Interpreter:
         return result
 
     def _container(self, value: Any) -> Any:
-        if type(value) in (list, dict, set):
+        if type(value) in (list, dict, set) or hasattr(value, "__next__"):
             self._made[id(value)] = value
         return value
+
+    def _check_iterators(self, values: Iterable[Any]) -> None:
+        """Raise `Refused` for an iterator of the script's: to look into it would use it up."""
+        if any(hasattr(value, "__next__") and id(value) not in self._made for value in values):
+            raise Refused("loss code iterates over an iterator of the script's")
+
+    def _check_hooks(self, given: Iterable[Tensor]) -> None:
+        """Raise `Refused` where a hook of the script's would be called once more."""
+        if any(one._backward_hooks and key_of(one) not in self._fresh for one in given):
+            raise Refused("loss code differentiates a tensor with a hook")
 
     def _checked_in_place(self, name: str, args: Any, kwargs: Any) -> None:
         in_place = (purity.writes(name) or kwargs.get("inplace")) and args and isinstance(args[0], Tensor)

@@ -33,13 +33,14 @@ def cause_in_loop(
     why = ""
     for calls, functions in _tried(held, loops):
         try:
-            trace, scope = run_loss_again(functions, models, calls, failed, max_bytes)
+            trace, scope, first = run_loss_again(functions, models, calls, failed, max_bytes)
         except Refused as refusal:
             why = why or str(refusal)
             continue
         found = _cause(trace, scope, failed)
         if found is not None:
-            return warned(found, [trace])
+            number = next(k for k, (_, call) in enumerate(held) if call is first)
+            return warned(found.amended(call=number), [trace])
     if finding.phase == "input" and _is_computed(finding, held):
         finding = Finding("unknown", "replay", frames=finding.frames, note=COMPUTED)
     if not why:

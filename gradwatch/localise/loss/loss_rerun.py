@@ -136,15 +136,19 @@ def run_loss_again(
     held: Held,
     failed: Callable[[BaseException], None],
     max_bytes: int,
-) -> tuple[Trace, LoopScope]:
-    """Run the loss code of a step again, from the functions that were under way. Raises `Refused` where it cannot."""
+) -> tuple[Trace, LoopScope, Call]:
+    """Run the loss code of a step again, from the functions that were under way. Raises `Refused` where it cannot.
+
+    The trace, the function with the loss in it, and the first call of a model.
+    """
     why, root = NO_LOSS, None
     for scope in loop:
         try:
             root, found = _statements(scope, held, root)
             for statements in found:
                 try:
-                    return _again(scope, statements, models, held, failed, max_bytes), scope
+                    trace, first = _again(scope, statements, models, held, failed, max_bytes)
+                    return trace, scope, first
                 except Refused as refusal:
                     why = str(refusal)
                 except Exception as error:  # what the loop's code raises when it is run again
@@ -181,7 +185,7 @@ def _again(
     held: Held,
     failed: Callable[[BaseException], None],
     max_bytes: int,
-) -> Trace:
+) -> tuple[Trace, Call]:
     whole = _outermost([*models, *(inner(model) for model, _ in held)])
     if any(is_spread(model) or shared(model) for model in whole):
         raise Refused("the models communicate with other ranks")
@@ -227,7 +231,7 @@ def _again(
         torch.func.functional_call(_Everything(whole, run), given, ())
     again.verify()
     trace.stray = recorder.stray
-    return trace
+    return trace, again.made[0]
 
 
 def _evaluated(interpreter: Interpreter, statements: LossStatements, scope: Scope) -> Any:

@@ -103,15 +103,23 @@ def test_the_same_values(code: str) -> None:
         "y = torch.utils.checkpoint.checkpoint(smooth, a, a)",
         "y = nn.functional.relu(a, inplace=True)",
         "y = iter_(a)",
+        "y = sum(drawn)",
+        "for x in drawn:\n    y = x",
+        "x, *y = drawn",
+        "y = 1 in drawn",
+        "y = torch.autograd.grad(hooked.sum(), hooked)",
     ],
 )
 def test_what_is_refused(code: str) -> None:
     """What could be seen, or gives something else the next time, is refused before it is called."""
     said.clear()
     a = torch.randn(3)
-    before, state = a.clone(), torch.get_rng_state()
+    before, state, drawn = a.clone(), torch.get_rng_state(), iter([1, 2, 3])
+    hooked = torch.ones(2, requires_grad=True)
+    hooked.register_hook(lambda grad: said.append("hook"))
     with pytest.raises(Refused):
-        run(code, a=a)
+        run(code, a=a, drawn=drawn, hooked=hooked)
+    assert len(list(drawn)) == 3
     assert said == []
     assert torch.equal(a, before)
     assert torch.equal(torch.get_rng_state(), state)

@@ -1,0 +1,76 @@
+"""The rows of a batch at fault: planted one by one, in the data, in a label, in a loss that has no slope for them."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradwatch
+from gradwatch.records.finding import Finding
+from tests.localise.test_in_the_loop import rules
+from tests.support.kept import Kept
+
+ROWS = 16
+
+
+def findings(kind: str, row: int, micro: int = 1) -> list[Finding]:
+    """Those of a training with one bad row, in its last micro-batch but one if there are several, at step 3."""
+    torch.manual_seed(row)
+    net = nn.Sequential(nn.Linear(5, 8), nn.Tanh(), nn.Linear(8, 3, bias=kind != "length"))
+    optimizer, kept = torch.optim.SGD(net.parameters(), 0.01), Kept()
+    gw = gradwatch.watch(net, optimizer, rules=rules(), sinks=[kept], strict=True)
+    for step in range(5):
+        for part in range(micro):
+            bad = step == 3 and part == max(0, micro - 2)
+            gw.batch([1000 * part + n for n in range(ROWS)])
+            loss = _loss(kind, net, row if bad else None)
+            (loss / micro).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    gw.close()
+    return [finding for record in kept.records for finding in record.findings]
+
+
+def _loss(kind: str, net: nn.Module, row: int | None) -> Tensor:
+    x, y, seen = torch.randn(ROWS, 5), torch.randn(ROWS, 3), torch.ones(ROWS, 1)
+    if row is not None and kind == "pixel":
+        x[row, 2] = float("nan")
+    if row is not None and kind == "label":
+        y[row, 1] = float("nan")
+    if row is not None and kind == "length":
+        seen[row] = 0
+    out = net(x)
+    if kind == "length":
+        return (out * seen).square().sum(1).sqrt().mean()
+    return (out - y).square().mean()
+
+
+@pytest.mark.parametrize("micro", [1, 3])
+@pytest.mark.parametrize(
+    ("kind", "row"), [("pixel", 0), ("pixel", 9), ("pixel", 15), ("label", 4), ("label", 12), ("length", 7)]
+)
+def test_the_row_that_was_planted(kind: str, row: int, micro: int) -> None:
+    """The row, and its position in the dataset, of the micro-batch that it was in."""
+    finding = findings(kind, row, micro)[0]
+    # Not run again: a finite loss of a micro-batch that the loop has left, a label that a function drew for itself.
+    assert (finding.phase == "loss") is (kind == "label" or (kind == "length" and micro > 1))
+    assert finding.samples == (row,)
+    position = 1000 * max(0, micro - 2) + row
+    assert finding.carriers == f"row {row} of the batch (dimension 0; positions {position} in the dataset)"
+
+
+def test_no_row_where_every_row_is_at_fault() -> None:
+    """A loss that divides by a count of zero makes all rows NaN: none is named."""
+    torch.manual_seed(0)
+    net, kept = nn.Linear(5, 3), Kept()
+    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    with gradwatch.watch(net, optimizer, rules=rules(), sinks=[kept], strict=True):
+        for step in range(3):
+            mask = torch.zeros(ROWS, 1) if step == 1 else torch.ones(ROWS, 1)
+            loss = (net(torch.randn(ROWS, 5)).square() * mask).sum() / mask.sum()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+    (finding,) = (one for record in kept.records for one in record.findings)
+    assert (finding.op, finding.samples) == ("div", ())
