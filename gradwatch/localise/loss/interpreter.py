@@ -498,6 +498,8 @@ class Interpreter:
             self._checked_in_place(getattr(func, "__name__", ""), args, kwargs)
             return self._container(self._remember(func(*args, **kwargs), (args, kwargs)))
         if isinstance(func, MethodType) and isinstance(func.__func__, FunctionType):
+            if func.__func__ in purity.LISTS_OF_MODULES:
+                return self._container(list(func(*args, **kwargs)))
             if purity.is_of_library(type(owner)):
                 return self._of_library(func, owner, args, kwargs)
             return self._interpreted(func.__func__, (owner, *args), kwargs)

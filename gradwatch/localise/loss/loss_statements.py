@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from gradwatch.localise.loss.source_tree import Body, assigned, changed, covers, loaded, path_to
+from gradwatch.localise.loss.source_tree import Body, assigned, changed, covers, grown, loaded, path_to
 
 Statements: TypeAlias = tuple[tuple[tuple[ast.With, ...], ast.stmt], ...]
 """Statements in their order, in each case with the `with` blocks around it."""
@@ -80,8 +80,8 @@ def loss_statements(
     if first is not None:
         since = ordered[first:]
         sliced, wanted = needed(since, loaded(root))
-        # A sum that goes on (`loss = loss + …`) is to begin where it began.
-        carried = wanted & {name for _, one in since for name in assigned(one)}
+        # A sum that goes on (`loss = loss + …`), or a list, is to begin where it began.
+        carried = wanted & {name for _, one in since for name in assigned(one) | grown(one)}
         begun, _ = needed(ordered[:first], carried) if carried else ((), set())
         # Values that do not depend on the model are still there; statements that draw numbers need all those before.
         tried = dict.fromkeys((depending(sliced, called), sliced, tuple(since)))

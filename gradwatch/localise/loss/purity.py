@@ -62,6 +62,12 @@ BUILTINS: frozenset[Any] = frozenset(
         ),
     }
 )
+LISTS_OF_MODULES: frozenset[Any] = frozenset(
+    {
+        *(nn.Module.parameters, nn.Module.named_parameters, nn.Module.buffers, nn.Module.named_buffers),
+        *(nn.Module.modules, nn.Module.named_modules, nn.Module.children, nn.Module.named_children),
+    }
+)
 CONTEXTS: tuple[Any, ...] = (
     torch.autocast,
     torch.amp.autocast_mode.autocast,

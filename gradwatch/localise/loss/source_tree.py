@@ -11,6 +11,7 @@ from types import CodeType
 from gradwatch.localise.hold.module_attributes import Refused
 
 Body = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
+ADDS = ("append", "extend", "insert", "add", "update")
 FIELDS = ("body", "orelse", "finalbody")
 
 
@@ -85,6 +86,18 @@ def assigned(tree: ast.AST) -> set[str]:
     }
 
 
+def grown(tree: ast.AST) -> set[str]:
+    """Names of lists and sets that something is added to."""
+    return {
+        node.func.value.id
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ADDS
+        and isinstance(node.func.value, ast.Name)
+    }
+
+
 def changed(tree: ast.AST) -> set[str]:
     """Names that are assigned, or of whose objects a part is: `x = …`, `x[0] = …`, `x.mul_(2)`, `x.append(y)`."""
     found: set[str] = set()
@@ -95,7 +108,7 @@ def changed(tree: ast.AST) -> set[str]:
             found |= _base(node.value)
         elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
             name = node.func.attr
-            if (name.endswith("_") and not name.endswith("__")) or name in ("append", "extend", "update"):
+            if (name.endswith("_") and not name.endswith("__")) or name in ADDS:
                 found |= _base(node.func.value)
     return found
 
