@@ -38,7 +38,9 @@ class Fault:
 
 def faults(groups: Iterable[str] = ()) -> list[Fault]:
     """Those of the files of these names; of all files but the frozen ones for none."""
-    wanted = list(groups) or [path.stem for path in FOLDER.glob("*.txt") if not path.stem.startswith("frozen")]
+    wanted = list(groups) or [
+        path.stem for path in FOLDER.glob("*.txt") if not path.stem.startswith("frozen")
+    ]
     return [one for group in sorted(wanted) for one in _read(group)]
 
 
