@@ -15,7 +15,6 @@ import gradwatch
 from gradwatch.capture.columns import loss as losses
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.weight_health import Weights
-from gradwatch.localise.hold import nonfinite_losses
 from gradwatch.reading import device
 from gradwatch.taps import dispatch_modes
 from tests.support.recorder import Recorder, norms_of, seen
@@ -48,8 +47,7 @@ class Operations(TorchDispatchMode):
             self._patch.setattr(dispatch_modes, length, lambda: 0)
         # These tests take the host for a device: no loss is a plain tensor whose number is at hand.
         self._patch.setattr(losses, "on_host", lambda tensor: False)
-        for heard in (losses, nonfinite_losses):
-            self._patch.setattr(heard, "Tensor", _Elsewhere("Tensor", (), {}))
+        self._patch.setattr(losses, "Tensor", _Elsewhere("Tensor", (), {}))
         # At the attach and once a second, at whichever step that is, the weights are looked at. Here they are on the
         # host, where that is an operation that waits or none, as threads and sizes have it.
         for look in () if self._looks else ("check_if_due", "meet"):
