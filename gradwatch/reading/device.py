@@ -5,10 +5,10 @@ numbers are looked at once the event has passed (most often one step later), or 
 act in this very step. Norms are accumulated in float64, because a second look would have to wait:
 so an infinite norm is an Inf element, and overflow and underflow of float32 are told apart from Inf and zero.
 
-What ran where: the op list, the numbers and the queue were tested on CPU tensors and on the `meta` device.
-Nothing here has run on a GPU yet, and the cost of float64 sums there is not measured (CUDA's foreach norm sums
-in the output type in one launch; consumer GPUs are slow in it). Not free of waiting: sparse gradients, which
-must be coalesced, and accelerators other than CUDA, whose copies to the host wait.
+What ran where: the op list, the numbers and the queue are tested on CPU tensors and on the `meta` device in CI, and
+by `tests/gpu` where there is one (an H200 so far). Consumer GPUs are slow in float64, which was not measured. Not
+free of waiting: sparse gradients, which must be coalesced, and accelerators other than CUDA, whose copies to the
+host wait.
 """
 
 from __future__ import annotations
