@@ -146,25 +146,27 @@ class Assembled(NamedTuple):
 def assemble_many(sites: Sites, optimizer: int, steps: Sequence[MeasuredStep], coverage: float) -> Assembled:
     """The Snapshots, as `assemble` makes them, of the first of these steps: with no gradient that was looked at twice.
 
-    Of each, all K gradients have arrived, and nothing else has been measured but columns of them.
+    Of each, all K gradients have arrived, and nothing else has been measured but columns of them and of ranks.
     """
     norms = _norms_of_many(steps)
     totals = silently(_roots, norms)
     wide = [not (TINY < total < FLOAT32_MAX and applied < FLOAT32_MAX) for total, applied in totals]
     usual = wide.index(True) if True in wide else len(wide)
-    narrow = np.array([raw for raw, _ in norms[:usual]]).reshape(usual, len(sites)).astype(np.float32)
+    count = len(steps[0].window.sites)
+    missing = len(sites) - count
+    narrow = np.array([raw for raw, _ in norms[:usual]]).reshape(usual, count).astype(np.float32)
     snapshots = [
         Snapshot(
             optimizer,
             step.window.step,
             sites,
-            norm,
-            step.window.calls,
-            coefficients(raw, after),
+            _pad(norm, missing) if missing else norm,
+            _pad(step.window.calls, missing) if missing else step.window.calls,
+            _pad(coefficients(raw, after), missing, 1) if missing else coefficients(raw, after),
             total,
             applied,
             None,
-            _columns(step.extras) if step.extras.params else {},
+            _columns(step.extras, count, missing) if step.extras.params or step.extras.ranks else {},
             step.values(),
             step.window.micro,
             coverage=coverage,
@@ -208,8 +210,10 @@ def of_norms(optimizer: int, sites: Sites, window: WindowNorms, scalars: Mapping
     return assemble(optimizer, sites, window, Extras(), scalars, 1.0)
 
 
-def _columns(extras: Extras) -> dict[str, Column]:
-    return {name: column for pending in extras.params for name, column in pending.columns().items()}
+def _columns(extras: Extras, count: int, missing: int) -> dict[str, Column]:
+    columns: dict[str, Column] = {}
+    _take_columns(columns, extras, count, missing)
+    return columns
 
 
 def as_float32(norms: NDArray[np.float64]) -> NDArray[np.float32]:

@@ -21,7 +21,7 @@ from gradwatch.records.snapshot import Sites
 Vector: TypeAlias = NDArray[np.float64]
 
 HEAD = ("facts", "blind", "provisional", "rejected")
-BY_RANK = ("step", "norm_local", "nonfinite", "site", "checksum", "parted")
+BY_RANK = ("step", "norm_local", "nonfinite", "site", "checksum", "parted", "missed", "compared")
 POOLED = ("squares", "applied", "calls", "nan", "inf")
 COMPARED = ("hash", "hash_squared")
 
@@ -126,6 +126,17 @@ class ReducedFacts:
         """bool[W]: the ranks that could not do what was decided of their last step, unless none of them could."""
         alone = self.by_rank("parted") > 0
         return alone & ~alone.all()
+
+    @property
+    def missed(self) -> Vector:
+        """float64[W]: boundaries since the last exchange that each rank left without having measured anything."""
+        return self.by_rank("missed")
+
+    @property
+    def comparable(self) -> bool:
+        """True if all ranks are to have the same norms: of whole gradients, and of the same steps."""
+        counts = self.by_rank("compared")
+        return not (self.layout.pooled or self.missed.any()) and bool((counts == counts[0]).all())
 
     @property
     def averages(self) -> dict[str, float]:

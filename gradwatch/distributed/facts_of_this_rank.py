@@ -6,7 +6,7 @@ Axes: K parameters of this rank's capture, W ranks.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,8 +50,12 @@ def encode(
     columns: Mapping[str, Column],
     local: Column | None,
     usual: Usual,
+    earlier: Sequence[Norms] = (),
 ) -> Vector:
-    """The facts of one window: `norms` raw and applied, `values` by scalar, `columns` of whole tensors, local norms."""
+    """The facts of one window: `norms` raw and applied, `values` by scalar, `columns` of whole tensors, local norms.
+
+    `earlier`: the norms of the windows since the last exchange, which replicas have in common too.
+    """
     vector = layout.empty()
 
     def put(name: str, value: float) -> None:
@@ -73,5 +77,5 @@ def encode(
     if layout.pooled:
         pool(layout, vector, window, norms, columns)
     else:
-        compare(layout, vector, norms[0])
+        compare(layout, vector, [*earlier, norms[0]])
     return vector

@@ -32,7 +32,8 @@ class RankRequirements:
     """Reasons for collectives between ranks: `acts` some rule may change a step; `facts` some rule reads what only all
     ranks together know; `ranked` some rule is about ranks; `costly` the columns of whole tensors that rules read;
     `averaged` the one-per-step values that they read and that may differ from rank to rank; `rules` the digest of them
-    all; `refused` why several ranks may not act by these rules ("" = they may).
+    all; `refused` why several ranks may not act by these rules ("" = they may). `cadences` are those of the rules that
+    read `facts`: where none of these is 1, whole gradients' facts are exchanged at steps of theirs only.
     """
 
     rules: str
@@ -42,6 +43,7 @@ class RankRequirements:
     costly: tuple[str, ...]
     averaged: tuple[str, ...] = ("loss",)
     refused: str = ""
+    cadences: tuple[int, ...] = (1,)
 
 
 class RankMeeting:
@@ -111,6 +113,8 @@ class RankMeeting:
             membership.sites = membership.layout.sites
             membership.usual = Usual(np.full(len(held), np.nan))
             membership.group = Group(met)
+            if not pooled and 1 not in rank_requirements.cadences:
+                membership.cadences = rank_requirements.cadences
 
     def _laid_out(
         self,

@@ -3,21 +3,52 @@
 from __future__ import annotations
 
 import weakref
+from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from gradwatch.capture.window_norms import WindowNorms
 from gradwatch.distributed.all_reduced_facts import Layout, ReducedFacts
 from gradwatch.distributed.facts_of_this_rank import Usual
 from gradwatch.distributed.process_group import Group
 from gradwatch.records.snapshot import Sites
 
+MOST_COMPARED = 64
+"""Steps whose norms are compared at one exchange, at most."""
+
+
+@dataclass(slots=True, eq=False)
+class Exchange:
+    """Facts of one step on their way to all ranks and back: `wait` ends it, and gives None where the others are lost.
+
+    It is `due` at a boundary that all ranks count alike, and begun there by each of them, whatever fails.
+    """
+
+    wait: Callable[[], ReducedFacts | None]
+    _found: tuple[ReducedFacts | None] | None = None
+
+    def reduced(self) -> ReducedFacts | None:
+        """The facts of all ranks; waits for them once."""
+        if self._found is None:
+            self._found = (self.wait(),)
+        return self._found[0]
+
 
 @dataclass(slots=True, eq=False)
 class RankMembership:
-    """The agreement with the other ranks for one optimizer, and the group for collectives (None = there are none)."""
+    """The agreement with the other ranks for one optimizer, and the group for collectives (None = there are none).
+
+    `cadences`: where no rule acts by what ranks exchange, and replicas need nothing else of each other, they exchange
+    at every so many of their steps only, and do not wait for it in that step (empty = at every step, and wait).
+    `boundaries` are those that all ranks have come to together. A step's own number may differ from rank to rank (one
+    that paused has missed some), so `ahead`, by which step numbers exceed boundaries, is what all learned at the last
+    exchange: no rank begins one that another does not. `since`: the windows measured since then, which replicas have in
+    common and have not compared yet.
+    """
 
     captured_sites: Sites
     optimizer: weakref.ref[Optimizer] | None
@@ -33,15 +64,22 @@ class RankMembership:
     lost: bool = False
     reduced: ReducedFacts | None = None
     owes: bool = False  # at a step boundary, and the others have not been sent its facts yet
-    diverged: bool = (
-        False  # it could not do what was decided of its last step, and the others do not know yet
-    )
+    diverged: int = 0  # 1 + the last step of which it could not do what was decided, until the others know
     reducers: tuple[weakref.ref[DistributedDataParallel], ...] = ()
+    cadences: tuple[int, ...] = ()
+    boundaries: int = 0
+    ahead: int = 0
+    under_way: Exchange | None = None
+    unmeasured: bool = False  # at a step boundary, and nothing has been measured there yet
+    missed: int = 0  # boundaries left so since the last exchange
+    behind: bool = False  # the last one was
+    since: deque[WindowNorms] = field(default_factory=lambda: deque(maxlen=MOST_COMPARED))
+    doubtful: bool = False  # some rank had no facts at the last exchange: until the next one none acts
 
     @property
     def exchanges(self) -> bool:
         """True if the ranks exchange the facts of every step, and so wait for them."""
-        return self.layout is not None or bool(self.alone)
+        return (self.layout is not None and not self.cadences) or bool(self.alone) or self.doubtful
 
     @property
     def waits_for_none(self) -> bool:
@@ -51,7 +89,9 @@ class RankMembership:
     @property
     def pooled(self) -> bool:
         """True if a rank's norm is only a part of the norm over all ranks: not where DDP has averaged it."""
-        return self.exchanges and (self.layout is None or self.layout.pooled or not self.ddp)
+        if self.layout is None:
+            return bool(self.alone)
+        return self.layout.pooled or not self.ddp
 
     @property
     def uneven(self) -> bool:
@@ -60,10 +100,34 @@ class RankMembership:
             return False
         return any(ddp is not None and ddp._join_config.enable for ddp in (ref() for ref in self.reducers))
 
+    @property
+    def step(self) -> int:
+        """The number of the step under way, as all ranks count."""
+        return self.boundaries + self.ahead
+
+    def arrive(self) -> None:
+        """Come to a step boundary together with the other ranks; what is owed to them there is found out alike."""
+        if self.under_way is not None:
+            self.learn(self.under_way.reduced())
+        self.boundaries += 1
+        self.unmeasured = True
+        first = self.boundaries == 1  # from which `ahead` is known
+        self.owes = not self.cadences or first or any(self.step % n == 0 for n in self.cadences)
+
+    def learn(self, reduced: ReducedFacts | None) -> None:
+        """Count steps as all ranks do from the exchange that has just ended on."""
+        self.under_way = None
+        if reduced is not None:
+            self.doubtful = not reduced.complete
+            if reduced.head("facts"):
+                self.ahead = int(reduced.by_rank("step").max()) - 1 - self.boundaries
+
     def lose(self, why: str, own: Sites) -> None:
         """Go on without the others; what was laid out for all ranks is laid out anew."""
         self.close()
         self.alone, self.layout, self.sites, self.lost = why, None, own, True
+        self.cadences, self.under_way = (), None
+        self.since.clear()
 
     def close(self) -> None:
         """Leave; the others notice at once."""

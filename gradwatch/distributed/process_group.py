@@ -9,9 +9,10 @@ connections, at which the others' collective raises at once, and everybody goes 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -151,15 +152,30 @@ class Group:
 
         Raises `AloneError` when a rank has left or stays away; the group is closed then.
         """
+        return self.start(vector)()
+
+    def start(self, vector: NDArray[np.float64]) -> Callable[[], NDArray[np.float64]]:
+        """As `total`, begun and not waited for: what is returned waits, and raises. A thread of gloo's adds up."""
         tensor = torch.from_numpy(vector.copy())
+        with self._closed_on_failure():
+            work = self._gloo.allreduce([tensor])
+
+        def wait() -> NDArray[np.float64]:
+            with self._closed_on_failure():
+                work.wait()
+            summed: NDArray[np.float64] = tensor.numpy()  # sync: a CPU tensor
+            return summed
+
+        return wait
+
+    @contextlib.contextmanager
+    def _closed_on_failure(self) -> Iterator[None]:
         try:
-            self._gloo.allreduce([tensor]).wait()
+            yield
         except Exception as error:
             self.close()
             said = str(error).split("] ", 1)[-1].splitlines()[0][:120]
             raise AloneError(f"a rank exited, failed or did not join in time: {said}") from error
-        summed: NDArray[np.float64] = tensor.numpy()  # sync: a CPU tensor
-        return summed
 
     def close(self) -> None:
         """Drop the connections; the others' next collective raises at once."""

@@ -2,13 +2,16 @@
 
 Plain replicas (DDP) need no other rank to know their reduced norms. The ranks meet once all the same where a rule may
 act, for a rank without a watch would not act with the others; and they talk at every step only where
-gradients are sharded, where ranks hold different parameters, or where a loaded rule asks about ranks.
+gradients are sharded, where ranks hold different parameters, or where a rule acts by what only all of them know.
+Replicas whose rules on ranks only observe talk at the steps of those rules: what they say is begun at the boundary,
+travels during the next forward, and is learned at the next boundary.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -23,9 +26,10 @@ from gradwatch.capture.window_norms import WindowNorms
 from gradwatch.distributed import facts_of_this_rank, replica_divergence, sharded_norms
 from gradwatch.distributed.all_reduced_facts import UPDATED, Layout, ReducedFacts, Vector, blind
 from gradwatch.distributed.handshake import RankMeeting, RankRequirements
-from gradwatch.distributed.membership import RankMembership
+from gradwatch.distributed.membership import Exchange, RankMembership
 from gradwatch.distributed.noise_scale import noise_scale
 from gradwatch.distributed.process_group import AloneError, Group, place
+from gradwatch.reading.cpu import CpuNorms, add_up_all
 from gradwatch.records.columns import NOISE_SCALE
 from gradwatch.records.snapshot import Column, Sites
 
@@ -108,12 +112,15 @@ class Ranks:
 
     # -- meeting -----------------------------------------------------------------------------------------
 
-    def arrive(self, membership: RankMembership | None) -> None:
+    def arrive(self, captured: OptimizerCapture, membership: RankMembership | None) -> None:
         """A step boundary begins: from here to `depart` this rank owes the others one vector."""
         if membership is not None:
             membership.reduced = None
             if not membership.uneven:
-                membership.owes = True
+                membership.arrive()
+                if membership.behind:  # a step was left without counting it
+                    captured.resume_at(max(captured.step, membership.step))
+                    membership.behind = False
 
     def enter(
         self, captured: OptimizerCapture, membership: RankMembership | None
@@ -135,7 +142,8 @@ class Ranks:
         held = placements(captured.params, self._models())
         sites, sharded = whole(captured.sites, held), any(one.sharded for one in held)
         captured.expect_manual_allreduce(self.several and not sharded and not _reduced(self._models()))
-        membership = RankMembership(captured.sites, captured.optimizer, sites, sharded, owes=True)
+        membership = RankMembership(captured.sites, captured.optimizer, sites, sharded)
+        membership.arrive()
         if self.several:
             try:
                 self._meetings += 1
@@ -167,6 +175,24 @@ class Ranks:
 
     # -- every step --------------------------------------------------------------------------------------
 
+    def begin(
+        self,
+        membership: RankMembership | None,
+        window: WindowNorms,
+        extras: Extras,
+        values: Callable[[], Mapping[str, float]],
+    ) -> Exchange | None:
+        """Begin to send the others the facts of a window that has been measured, where that is due and none waits."""
+        if membership is None or not membership.cadences:
+            return None
+        membership.unmeasured = False
+        if not membership.owes or membership.layout is None or membership.group is None:
+            if not membership.uneven:
+                membership.since.append(window)
+            return None
+        vector = self._facts(membership, membership.layout, window, extras, values())
+        return self._begin(membership, membership.layout, membership.group, vector)
+
     def share(
         self,
         captured: OptimizerCapture,
@@ -174,8 +200,12 @@ class Ranks:
         window: WindowNorms,
         extras: Extras,
         values: Mapping[str, float],
+        exchange: Exchange | None = None,
     ) -> Shared | None:
-        """Send the others the facts of this window and receive theirs; None where its numbers mean nothing alone."""
+        """Send the others the facts of this window and receive theirs; None where its numbers mean nothing alone.
+
+        Where ranks exchange at some steps only, the `exchange` was begun when this one was measured.
+        """
         mine = slice(0, len(window.sites))
         if membership is None:  # its optimizers step inside backward, which is no boundary
             return Shared(window, extras, values, mine, may_act=not self.several)
@@ -184,6 +214,8 @@ class Ranks:
             if membership.alone and membership.sharded:
                 window = replace(window, provisional=True)
             return Shared(window, extras, values, mine, may_act=not membership.alone)
+        if membership.cadences:
+            return self._learned(captured, membership, Shared(window, extras, values, mine, True), exchange)
         pooled = membership.layout.pooled
         if membership.uneven and membership.ddp and not membership.owes:
             return Shared(window, extras, values, mine, may_act=True)  # those who step have the same average
@@ -195,30 +227,91 @@ class Ranks:
             None if pooled else Shared(window, extras, values, mine, may_act=False, blind=reduced is not None)
         )
 
+    def learned(self, membership: RankMembership | None, shared: Shared, exchange: Exchange) -> Shared | None:
+        """The step with what its exchange says of the ranks; None where some rank had no facts, or is lost."""
+        reduced = exchange.reduced()
+        if membership is None or reduced is None or not reduced.complete:
+            return None
+        membership.replicas = membership.replicas or replica_divergence.agreeing(reduced)
+        extras, values = _of_ranks(reduced, membership, shared.window, shared.extras, shared.values)
+        return replace(shared, extras=extras, values=values)
+
+    def _learned(
+        self,
+        captured: OptimizerCapture,
+        membership: RankMembership,
+        shared: Shared,
+        exchange: Exchange | None,
+    ) -> Shared:
+        """A step of a replica, which needs no other rank to know its norms."""
+        shared = replace(shared, may_act=not membership.doubtful)
+        if exchange is None:
+            return shared
+        learned = self.learned(membership, shared, exchange)
+        if learned is not None:
+            return learned
+        reduced = exchange.reduced()
+        self._catch_up(captured, shared.window, reduced)
+        return replace(shared, may_act=False, blind=reduced is not None)
+
     def _exchange(
         self, membership: RankMembership, window: WindowNorms, extras: Extras, values: Mapping[str, float]
     ) -> ReducedFacts | None:
         layout, group = membership.layout, membership.group
         if layout is None or group is None or not membership.owes:
             return None
+        vector = self._facts(membership, layout, window, extras, values)
+        return self._send(membership, layout, group, vector)
+
+    def _facts(
+        self,
+        membership: RankMembership,
+        layout: Layout,
+        window: WindowNorms,
+        extras: Extras,
+        values: Mapping[str, float],
+    ) -> Vector:
         columns = {name: column for one in extras.params for name, column in one.columns().items()}
         columns |= _sizes(extras, columns)
         local = columns.get("norm_local")
-        vector = facts_of_this_rank.encode(
-            layout, window, window.wait(), values, columns, local, membership.usual
+        if membership.since:
+            add_up_all([one.raw for one in membership.since if isinstance(one.raw, CpuNorms)])
+        earlier = [one.raw.norms() for one in membership.since]
+        return facts_of_this_rank.encode(
+            layout, window, window.wait(), values, columns, local, membership.usual, earlier
         )
-        return self._send(membership, layout, group, vector)
 
     def _send(
         self, membership: RankMembership, layout: Layout, group: Group, vector: Vector
     ) -> ReducedFacts | None:
-        membership.owes, membership.reduced = False, None
-        layout.part(vector, "parted")[layout.rank], membership.diverged = float(membership.diverged), False
+        membership.reduced = None
+        membership.reduced = self._begin(membership, layout, group, vector).reduced()
+        membership.under_way = None
+        return membership.reduced
+
+    def _begin(self, membership: RankMembership, layout: Layout, group: Group, vector: Vector) -> Exchange:
+        membership.owes = False
+        layout.part(vector, "parted")[layout.rank], membership.diverged = membership.diverged, 0
+        layout.part(vector, "missed")[layout.rank], membership.missed = membership.missed, 0
+        membership.since.clear()
         try:
-            reduced = membership.reduced = ReducedFacts(layout, group.total(vector))
+            wait = group.start(vector)
         except AloneError as error:
-            membership.lose(str(error), membership.captured_sites)
-            self._report("ranks", error)
+            return Exchange(partial(self._lost, membership, error))
+        exchange = membership.under_way = Exchange(partial(self._end, membership, layout, wait))
+        return exchange
+
+    def _lost(self, membership: RankMembership, error: AloneError) -> None:
+        membership.lose(str(error), membership.captured_sites)
+        self._report("ranks", error)
+
+    def _end(
+        self, membership: RankMembership, layout: Layout, wait: Callable[[], Vector]
+    ) -> ReducedFacts | None:
+        try:
+            reduced = ReducedFacts(layout, wait())
+        except AloneError as error:
+            self._lost(membership, error)
             return None
         if reduced.head("blind"):
             ranks = ", ".join(map(str, reduced.blind))
@@ -227,12 +320,14 @@ class Ranks:
             )
         if reduced.diverged.any():
             self._report("ranks", replica_divergence.by(reduced))
+        if self._requirements.acts and reduced.missed.any():
+            self._report("ranks", replica_divergence.unjudged(reduced))
         return reduced
 
     def did_otherwise(self, captured: OptimizerCapture, membership: RankMembership | None) -> None:
         """This rank could not do what was decided of a step: the others learn it with the facts of the next one."""
         if membership is not None and membership.layout is not None and membership.group is not None:
-            membership.diverged = True
+            membership.diverged = captured.step + 1
         elif self.several:
             self._report("ranks", replica_divergence.unsent(place()[0], captured.step))
 
@@ -248,8 +343,8 @@ class Ranks:
             return Shared(window, Extras(), values, mine, may_act=True)
         if membership is None or membership.alone:
             return None
-        if membership.layout is None:
-            return Shared(window, Extras(), values, mine, may_act=True)
+        if membership.layout is None or membership.cadences:
+            return Shared(window, Extras(), values, mine, may_act=not membership.doubtful)
         reduced = membership.reduced
         if reduced is None or not reduced.complete or membership.owes:
             return None
@@ -268,13 +363,21 @@ class Ranks:
 
         Always called when a step ends, so that other ranks do not block.
         """
-        if membership is None or not membership.owes:
+        if membership is None:
+            return
+        if membership.unmeasured and membership.cadences:
+            membership.missed += not membership.owes
+            membership.behind = True
+        membership.unmeasured = False
+        if not membership.owes:
             return
         membership.owes = False
         if membership.layout is not None and membership.group is not None:
             # A device's numbers are sent one step late: on its first step there are none, by no failure.
             vector = blind(membership.layout) if captured.on_cpu else membership.layout.empty()
-            self._send(membership, membership.layout, membership.group, vector)
+            exchange = self._begin(membership, membership.layout, membership.group, vector)
+            if not membership.cadences:
+                membership.reduced, membership.under_way = exchange.reduced(), None
 
 
 def _reduced(models: list[nn.Module]) -> bool:
@@ -291,15 +394,26 @@ def _seen_by_all(
     values: Mapping[str, float],
 ) -> Shared:
     membership.replicas = membership.replicas or replica_divergence.agreeing(reduced)
-    ranked = (
-        (Known(replica_divergence.rank_columns(reduced, membership.replicas)),) if membership.ranked else ()
-    )
     if reduced.layout.pooled:
         # Positions are among all ranks' parameters there, and parts of a gradient have no histogram of the whole.
         extras = replace(extras, params=(Known(sharded_norms.pooled_columns(reduced)),), histograms=None)
+    extras, values = _of_ranks(reduced, membership, window, extras, values)
+    return replace(_norms_seen_by_all(reduced, window, values), extras=extras)
+
+
+def _of_ranks(
+    reduced: ReducedFacts,
+    membership: RankMembership,
+    window: WindowNorms,
+    extras: Extras,
+    values: Mapping[str, float],
+) -> tuple[Extras, Mapping[str, float]]:
+    """The columns and values of a step with those that are about ranks."""
+    ranked = (
+        (Known(replica_divergence.rank_columns(reduced, membership.replicas)),) if membership.ranked else ()
+    )
     noise = _noise_scale(reduced, membership, window)
-    values = values if noise is None else {**values, NOISE_SCALE: noise}
-    return replace(_norms_seen_by_all(reduced, window, values), extras=replace(extras, ranks=ranked))
+    return replace(extras, ranks=ranked), values if noise is None else {**values, NOISE_SCALE: noise}
 
 
 def _noise_scale(reduced: ReducedFacts, membership: RankMembership, window: WindowNorms) -> float | None:

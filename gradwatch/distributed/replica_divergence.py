@@ -5,6 +5,8 @@ Axes: K parameters of this rank's capture, W ranks.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -21,12 +23,22 @@ class DivergedError(GradwatchError):
 
 
 def by(reduced: ReducedFacts) -> DivergedError:
-    """The error every rank reports one step later, when it has learned of it."""
+    """The error every rank reports when it has learned of it: with the first exchange after that step."""
     ranks = ", ".join(map(str, np.flatnonzero(reduced.diverged)))
-    step = int(reduced.by_rank("step").max()) - 2  # sent as 1 + the step that follows
+    step = int(reduced.by_rank("parted").max()) - 1
     return DivergedError(
         f"rank {ranks} failed to carry out the action of step {step}, while the other ranks did: the replicas "
         "diverge from this step on; restore a checkpoint on all ranks, or broadcast another rank's parameters"
+    )
+
+
+def unjudged(reduced: ReducedFacts) -> DivergedError:
+    """The error every rank reports where one of them has missed steps on which the others may have acted."""
+    ranks = [f"rank {rank} ({int(reduced.missed[rank])})" for rank in np.flatnonzero(reduced.missed)]
+    return DivergedError(
+        f"{', '.join(ranks)} left steps without having judged them since the last exchange between the ranks: "
+        "if another rank clipped or skipped one of them, the replicas diverge from there on; `every: 1` at "
+        "`rank-mismatch` has the ranks exchange at each step, and none act on a step that another has no facts of"
     )
 
 
@@ -39,33 +51,47 @@ def unsent(rank: int, step: int) -> DivergedError:
     )
 
 
-def compare(layout: Layout, vector: Vector, raw: Norms) -> None:
-    """Write a hash of every norm, and one of all of them, into this rank's vector."""
+def compare(layout: Layout, vector: Vector, raw: Sequence[Norms]) -> None:
+    """Write a hash of the norms of each parameter at these T steps, and one of all, into this rank's vector."""
     whole, short = hashes(raw)
+    layout.part(vector, "compared")[layout.rank] = len(raw)
     layout.part(vector, "checksum")[layout.rank] = whole
     layout.part(vector, "hash")[layout.own] = short
     layout.part(vector, "hash_squared")[layout.own] = np.square(short)
 
 
-def hashes(norms: Norms) -> tuple[float, Vector]:
-    """(52 bits of all norms, 16 bits of each), exact as float64; equal for equal bits, any NaN being equal."""
+def hashes(raw: Sequence[Norms]) -> tuple[float, Vector]:
+    """(52 bits of all norms, 16 bits of those of each parameter at all T steps), exact as float64.
+
+    Equal for equal bits, any NaN being equal.
+    """
+    norms = np.stack(raw)
     clean = np.where(np.isnan(norms), np.nan, norms)
-    mixed = clean.view(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-    mixed ^= mixed >> np.uint64(29)
-    mixed *= np.uint64(0xBF58476D1CE4E5B9)
+    by_step = _mixed(clean.view(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+    times = np.arange(1, 2 * len(raw), 2, dtype=np.uint64)
+    mixed = by_step[0] if len(raw) == 1 else _mixed((by_step * times[:, None]).sum(axis=0, dtype=np.uint64))
     places = np.arange(1, 2 * len(mixed), 2, dtype=np.uint64)
     whole = int((mixed * places).sum(dtype=np.uint64)) >> 12
     return float(whole), (mixed >> np.uint64(48)).astype(np.float64)
 
 
+def _mixed(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    mixed: NDArray[np.uint64] = (bits ^ (bits >> np.uint64(29))) * np.uint64(0xBF58476D1CE4E5B9)
+    return mixed
+
+
 def rank_columns(reduced: ReducedFacts, replicas: bool) -> dict[str, Column]:
-    """Columns by rank, float[W]; `replicas`: their reduced norms are meant to be the same bits."""
+    """Columns by rank, float[W]; `replicas`: their reduced norms are meant to be the same bits.
+
+    Norms are not compared where one rank has more of them than another, which has missed steps, or others had run out
+    of batches.
+    """
     norm, place = reduced.by_rank("norm_local"), reduced.by_rank("site")
     columns = {}
     if (place > 0).any():
         columns[RANK_NORM] = Column(norm, place > 0)
         columns[RANK_SITE] = Column(place - 1, place > 0)
-    if replicas and not reduced.layout.pooled:
+    if replicas and reduced.comparable:
         # A rank that did not clip or skip with the others holds other weights, whatever its reduced gradients say.
         odd, differing = deviating(reduced) | reduced.diverged, differing_sites(reduced)
         counted = max(1, len(differing)) if odd.any() else 0
@@ -78,7 +104,7 @@ def rank_columns(reduced: ReducedFacts, replicas: bool) -> dict[str, Column]:
 
 def agreeing(reduced: ReducedFacts) -> bool:
     """True if all ranks have the same norms, and some: then they are replicas."""
-    return not reduced.layout.pooled and not deviating(reduced).any()
+    return reduced.comparable and not deviating(reduced).any()
 
 
 def deviating(reduced: ReducedFacts) -> NDArray[np.bool_]:

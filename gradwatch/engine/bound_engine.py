@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import cached_property
 from typing import NamedTuple
@@ -73,6 +74,12 @@ class Engine:
     def columns(self) -> frozenset[str]:
         """Every column that an enabled rule reads, free or not."""
         return frozenset(name for rule in self._enabled() for name in rule.detect.columns)
+
+    def cadences_of(self, columns: AbstractSet[str]) -> frozenset[int]:
+        """The cadences of the enabled rules that read any of these columns."""
+        return frozenset(
+            rule.every for rule in self._enabled() if not columns.isdisjoint(rule.detect.columns)
+        )
 
     @property
     def needs(self) -> Needs:

@@ -35,7 +35,7 @@ class Series:
     `index[I]` the selected sites (None = all, in order); `owners[I]` the series each belongs to (None for
     one series per site); `names[K]` site or group names ("" for a total or a scalar); `depths[K]` the depth
     of the deepest site in each. `every` > 1: each of them is judged every so many steps, at its own of `phases[K]`
-    (`gradwatch.engine.turns`).
+    (`gradwatch.engine.turns`), or all of them at step % every == 0 (None).
     """
 
     key: str
@@ -137,6 +137,7 @@ def series_of(rule: Rule, ruleset: RuleSet, sites: Sites, staggering: Staggering
             ("layers", getattr(detector, "layers", None)),
             ("depths", getattr(detector, "depths", None)),
             ("staggered", rule.every if rule.staggered else None),
+            ("every", rule.every if column in RANK_COLUMNS and rule.every > 1 else None),
         )
         if value not in ("", None)
     )
@@ -150,6 +151,8 @@ def series_of(rule: Rule, ruleset: RuleSet, sites: Sites, staggering: Staggering
         series = _aggregate(key, column, "total", {"": mask} if mask.any() else {}, sites)
     else:
         series = _aggregate(key, column, "group", _by_group(rule, ruleset, sites, mask), sites)
+    if column in RANK_COLUMNS:
+        return replace(series, every=rule.every)
     if not rule.staggered:
         return series
     phases = staggering.phases(rule.every)

@@ -132,7 +132,7 @@ class Reader:
             return None if value is None else (value, value)
         if series.column in COUNT_COLUMNS and not self.suspicious():
             return 0.0, 0.0
-        if series.owners is not None or series.phases is not None:
+        if series.owners is not None or series.every > 1:
             return self.own_bounds(series)
         return self._column_bounds(series.column)
 
@@ -159,6 +159,8 @@ class Reader:
             value = self.scalar(series.column)
             beside = {name: np.array([self._scalar_or_nan(name)]) for name in columns[1:]}
             return None if value is None else Sample(np.array([value]), HERE, beside)
+        if series.every > 1 and series.phases is None and self.snapshot.step % series.every:
+            return None
         found = self.column(series.column)
         if found is None:
             return None

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from gradwatch.records.columns import COSTLY_COLUMNS, is_scalar
+from gradwatch.records.columns import COSTLY_COLUMNS, RANK_COLUMNS, is_scalar
 
 if TYPE_CHECKING:  # numpy, which `gradwatch run` does without
     from gradwatch.records.decision import OnError
@@ -162,8 +162,11 @@ class Rule:
 
     @property
     def judged_every(self) -> int:
-        """The steps at which something of it is judged: multiples of this."""
-        return 1 if self.staggered else self.every
+        """The steps at which something of it may be judged: multiples of this.
+
+        Of a rule on ranks its series say which (`Series.every`): a step of theirs is judged as cheaply as any other.
+        """
+        return 1 if self.staggered or self.detect.columns[0] in RANK_COLUMNS else self.every
 
 
 @dataclass(frozen=True, slots=True)

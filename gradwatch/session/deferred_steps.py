@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 DEPTH = 4
 """Steps of one optimizer that may be under way from a device; the next one waits for the oldest."""
@@ -21,7 +21,9 @@ LONGEST = 1.0
 
 
 class Measured(Protocol):
-    """A step that has been measured."""
+    """A step that has been measured; `exchange` is its part in what ranks exchange, None where it has none."""
+
+    exchange: Any
 
     def ready(self) -> bool:
         """True if judging it would wait for no device."""
@@ -36,11 +38,12 @@ class Deferral(Generic[Step]):
     `arrived(step)` is called when the numbers of a step are here, and waits for them where they are not: whether
     nothing about it is urgent. Both are set before the first step is submitted.
 
-    When each of them is judged depends on the device and on the clock, and so differs between ranks. A step that ranks
-    judge together (`OptimizerContext.pooled`) must therefore never come here: its judgement holds a collective.
+    When each of them is judged depends on the device and on the clock, and so differs between ranks. A step whose
+    judgement holds a collective (`OptimizerContext.exchanges`) must therefore never come here; one whose collective has
+    begun may, and `awaits_ranks` until it is judged.
     """
 
-    __slots__ = ("_coming", "_since", "_waiting", "arrived", "judge")
+    __slots__ = ("_coming", "_since", "_waiting", "arrived", "awaits_ranks", "judge")
 
     def __init__(self) -> None:
         # Most optimizers of a loop that makes many never need these.
@@ -49,6 +52,7 @@ class Deferral(Generic[Step]):
         self.judge: Callable[[deque[Step]], object] | None = None
         self.arrived: Callable[[Step], bool] | None = None
         self._since = 0.0
+        self.awaits_ranks = False
 
     def submit(self, step: Step) -> bool:
         """Put a step at the end of the queue; whether enough wait, or the oldest has waited long enough."""
@@ -58,6 +62,7 @@ class Deferral(Generic[Step]):
         if not self._waiting:
             self._since = now
         self._waiting.append(step)
+        self.awaits_ranks = self.awaits_ranks or step.exchange is not None
         return len(self._waiting) >= MOST or now - self._since >= LONGEST
 
     def submit_coming(self, step: Step) -> None:
@@ -88,6 +93,7 @@ class Deferral(Generic[Step]):
         self._judge_waiting(failed)
 
     def _judge_waiting(self, failed: Callable[[Exception], None]) -> None:
+        self.awaits_ranks = False
         while self._waiting and self.judge:
             try:
                 self.judge(self._waiting)

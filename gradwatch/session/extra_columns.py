@@ -6,6 +6,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -16,6 +17,7 @@ from gradwatch.capture.columns.pending_columns import NO_SITES_OVERDUE, PendingC
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.snapshot_assembly import Extras
 from gradwatch.capture.window_norms import WindowNorms
+from gradwatch.distributed.membership import Exchange
 from gradwatch.errors import AttachError
 from gradwatch.reading.device import Number, host_value, is_ready, start_copy
 from gradwatch.records.columns import BATCH_HASH, OBSERVED_ONLY, RESERVED_NAMES
@@ -40,6 +42,7 @@ class Measurement:
     clock: Clock
     deferrable: bool = False  # on a device: no more was measured than of a step that may be judged later
     usual: bool = False  # it may be judged together with others that are
+    exchange: Exchange | None = None  # what it was to tell the other ranks is on its way
 
     def ready(self) -> bool:
         """True if every number is here."""
@@ -127,7 +130,8 @@ class ExtraColumns:
                 self._failed("columns", error)
         scale = 1.0 if window.loss_scale is None else window.loss_scale
         if bound_rules.local is not None:
-            params.append(bound_rules.local.collect(scale))
+            local = bound_rules.local.take(window.step, scale, partial(_broken, ctx, window))
+            params += [] if local is None else [local]
         modules, module_histograms = [], None
         if self._taps is not None and not captured.index:
             module_histograms = self._taps.take_histograms()
@@ -191,3 +195,10 @@ class ExtraColumns:
         }
         bound_rules.observed = self._taken = self._count
         return fresh
+
+
+def _broken(ctx: OptimizerContext, window: WindowNorms) -> bool:
+    """True if a step is about to take gradients that are not finite; of shards, this rank may hold the other part."""
+    if window.skipped is not None and host_value(window.skipped):
+        return False
+    return ctx.pooled or not math.isfinite(window.total())

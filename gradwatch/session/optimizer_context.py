@@ -52,6 +52,12 @@ class OptimizerContext:
         return self.membership is not None and self.membership.exchanges
 
     @property
+    def owes_ranks(self) -> bool:
+        """True if the facts of the step under way are still to be sent to the other ranks."""
+        membership = self.membership
+        return membership is not None and membership.owes and bool(membership.cadences)
+
+    @property
     def pooled(self) -> bool:
         """True if a rank's norms are only a part of those over all ranks: not where DDP has averaged them."""
         return self.membership is not None and self.membership.pooled

@@ -13,6 +13,8 @@ from dataclasses import replace
 from gradwatch.capture.columns.batch_norm_statistics import RunningStatistics
 from gradwatch.capture.read_after_backward import Capture
 from gradwatch.capture.snapshot_assembly import assemble_many
+from gradwatch.distributed.membership import Exchange
+from gradwatch.distributed.ranks import Ranks, Shared
 from gradwatch.engine.actions.norms_after_actions import reshaped, with_clip_order
 from gradwatch.engine.bound_engine import BlockVerdict
 from gradwatch.errors import TrainingStopped
@@ -48,6 +50,7 @@ class OrdinarySteps:
         publishing: Publishing,
         activity: Activity,
         statistics: RunningStatistics,
+        ranks: Ranks,
         recorded: Callable[[], tuple[Finding, ...]],
     ) -> None:
         self._capture = capture
@@ -56,6 +59,7 @@ class OrdinarySteps:
         self._publishing = publishing
         self._activity = activity
         self._statistics = statistics
+        self._ranks = ranks
         self._recorded = recorded
 
     def conclude(self, ctx: OptimizerContext, waiting: deque[Measurement]) -> bool:
@@ -67,7 +71,7 @@ class OrdinarySteps:
         if bound_rules.block_retry_in:
             bound_rules.block_retry_in -= 1
             return False
-        measured, judged, before = _alike(first, waiting), None, bound_rules.state
+        measured, judged, before = self._alike(ctx, waiting), None, bound_rules.state
         if len(measured) >= FEWEST:
             snapshots = assemble_many(
                 bound_rules.sites, first.captured.index, measured, self._capture.coverage.ratio
@@ -96,6 +100,44 @@ class OrdinarySteps:
             bound_rules.health_tracker.unjudged(left[-1][0].step)
             self._publishing.totals.unjudged += count
             raise
+        return True
+
+    def _alike(self, ctx: OptimizerContext, waiting: deque[Measurement]) -> list[Measurement]:
+        """The first of these that were measured alike: by the same rules, with all gradients, no more than columns."""
+        found: list[Measurement] = []
+        first = waiting[0]
+        captured, bound_rules, kinds = first.captured, first.bound_rules, first.bound_rules.sites.kinds
+        count = len(kinds) - kinds.count("rank")
+        for one in waiting:
+            window, extras = one.window, one.extras
+            if (
+                not one.usual
+                or one.captured is not captured
+                or one.bound_rules is not bound_rules
+                or len(window.sites) != count
+                or window.provisional
+                or window.empty
+                or not window.applied_known
+                or window.loss_scale is not None
+                or window.skipped is not None
+                or extras.modules
+                or extras.histograms is not None
+                or extras.module_histograms is not None
+                or not window.calls.all()
+                or (one.exchange is not None and not self._learned(ctx, one, one.exchange))
+            ):
+                break
+            found.append(one)
+        return found
+
+    def _learned(self, ctx: OptimizerContext, one: Measurement, exchange: Exchange) -> bool:
+        """True if all ranks have sent what was to be known of them at a step, which is kept then."""
+        mine = slice(0, len(one.window.sites))
+        shared = Shared(one.window, one.extras, one.values(), mine, may_act=True)
+        learned = self._ranks.learned(ctx.membership, shared, exchange)
+        if learned is None:
+            return False
+        one.extras, one.scalars, one.exchange = learned.extras, dict(learned.values), None
         return True
 
     def _take(
@@ -140,33 +182,6 @@ def _nothing_else_asked(ctx: OptimizerContext, bound_rules: OptimizerRules) -> b
         not bound_rules.state.may_act
         and not decision.elementwise
         and not bound_rules.bound.clipping.policies
-        and (membership is None or (membership.layout is None and not membership.alone))
+        and (membership is None or not membership.exchanges)
         and bound_rules.health_tracker.untroubled
     )
-
-
-def _alike(first: Measurement, waiting: deque[Measurement]) -> list[Measurement]:
-    """The first of these that were measured alike: by the same rules, with all gradients, no more than columns."""
-    found: list[Measurement] = []
-    captured, bound_rules, sites = first.captured, first.bound_rules, first.bound_rules.sites
-    for one in waiting:
-        window, extras = one.window, one.extras
-        if (
-            not one.usual
-            or one.captured is not captured
-            or one.bound_rules is not bound_rules
-            or len(window.sites) != len(sites)
-            or window.provisional
-            or window.empty
-            or not window.applied_known
-            or window.loss_scale is not None
-            or window.skipped is not None
-            or extras.modules
-            or extras.ranks
-            or extras.histograms is not None
-            or extras.module_histograms is not None
-            or not window.calls.all()
-        ):
-            break
-        found.append(one)
-    return found

@@ -115,13 +115,14 @@ class StepPipeline:
             publishing,
             activity,
             sources.statistics,
+            ranks,
             tuple if sources.causes is None else sources.causes.recorded,
         )
 
     def needs_host(self, ctx: OptimizerContext) -> bool:
         """True if some rule acts on this very step, and no device can decide it alone."""
-        # A device knows only its own rank's part of a pooled norm.
-        return self._engine.acts_on_host or ctx.exchanges or ctx.clips_at_step_instead
+        # A device knows only its own rank's part of a pooled norm, and tells the other ranks nothing.
+        return self._engine.acts_on_host or ctx.exchanges or ctx.owes_ranks or ctx.clips_at_step_instead
 
     @property
     def skips_nonfinite(self) -> bool:
@@ -139,7 +140,11 @@ class StepPipeline:
                 self._rule_bindings.move_to_step(ctx)
         if bound_rules.micro is not None:
             bound_rules.micro.collect_into(window)
-        return self._extra_columns.measure(ctx, bound_rules, window)
+        measurement = self._extra_columns.measure(ctx, bound_rules, window)
+        if ctx.membership is not None and ctx.membership.cadences:
+            extras, values = measurement.extras, measurement.values
+            measurement.exchange = self._ranks.begin(ctx.membership, window, extras, values)
+        return measurement
 
     def observe(
         self, captured: OptimizerCapture, window: WindowNorms, failed: Callable[[Exception], None]
@@ -225,7 +230,8 @@ class StepPipeline:
         """The step as all ranks see it; after an error only its norms. Raises where this rank cannot know these."""
         window, values = measurement.window, measurement.values()
         try:
-            return self._ranks.share(measurement.captured, ctx.membership, window, measurement.extras, values)
+            extras, exchange = measurement.extras, measurement.exchange
+            return self._ranks.share(measurement.captured, ctx.membership, window, extras, values, exchange)
         except Exception as error:
             shared = self._ranks.norms_alone(ctx.membership, window, values)
             if shared is None:  # the other ranks cannot know what this one would do

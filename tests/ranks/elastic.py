@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-STEPS = 6
+STEPS = 12
 
 
 def main(folder: str) -> None:

@@ -30,7 +30,7 @@ from gradwatch.session import pause_after_errors, session
 from gradwatch.session import step_pipeline as judging
 from gradwatch.session.watch import session_of
 from tests.ranks.launch import TRIALS, fingerprint
-from tests.ranks.situations import Net, batch, fsdp1, fsdp2, loss_of
+from tests.ranks.situations import AT_EACH_STEP, Net, batch, fsdp1, fsdp2, loss_of
 from tests.ranks.trials import BROKEN, Poison, made, take_step, told, watched, weights
 
 TRIALS_PER_WATCH = 10
@@ -68,7 +68,7 @@ def nan_on_one_rank(rank: int) -> list[dict[str, Any]]:
         # Two healthy steps at least in between, so that every one is an incident of its own.
         steps = list(itertools.accumulate(generator.randint(3, 5) for _ in range(TRIALS_PER_WATCH)))
         chosen = {step: generator.choice(names) for step in steps}
-        with watched(model, optimizer, "") as (gw, collector):
+        with watched(model, optimizer, AT_EACH_STEP) as (gw, collector):
             hashes = []
             for step in range(steps[-1] + 2):
                 for name, poison in poisons.items():
@@ -252,7 +252,7 @@ def corrupted(rank: int) -> dict[str, Any]:
 
     hook.__annotations__.clear()  # DDP compares them with its own types, not with their names
     model.register_comm_hook(None, hook)
-    with watched(model, optimizer, "") as (gw, collector):
+    with watched(model, optimizer, AT_EACH_STEP) as (gw, collector):
         for step in range(8):
             at[0] = step == 5
             take_step(model, optimizer, step, rank)
@@ -263,7 +263,7 @@ def flipped(rank: int, wrap: Callable[[nn.Module], nn.Module] = DistributedDataP
     """A bit of an exponent turns over in rank 1's local gradient: finite, and far too large."""
     plain, model, optimizer = made(wrap)
     poison = Poison(plain, rank, "b.weight", 1e4)
-    with watched(model, optimizer, "") as (gw, collector):
+    with watched(model, optimizer, AT_EACH_STEP) as (gw, collector):
         for step in range(40):
             poison.now = step == 33
             take_step(model, optimizer, step, rank)
@@ -291,15 +291,15 @@ def silent(rank: int) -> dict[str, Any]:
 def one_collective(rank: int) -> dict[str, Any]:
     """How often the ranks talk: once a step and optimizer."""
     _, model, optimizer = made()
-    original, calls = process_group.Group.total, [0]
+    original, calls = process_group.Group.start, [0]
 
     def counted(*args: Any) -> Any:
         calls[0] += 1
         return original(*args)
 
     with (
-        mock.patch.object(process_group.Group, "total", counted),
-        watched(model, optimizer, "") as (_, collector),
+        mock.patch.object(process_group.Group, "start", counted),
+        watched(model, optimizer, AT_EACH_STEP) as (_, collector),
     ):
         for step in range(6):
             take_step(model, optimizer, step, rank)
@@ -487,7 +487,7 @@ SITUATIONS: dict[str, Callable[[int], Any]] = {
     "nan on one rank": nan_on_one_rank,
     "acting under ddp": lambda rank: acting(rank, DistributedDataParallel),
     "acting under fsdp2": lambda rank: acting(rank, fsdp2),
-    "default pack under fsdp2": lambda rank: acting(rank, fsdp2, ""),
+    "default pack under fsdp2": lambda rank: acting(rank, fsdp2, AT_EACH_STEP),
     **{f"fault in {site}": (lambda rank, site=site: our_fault(rank, site)) for site in SITES},
     **{
         f"fsdp2, fault in {site}": (lambda rank, site=site: our_fault(rank, site, fsdp2))

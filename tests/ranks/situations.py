@@ -29,6 +29,13 @@ from gradwatch.session.watch import session_of
 WORLD = 2
 STEPS = 5
 CLIP = 0.05
+AT_EACH_STEP = """
+version: 1
+extends: [default]
+rules:
+  rank-outlier: {every: 1}
+  rank-mismatch: {every: 1}
+"""
 
 Batch = Callable[[int, int, int], Tensor]
 
@@ -160,7 +167,7 @@ def trained(
     model = wrap(net())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     told = []
-    with watching(model, optimizer) as (gw, collector):
+    with watching(model, optimizer, parse_rules(AT_EACH_STEP)) as (gw, collector):
         for step in range(STEPS):
             wanted = expected(twin64, step, micros, batch)
             optimizer.zero_grad()

@@ -16,18 +16,21 @@ from gradwatch.engine import BoundEngine, Engine
 from gradwatch.engine.unsupported_rules import refuse
 from gradwatch.errors import AttachError, RuleFileError
 from gradwatch.records.snapshot import Column, Snapshot
-from gradwatch.rules.files import load_rules, parse_rules
+from gradwatch.rules.files import parse_rules
 from gradwatch.session.binding.rank_requirements import rank_requirements, refused_on_ranks, refused_on_shards
 from tests.engine.cases import make_sites, make_snapshot
+from tests.ranks.situations import AT_EACH_STEP
 from tests.support.examples import examples
 
 SIZE, WORLD = 6, 4
 
 
-def bound(world: int = WORLD) -> BoundEngine:
-    """The default pack on a small model, with sites for the ranks."""
+def bound(every: int = 1, world: int = WORLD) -> BoundEngine:
+    """The default pack with sites for the ranks, whose rules are judged at each step, or as they are."""
     sites = appended(make_sites(SIZE), tuple(f"rank {k}" for k in range(world)), "rank")
-    return Engine(load_rules("default"), rank=2).bind(sites)
+    return Engine(parse_rules(AT_EACH_STEP if every == 1 else "version: 1\nextends: [default]"), rank=2).bind(
+        sites
+    )
 
 
 def by_rank(values: Any) -> Column:
@@ -52,10 +55,10 @@ def step_of(engine: BoundEngine, step: int, norms: Any, ranks: Any, mismatch: An
 
 
 @settings(max_examples=examples(5))
-@given(st.integers(0, 10**6))
-def test_a_glance_sees_what_judging_sees(seed: int) -> None:
+@given(st.sampled_from([1, 10]), st.integers(0, 10**6))
+def test_a_glance_sees_what_judging_sees(every: int, seed: int) -> None:
     """Same events and bit-equal states at every step, whatever ranks do."""
-    engine, rng = bound(), np.random.default_rng(seed)
+    engine, rng = bound(every), np.random.default_rng(seed)
     state = engine.init()
     for step in range(120):
         ranks = np.exp(rng.normal(0, 0.2, WORLD))
@@ -93,7 +96,7 @@ def test_an_event_names_the_rank_and_its_parameter() -> None:
     (event,) = [event for event in verdict.events if event.rule == "rank-outlier"]
     assert event.sites == ("rank 3",)
     assert event.first_cause == "layers.1.bias"
-    assert event.description.startswith("Rank 3 contributes a gradient of norm nan at step 2")
+    assert event.description.startswith("Rank 3 contributes a gradient of norm nan by step 2")
     assert "layers.1.bias" in event.description
 
 

@@ -166,6 +166,7 @@ class Step(NamedTuple):
     """A step whose numbers have not arrived."""
 
     number: int
+    exchange: None = None
 
     def ready(self) -> bool:
         """Not yet."""

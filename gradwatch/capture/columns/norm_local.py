@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from gradwatch.capture.columns.pending_columns import PendingColumns
+from gradwatch.engine.columns_needed import EVERY_STEP
 from gradwatch.reading.device import AsyncCopy, Number, capturing, widest
 from gradwatch.reading.layouts import alias, dense
 from gradwatch.reading.row_sums import ROW, UNDERFLOW
@@ -18,6 +19,9 @@ from gradwatch.reading.single_norm import exact_norm
 from gradwatch.taps import backward, dispatch_modes
 from gradwatch.taps.dynamo import untraced
 from gradwatch.taps.swap_tensors import contents, revive
+
+PROBES = 8
+"""Small parameters, at most, that are looked at for NaN and Inf in every backward."""
 
 
 class LocalNorms:
@@ -28,6 +32,10 @@ class LocalNorms:
     `torch.autograd.grad`, which leaves nothing in `.grad`: what it saw counts once the gradient has been
     accumulated, and a second hook says so. What a backward that raised has left behind does not count either.
     A parameter that no hook can see is None.
+
+    A hook costs by being there, and the read as much as that of the norms. So where all rules are judged at some steps
+    only (`cadences`), there are hooks in the backwards of those steps only. In between, few small parameters are looked
+    at for NaN and Inf (`Probes`), which a backward hands on to all that lies before: one is kept until the next read.
     """
 
     def __init__(
@@ -35,21 +43,57 @@ class LocalNorms:
         params: Sequence[Tensor | None],
         failed: Callable[[str, BaseException], None],
         before: LocalNorms | None = None,
+        cadences: frozenset[int] = EVERY_STEP,
+        probing: bool = False,
     ) -> None:
         """`before` is one that listened to some of these parameters until now; it hands them over."""
         self._count = len(params)
+        self._params = params
+        self._failed = failed
+        self._cadences = cadences
         self._norms: dict[int, float | Tensor] = {}  # a tensor where the gradient is on a device
         self._running = Running()
         self._taps: dict[int, tuple[int, Tensor, int, tuple[RemovableHandle, ...]]] = {}
-        for k, param in enumerate(params):
-            if param is None:
+        self._listen(before)
+        self._probes = Probes(params, failed) if probing and not self._reads(1) else None
+
+    def _reads(self, step: int) -> bool:
+        return any(step % every == 0 for every in self._cadences)
+
+    def _listen(self, before: LocalNorms | None = None) -> None:
+        for k, param in enumerate(self._params):
+            if param is None or not param.requires_grad:
                 continue
             norms = None if before is None else before._release(param)
             if norms is not None:
                 self._norms[k] = norms
-            observe, accumulated = _hooks(k, param, self._running, failed)
+            observe, accumulated = _hooks(k, param, self._running, self._failed)
             handles = param.register_hook(observe), param.register_post_accumulate_grad_hook(accumulated)
             self._taps[id(param)] = k, param, contents(param), handles
+
+    def take(self, step: int, scale: Number, broken: Callable[[], bool]) -> PendingColumns | None:
+        """The local norms of this step, None where it is none of those at which they are read.
+
+        `broken()`: whether what the optimizer is about to get is not finite, as it is if one rank's part is not.
+        """
+        probes = self._probes
+        if probes is not None and probes.suspects:
+            probes.keep(broken)
+        pending = None
+        if self._reads(step):
+            if probes is not None and probes.kept:
+                self.backward_ended()
+                self._norms.update(probes.kept)
+                probes.kept.clear()
+            pending = self.collect(scale)
+        else:
+            self.discard()
+        if self._reads(step + 1):
+            if not self._taps:
+                self._listen()
+        elif self._taps:
+            self._remove()
+        return pending
 
     def collect(self, scale: Number) -> PendingColumns:
         """The local norms of this step; starts the next one."""
@@ -91,9 +135,16 @@ class LocalNorms:
         self._norms.clear()
         self._running.norms.clear()
         self._running.pending.clear()
+        if self._probes is not None:
+            self._probes.suspects.clear()
 
     def close(self) -> None:
         """Remove the hooks."""
+        self._remove()
+        if self._probes is not None:
+            self._probes.close()
+
+    def _remove(self) -> None:
         for _, param, _, _ in list(self._taps.values()):
             self._release(param)
 
@@ -108,6 +159,40 @@ class LocalNorms:
             revive(param, "_backward_hooks", seen.id)
             revive(param, "_post_accumulate_grad_hooks", accumulated.id)
         return self._norms.pop(k, None)
+
+
+class Probes:
+    """A hook on each of few small parameters, spread over all of them, for NaN and Inf in any backward.
+
+    `suspects` by position: norms seen since the last step. `kept` those of gradients that a step was about to take.
+    """
+
+    def __init__(self, params: Sequence[Tensor | None], failed: Callable[[str, BaseException], None]) -> None:
+        small = [
+            (k, one) for k, one in enumerate(params) if one is not None and one.requires_grad and _small(one)
+        ]
+        count = min(PROBES, len(small))
+        chosen = [small[i * (len(small) - 1) // max(1, count - 1)] for i in range(count)]
+        self.suspects: dict[int, float] = {}
+        self.kept: dict[int, float] = {}
+        self._taps = [
+            (param, contents(param), param.register_hook(_probe(k, self.suspects, failed)))
+            for k, param in chosen
+        ]
+
+    def keep(self, broken: Callable[[], bool]) -> None:
+        """At a step: what was seen counts if it arrived; `torch.autograd.grad` may have looked at it only."""
+        if broken():
+            self.kept.update(self.suspects)
+        self.suspects.clear()
+
+    def close(self) -> None:
+        """Remove the hooks."""
+        while self._taps:
+            param, stood_for, handle = self._taps.pop()
+            handle.remove()
+            if contents(param) != stood_for:
+                revive(param, "_backward_hooks", handle.id)
 
 
 class Running:
@@ -151,8 +236,7 @@ def _hooks(
     """The two hooks of one parameter. They must not reach the LocalNorms: parameter -> hook -> object leaks."""
     tracing = torch.compiler.is_dynamo_compiling  # compiled autograd: what they do would break its graph
     dispatching, functions = dispatch_modes.dispatching, dispatch_modes.functions
-    small = param.is_cpu and param.dtype is torch.float32 and param.numel() <= ROW
-    found = _norm_of_small if small else alias
+    found = _norm_of_small if _small(param) else alias
 
     @untraced
     def observe(grad: Tensor | None) -> None:
@@ -179,6 +263,33 @@ def _hooks(
 
     # Sending a parameter with a tensor hook to another process would otherwise warn.
     return unserializable_hook(observe), accumulated
+
+
+def _small(param: Tensor) -> bool:
+    return param.is_cpu and param.dtype is torch.float32 and param.numel() <= ROW
+
+
+def _probe(k: int, suspects: dict[int, float], failed: Callable[[str, BaseException], None]) -> Hook:
+    """The hook of one parameter. It must not reach the Probes: parameter -> hook -> object leaks."""
+    tracing = torch.compiler.is_dynamo_compiling
+    dispatching, functions = dispatch_modes.dispatching, dispatch_modes.functions
+
+    @untraced
+    def observe(grad: Tensor | None) -> None:
+        try:
+            if tracing() or grad is None:
+                return
+            read = dispatching() or functions()
+            found = dispatch_modes.unseen(_norm_of_small, grad) if read else _norm_of_small(grad)
+            if isinstance(found, Tensor):
+                norm = _norm(found)
+                if isinstance(norm, float) and not math.isfinite(norm):
+                    suspects[k] = norm
+        except Exception as error:
+            failed("norm_local", error)
+
+    unserializable_hook(observe)  # marks it, and gives it back
+    return observe
 
 
 def _norm_of_small(grad: Tensor) -> float | Tensor | None:

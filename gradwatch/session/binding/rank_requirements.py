@@ -33,15 +33,25 @@ def rank_requirements(engine: Engine) -> RankRequirements:
     """Collectives that a watch with these rules needs."""
     rules = engine.ruleset.rules
     clip = engine.ruleset.clip
+    on_facts = [rule for rule in rules if rule.enabled and any(map(_reduced, rule.detect.columns))]
     return RankRequirements(
         rules=(engine.ruleset.digest or repr(sorted(rule.id for rule in rules))) + _armed(engine),
         acts=clip is not None or any(rule.acts for rule in rules),
-        facts=bool(COMPARING_RANKS & engine.columns)
-        or any(rule.acts and any(map(_reduced, rule.detect.columns)) for rule in rules),
+        facts=any(rule.acts or COMPARING_RANKS.intersection(rule.detect.columns) for rule in on_facts),
         ranked=bool(COMPARING_RANKS & engine.columns),
         averaged=("loss", *sorted(scalar_name(name) for name in filter(is_observed, engine.columns))),
         costly=tuple(sorted(engine.needs.only(READER_COLUMNS).columns)),
         refused="\n".join(one.sentence(engine.ruleset) for one in _on_local(engine)),
+        # What a rule acts by is known in its step.
+        cadences=tuple(
+            sorted(
+                {
+                    1 if rule.acts else rule.every
+                    for rule in on_facts
+                    if rule.acts or COMPARING_RANKS.intersection(rule.detect.columns)
+                }
+            )
+        ),
     )
 
 

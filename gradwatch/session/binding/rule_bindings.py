@@ -26,6 +26,7 @@ from gradwatch.checkpoint import CheckpointHealthTracker
 from gradwatch.distributed.ranks import Ranks
 from gradwatch.engine import BoundEngine, Engine
 from gradwatch.engine.actions.backward_clips import asks_backward, at_step, drops_micro
+from gradwatch.engine.columns_needed import EVERY_STEP
 from gradwatch.engine.series import matching
 from gradwatch.errors import AttachError
 from gradwatch.records.columns import COMPARING_RANKS, NOISE_SCALE, RANK_COLUMNS
@@ -229,7 +230,10 @@ class RuleBindings:
         former = self._before_captures if before is None or before.local is None else before.local
         compared = self._ranks.several and NOISE_SCALE in self._engine.columns
         asked = compared or bool(bound.needs.columns & LOCAL)
-        local = LocalNorms(taps, self._activity.failed, former) if asked else None
+        # What clips inside the backward hangs on the same gradients: hooks made anew would come after it.
+        cadences = EVERY_STEP if self.in_backward else self._engine.cadences_of(LOCAL | {NOISE_SCALE})
+        probing = self._ranks.several and bool(COMPARING_RANKS & self._engine.columns)
+        local = LocalNorms(taps, self._activity.failed, former, cadences, probing) if asked else None
         if former is not None and former is not self._before_captures:
             former.close()
         return local

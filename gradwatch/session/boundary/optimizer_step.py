@@ -239,7 +239,7 @@ class Boundary:
         if known is not None and self._activity.serving:
             if known.bound_rules is not None and known.bound_rules.micro is not None:
                 known.bound_rules.micro.at_boundary()
-            self._ranks.arrive(known.membership)
+            self._ranks.arrive(known.captured, known.membership)
         try:
             close(optimizer, *args)
         finally:
@@ -267,6 +267,8 @@ class Boundary:
         ctx.nested = outer + 1
         if ctx.acting.held:  # left behind by a step that raised
             ctx.acting.release(finished=False)
+        if ctx.deferral.awaits_ranks:  # what was sent before this step's forward has come by now
+            ctx.deferral.flush(self._judging_failed)
         window = self._closed_window(optimizer, ctx)
         if not captured.on_cpu and not self._must_wait(ctx, optimizer):
             ctx.deferral.take_arrived(self._judging_failed)
