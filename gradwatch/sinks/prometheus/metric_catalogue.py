@@ -214,7 +214,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "gradwatch_noise_scale",
         "gauge",
-        "Gradient noise scale of the last step in local batches; absent without a rule on it, and where unknown.",
+        "Gradient noise scale in local batches when ranks last compared theirs; absent without a rule on it.",
         "Snapshot.scalars, by distributed.noise_scale",
     ),
     Metric(

@@ -13,7 +13,6 @@ from typing import Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.records.columns import NOISE_SCALE
 from gradwatch.records.record import Record
 from gradwatch.records.run_info import RunInfo
 from gradwatch.runtime.printable import distinct, printable
@@ -291,7 +290,9 @@ _OF_OPTIMIZER: dict[str, Callable[[OptimizerView], Iterable[Value]]] = {
     "gradwatch_provisional_steps_total": lambda view: _one(view.run_totals.provisional_steps),
     "gradwatch_loss": _latest(lambda record: record.snapshot.scalars.get("loss")),
     "gradwatch_learning_rate": _latest(lambda record: record.snapshot.scalars.get("lr")),
-    "gradwatch_noise_scale": _latest(lambda record: record.snapshot.scalars.get(NOISE_SCALE)),
+    "gradwatch_noise_scale": lambda view: (
+        [] if view.run_totals.noise_scale is None else _one(view.run_totals.noise_scale)
+    ),
     "gradwatch_observed_value": _observed,
     "gradwatch_loss_scale": _latest(lambda record: record.snapshot.loss_scale),
     "gradwatch_scaler_skips_total": lambda view: _one(view.run_totals.scaler_skips),

@@ -16,7 +16,7 @@ from math import isfinite
 
 import numpy as np
 
-from gradwatch.records.columns import OBSERVED_ONLY, SCALAR_COLUMNS
+from gradwatch.records.columns import NOISE_SCALE, OBSERVED_ONLY, SCALAR_COLUMNS
 from gradwatch.records.record import Record
 from gradwatch.records.run_info import RuleInfo
 from gradwatch.records.snapshot import Snapshot
@@ -98,10 +98,11 @@ class RunTotals:
 
     `observed_only`: the last step was that of a loop without an optimizer, on which nothing acts. `observed`: the last
     value of each of the first names that the script has given one, which need not be of the last step; `names_left_out`
-    whether there were more.
+    whether there were more. `noise_scale`: the last value, of the last step at which ranks compared their gradients.
     """
 
     record: Record | None = None
+    noise_scale: float | None = None
     observed_only: bool = False
     observed: dict[str, float] = field(default_factory=dict)
     names_left_out: bool = False
@@ -144,6 +145,7 @@ class RunTotals:
         snapshot, norm = record.snapshot, record.snapshot.total_norm
         self.record = record
         self.observed_only = OBSERVED_ONLY in snapshot.scalars
+        self.noise_scale = snapshot.scalars.get(NOISE_SCALE, self.noise_scale)
         if not OWN_SCALARS.issuperset(snapshot.scalars):
             for name in sorted(snapshot.scalars.keys() - OWN_SCALARS):
                 if name in self.observed or len(self.observed) < MOST_OBSERVED:
@@ -178,6 +180,7 @@ class RunTotals:
         for record, norm in zip(records, norms, strict=True):
             snapshot = record.snapshot
             self.steps += 1
+            self.noise_scale = snapshot.scalars.get(NOISE_SCALE, self.noise_scale)
             self.provisional_steps += snapshot.provisional
             self.clipped_steps += snapshot.total_norm_applied < norm * _CLIPPED
             self._keep_pace(record.overhead_seconds, record.step_seconds)

@@ -335,3 +335,16 @@ def test_a_new_optimizer_every_epoch_does_not_grow_for_ever(tmp_path: Path) -> N
     assert len(steps) == MAX_OPTIMIZERS
     assert f"steps_total{{optimizer={10 * MAX_OPTIMIZERS - 1}}}" in steps
     assert sum(name.startswith("param_grad_norm") for name in series) == 4 * MAX_OPTIMIZERS
+
+
+def test_the_noise_scale_stays_until_ranks_compare_again() -> None:
+    """Ranks compare their gradients at some steps only: in between, and in blocks of steps, the last value is told."""
+    sites, run_totals = make_sites(), RunTotals()
+    run_totals.observe_all([make_record(sites, step=0), make_record(sites, step=1)], 0.0)
+    assert run_totals.noise_scale is None
+    block = [
+        make_record(sites, step=step, scalars={"noise_scale": 7.0} if step == 3 else {}) for step in (2, 3, 4)
+    ]
+    run_totals.observe_all(block, 1.0)
+    run_totals.observe(make_record(sites, step=5), 2.0)
+    assert run_totals.noise_scale == 7.0
