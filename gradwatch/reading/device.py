@@ -29,6 +29,9 @@ from gradwatch.reading.pinned_buffers import POOL
 NO_FLOAT64 = frozenset({"mps"})
 """Devices without float64: there a float32 overflow of the norm still looks like an Inf element."""
 
+CHECKED_IN_ONE_LAUNCH = frozenset({"cpu", "cuda"})
+"""Devices that surely have the check by which a GradScaler finds infinite gradients."""
+
 Floats: TypeAlias = NDArray[np.float32] | NDArray[np.float64]
 
 
@@ -179,7 +182,7 @@ class DeviceNorms:
         """float32 0-dim on the device: 1 if some norm is not finite, else 0, as `found_inf` is; None without norms."""
         if not self._norms:
             return None
-        if len(self._norms) > 1:
+        if len(self._norms) > 1 or self._norms[0].device.type not in CHECKED_IN_ONE_LAUNCH:
             total = self.device_total()
             return None if total is None else (total * 0 != 0).to(torch.float32)
         norms = self._norms[0]

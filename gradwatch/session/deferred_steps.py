@@ -79,18 +79,23 @@ class Deferral(Generic[Step]):
         coming = self._coming
         while coming and self.arrived and (len(coming) >= depth or coming[0].ready()):
             enough = self.submit(step := coming.popleft())
-            if not self.arrived(step) or enough:
+            if not self._usual(step, failed) or enough:
                 self._judge_waiting(failed)
 
     def flush(self, failed: Callable[[Exception], None]) -> None:
         """Judge everything, waiting for it; a failure in one step does not cost the others."""
         while self._coming and self.arrived:
             self.submit(step := self._coming.popleft())
-            try:
-                self.arrived(step)
-            except Exception as error:
-                failed(error)
+            self._usual(step, failed)
         self._judge_waiting(failed)
+
+    def _usual(self, step: Step, failed: Callable[[Exception], None]) -> bool:
+        """Whether nothing about a step is urgent; what fails is asked again when it is judged by itself."""
+        try:
+            return self.arrived is not None and self.arrived(step)
+        except Exception as error:
+            failed(error)
+            return False
 
     def _judge_waiting(self, failed: Callable[[Exception], None]) -> None:
         self.awaits_ranks = False

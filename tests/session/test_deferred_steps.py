@@ -551,3 +551,24 @@ def test_what_waits_is_judged_at_exit(end: str, tmp_path: Path) -> None:
     (journal,) = read_journal(directory)
     recorded = [one.record.snapshot.step for one in journal.records()]
     assert recorded == list(range(75)), done.stderr
+
+
+def test_a_step_whose_numbers_cannot_be_had_costs_no_other() -> None:
+    """A device that fails while its numbers are awaited: told, and the steps behind that one are judged as ever."""
+    judged, failed = [], []
+    waiting = Deferral[Step]()
+    waiting.judge = lambda steps: judged.append(steps.popleft().number)
+
+    def arrived(step: Step) -> bool:
+        if step.number == 1:
+            raise RuntimeError("device lost")
+        return True
+
+    waiting.arrived = arrived
+    for number in range(3):
+        waiting.submit_coming(Step(number))
+        waiting.take_arrived(failed.append, depth=1)
+    assert [str(error) for error in failed] == ["device lost"]
+    assert judged == [0, 1]
+    waiting.flush(failed.append)
+    assert judged == [0, 1, 2]
