@@ -90,7 +90,7 @@ class Deferral(Generic[Step]):
         self._judge_waiting(failed)
 
     def _usual(self, step: Step, failed: Callable[[Exception], None]) -> bool:
-        """Whether nothing about a step is urgent; what fails is asked again when it is judged by itself."""
+        """True if nothing about a step is urgent; what fails is asked again when it is judged by itself."""
         try:
             return self.arrived is not None and self.arrived(step)
         except Exception as error:
