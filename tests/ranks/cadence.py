@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwatch.capture.columns import norm_local
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.distributed import process_group
+from gradwatch.session.binding.bind_optimizer import Binder
 from gradwatch.session.watch import session_of
 from tests.ranks.launch import fingerprint
 from tests.ranks.situations import Collector, Net, batch, fsdp2, loss_of
@@ -146,24 +147,31 @@ def work_done(rank: int) -> dict[str, Any]:
 
 
 def faults(rank: int) -> dict[str, Any]:
-    """Rank 1 measures nothing at a step that is not due, and nothing at one that is."""
+    """Rank 1 measures nothing at a step that is not due, nor even counts one, and nothing at one that is due."""
     _, model, optimizer = made()
     original, broken = OptimizerCapture.close_window, [False]
+    entered, uncounted = Binder.enter, [False]
 
     def failing(*args: Any) -> Any:
         if broken[0] and rank == 1:
             raise MemoryError("injected")
         return original(*args)
 
+    def failing_to_enter(*args: Any) -> Any:
+        if uncounted[0] and rank == 1:
+            raise MemoryError("injected")
+        return entered(*args)
+
     said: list[str] = []
     started = time.monotonic()
     with (
         mock.patch.object(OptimizerCapture, "close_window", failing),
+        mock.patch.object(Binder, "enter", failing_to_enter),
         watched(model, optimizer, DEFAULT, strict=False) as (gw, collector),
     ):
         gw.health.on_first = lambda component, error: said.append(f"{component}: {error}")
         for step in range(64):
-            broken[0] = step in (14, 15, 30)
+            broken[0], uncounted[0] = step in (14, 30), step == 15
             take_step(model, optimizer, step, rank)
         gw.flush()
         return {
