@@ -74,12 +74,11 @@ class RankMembership:
     missed: int = 0  # boundaries left so since the last exchange
     behind: bool = False  # the last one was
     since: deque[WindowNorms] = field(default_factory=lambda: deque(maxlen=MOST_COMPARED))
-    doubtful: bool = False  # some rank had no facts at the last exchange: until the next one none acts
 
     @property
     def exchanges(self) -> bool:
         """True if the ranks exchange the facts of every step, and so wait for them."""
-        return (self.layout is not None and not self.cadences) or bool(self.alone) or self.doubtful
+        return (self.layout is not None and not self.cadences) or bool(self.alone)
 
     @property
     def waits_for_none(self) -> bool:
@@ -117,10 +116,8 @@ class RankMembership:
     def learn(self, reduced: ReducedFacts | None) -> None:
         """Count steps as all ranks do from the exchange that has just ended on."""
         self.under_way = None
-        if reduced is not None:
-            self.doubtful = not reduced.complete
-            if reduced.head("facts"):
-                self.ahead = int(reduced.by_rank("step").max()) - 1 - self.boundaries
+        if reduced is not None and reduced.head("facts"):
+            self.ahead = int(reduced.by_rank("step").max()) - 1 - self.boundaries
 
     def lose(self, why: str, own: Sites) -> None:
         """Go on without the others; what was laid out for all ranks is laid out anew."""

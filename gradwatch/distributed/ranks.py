@@ -244,7 +244,6 @@ class Ranks:
         exchange: Exchange | None,
     ) -> Shared:
         """A step of a replica, which needs no other rank to know its norms."""
-        shared = replace(shared, may_act=not membership.doubtful)
         if exchange is None:
             return shared
         learned = self.learned(membership, shared, exchange)
@@ -344,7 +343,7 @@ class Ranks:
         if membership is None or membership.alone:
             return None
         if membership.layout is None or membership.cadences:
-            return Shared(window, Extras(), values, mine, may_act=not membership.doubtful)
+            return Shared(window, Extras(), values, mine, may_act=True)
         reduced = membership.reduced
         if reduced is None or not reduced.complete or membership.owes:
             return None
