@@ -26,6 +26,7 @@ from gradwatch.localise.diagnosis.tensor_values import tensors
 from gradwatch.localise.hold.module_attributes import Refused
 from gradwatch.localise.loss import purity
 from gradwatch.localise.loss.custom_functions import check_custom_function
+from gradwatch.localise.loss.own_graph import check_graph, newest_node
 from gradwatch.localise.loss.source_tree import tree_of
 from gradwatch.localise.replay.forward_operations import key_of
 from gradwatch.records.finding import Frame
@@ -34,7 +35,7 @@ from gradwatch.taps.graph.torch_functions import is_of_torch
 WRITES = "loss code writes in place into a tensor that it did not make"
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 ModuleCall = Callable[[nn.Module, Callable[[], Arguments]], Any]
-MOST = 50_000  # expressions evaluated
+MOST = 20_000  # expressions evaluated: some seconds under a recorder
 DEEPEST = 40  # calls within calls
 UNARY: dict[type, Callable[[Any], Any]] = {
     ast.UAdd: operator.pos,
@@ -69,6 +70,10 @@ COMPARED: dict[type, Callable[[Any, Any], Any]] = {
     ast.In: lambda a, b: a in b,
     ast.NotIn: lambda a, b: a not in b,
 }
+
+
+class TooLongError(Refused):
+    """Loss code that takes too many operations, wherever it is begun."""
 
 
 class _ReturnError(Exception):
@@ -115,6 +120,7 @@ class Interpreter:
         self.lines = lines
         self._module_call = module_call
         self._left = MOST
+        self.begun = newest_node()
         self._depth = 0
         self._fresh: dict[int, Tensor] = {}  # tensors made here, by the key of their memory
         self._made: dict[int, Any] = {}  # containers made here
@@ -267,7 +273,7 @@ class Interpreter:
         """The value of an expression."""
         self._left -= 1
         if self._left < 0:
-            raise Refused("the loss code takes too many operations")
+            raise TooLongError("the loss code takes too many operations")
         handler = getattr(self, f"_of_{type(node).__name__}", None)
         if handler is None:
             raise Refused(f"line {node.lineno} of {scope.file} is not run again: {type(node).__name__}")
@@ -317,12 +323,8 @@ class Interpreter:
 
     def _of_Subscript(self, node: ast.Subscript, scope: Scope) -> Any:  # noqa: N802
         owner, place = self.value(node.value, scope), self.value(node.slice, scope)
-        if isinstance(owner, (nn.ModuleList, nn.Sequential, nn.ModuleDict, nn.ParameterList)):
-            return owner[place]
-        if not purity.is_plain(owner) and not isinstance(owner, (dict, list, tuple)):
-            raise Refused(f"loss code indexes {type(owner).__name__}")
         self._at(node, scope)
-        return owner[place]
+        return purity.item(owner, place)
 
     def _of_Slice(self, node: ast.Slice, scope: Scope) -> slice:  # noqa: N802
         parts = (node.lower, node.upper, node.step)
@@ -356,6 +358,9 @@ class Interpreter:
             self._check_iterators((right,) if isinstance(kind, (ast.In, ast.NotIn)) else ())
             if isinstance(kind, (ast.Is, ast.IsNot)):
                 result = COMPARED[type(kind)](left, right)
+            elif isinstance(kind, (ast.In, ast.NotIn)):
+                purity.check_elements(((left,),))
+                result = self._operate(COMPARED[type(kind)], left, right)
             else:
                 result = self._operate(COMPARED[type(kind)], left, right)
             if len(node.ops) > 1 and not result:
@@ -373,7 +378,9 @@ class Interpreter:
         return list(self._elements(node.elts, scope))
 
     def _of_Set(self, node: ast.Set, scope: Scope) -> set[Any]:  # noqa: N802
-        return set(self._elements(node.elts, scope))
+        elements = list(self._elements(node.elts, scope))
+        purity.check_elements((elements,))
+        return set(elements)
 
     def _of_Dict(self, node: ast.Dict, scope: Scope) -> dict[Any, Any]:  # noqa: N802
         found: dict[Any, Any] = {}
@@ -381,7 +388,9 @@ class Interpreter:
             if key is None:
                 found |= self._mapping(self.value(value, scope))
             else:
-                found[self.value(key, scope)] = self.value(value, scope)
+                name = self.value(key, scope)
+                purity.check_elements(((name,),))
+                found[name] = self.value(value, scope)
         return found
 
     def _of_JoinedStr(self, node: ast.JoinedStr, scope: Scope) -> str:  # noqa: N802
@@ -391,16 +400,20 @@ class Interpreter:
         return [self.value(node.elt, inner) for inner in self._each(node.generators, scope)]
 
     def _of_SetComp(self, node: ast.SetComp, scope: Scope) -> set[Any]:  # noqa: N802
-        return {self.value(node.elt, inner) for inner in self._each(node.generators, scope)}
+        elements = self._of_ListComp(ast.ListComp(node.elt, node.generators), scope)
+        purity.check_elements((elements,))
+        return set(elements)
 
     def _of_GeneratorExp(self, node: ast.GeneratorExp, scope: Scope) -> list[Any]:  # noqa: N802
         return [self.value(node.elt, inner) for inner in self._each(node.generators, scope)]
 
     def _of_DictComp(self, node: ast.DictComp, scope: Scope) -> dict[Any, Any]:  # noqa: N802
-        return {
-            self.value(node.key, inner): self.value(node.value, inner)
-            for inner in self._each(node.generators, scope)
-        }
+        found: dict[Any, Any] = {}
+        for inner in self._each(node.generators, scope):
+            name = self.value(node.key, inner)
+            purity.check_elements(((name,),))
+            found[name] = self.value(node.value, inner)
+        return found
 
     def _each(self, loops: list[ast.comprehension], scope: Scope) -> Iterator[Scope]:
         if not loops:
@@ -413,14 +426,12 @@ class Interpreter:
             if all(self._truth(test, inner) for test in first.ifs):
                 yield from self._each(rest, inner)
 
-    def _iterated(self, node: ast.expr, scope: Scope) -> list[Any]:
-        value = self.value(node, scope)
-        if isinstance(value, (nn.ModuleList, nn.Sequential, nn.ParameterList)):
-            return list(value)
-        if not purity.is_plain(value):
+    def _iterated(self, node: ast.expr, scope: Scope) -> Iterable[Any]:
+        value: Iterable[Any] = self.value(node, scope)
+        if type(value) not in purity.MODULE_LISTS and not purity.is_plain(value):
             raise Refused(f"loss code iterates over {type(value).__name__}")
         self._check_iterators((value,))
-        return list(value)
+        return value  # not as a list: a loop may leave a long range early
 
     def _elements(self, nodes: list[ast.expr], scope: Scope) -> Iterator[Any]:
         for node in nodes:
@@ -438,6 +449,8 @@ class Interpreter:
         for value in values:
             if not purity.is_plain(value):
                 raise Refused(f"loss code computes with {type(value).__name__}")
+        if operation not in (operator.is_, operator.is_not, operator.not_):
+            purity.check_elements(values)
         return self._remember(operation(*values), values)
 
     # -- calls -------------------------------------------------------------------------------------------
@@ -473,7 +486,11 @@ class Interpreter:
         if result is NotImplemented:
             args, kwargs = given()
             return self._interpreted(type(module).forward, (module, *args), kwargs)
-        return self._remember(result, ())
+        if given.cache_info().currsize:
+            return self._remember(result, given())
+        # Made with the arguments that were recorded, of which no gradient is asked: without one it may be one of them.
+        self._remember([one for one in tensors(result) if one.grad_fn is not None], ())
+        return result
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function that only computes, interpret one of the user's; raises Refused for any other."""
@@ -491,12 +508,20 @@ class Interpreter:
             purity.checked_arguments(args, kwargs)
             return self._remember(func(*args, **kwargs), (args, kwargs))
         if func in purity.BUILTINS or is_of_torch(func) or purity.is_of_known_library(func):
-            purity.checked_arguments(args, kwargs)
+            if func is isinstance:
+                purity.check_instance_of(args)
+                return isinstance(*args)
+            purity.checked_arguments(args, kwargs, deep=func not in purity.STRUCTURAL)
+            purity.check_writes(func, args, kwargs)
             self._check_iterators((*args, *kwargs.values()))
             if func is torch.autograd.grad:
                 self._check_hooks(tensors((args, kwargs)))
-            self._checked_in_place(getattr(func, "__name__", ""), args, kwargs)
-            return self._container(self._remember(func(*args, **kwargs), (args, kwargs)))
+                check_graph(tensors((args[:1], kwargs.get("outputs"))), self.begun)
+            self._checked_in_place(func, args, kwargs)
+            result = func(*args, **kwargs)
+            if func in (max, min) or getattr(func, "__name__", "") in purity.SHARING:
+                return result
+            return self._container(self._remember(result, (args, kwargs)))
         if isinstance(func, MethodType) and isinstance(func.__func__, FunctionType):
             if func.__func__ in purity.LISTS_OF_MODULES:
                 return self._container(list(func(*args, **kwargs)))
@@ -524,6 +549,8 @@ class Interpreter:
         name = getattr(func, "__name__", "")
         purity.checked_arguments(args, kwargs)
         kind = type(owner)
+        if name in ("sort", "index", "count", "remove"):
+            purity.check_elements((owner,))
         if kind in (str, bytes, tuple, int, float, complex) or (
             kind in (dict, list, set) and name in ("get", "items", "keys", "values", "index", "count", "copy")
         ):
@@ -557,7 +584,7 @@ class Interpreter:
         if self._depth >= DEEPEST:
             raise Refused("loss code calls itself too deeply")
         try:
-            bound = inspect.signature(func).bind(*args, **kwargs)
+            bound = inspect.signature(func, follow_wrapped=False).bind(*args, **kwargs)
         except TypeError as error:
             raise Refused(f"{func.__qualname__} takes other arguments: {error}") from None
         bound.apply_defaults()
@@ -601,9 +628,12 @@ class Interpreter:
         if any(one._backward_hooks and key_of(one) not in self._fresh for one in given):
             raise Refused("loss code differentiates a tensor with a hook")
 
-    def _checked_in_place(self, name: str, args: Any, kwargs: Any) -> None:
-        in_place = (purity.writes(name) or kwargs.get("inplace")) and args and isinstance(args[0], Tensor)
-        if in_place and not self._writable(args[0]):
+    def _checked_in_place(self, func: Any, args: Any, kwargs: Any) -> None:
+        if not purity.is_in_place(func, args, kwargs):
+            return
+        # `_foreach_mul_([…], 2)` writes into all of its first argument; what is given by name is not told apart.
+        written = tensors(args[0]) if args else tensors(kwargs)
+        if any(not self._writable(one) for one in written):
             raise Refused(WRITES)
 
     def _writable(self, value: Any) -> bool:

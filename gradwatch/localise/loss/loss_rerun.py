@@ -20,9 +20,11 @@ from gradwatch.localise.diagnosis.tensor_values import tensors
 from gradwatch.localise.hold.inner_model import inner, shared
 from gradwatch.localise.hold.module_attributes import Refused, written_in_place
 from gradwatch.localise.hold.recorded_call import Call
-from gradwatch.localise.loss.interpreter import Arguments, Interpreter, Scope
+from gradwatch.localise.loss import purity
+from gradwatch.localise.loss.interpreter import Arguments, Interpreter, Scope, TooLongError
 from gradwatch.localise.loss.loop_scope import LoopScope
 from gradwatch.localise.loss.loss_statements import LossStatements, backward_of, loss_statements, root_of
+from gradwatch.localise.loss.own_graph import check_graph
 from gradwatch.localise.loss.same_values import same_values
 from gradwatch.localise.loss.source_tree import tree_of
 from gradwatch.localise.replay.fsdp2_all_gather import is_spread
@@ -75,7 +77,9 @@ class Again:
         base = inner(module)
         call = self._recorded(base)
         if call is None:
-            if within(base, self.models) or type(base).__module__.startswith("torch.nn.modules"):
+            own = within(base, self.models)
+            if own or type(base).__module__.startswith("torch.nn.modules"):
+                purity.check_module(base, stands_in=own)
                 args, kwargs = arguments()
                 return module(*args, **kwargs)
             return NotImplemented
@@ -149,10 +153,14 @@ def run_loss_again(
                 try:
                     trace, first = _again(scope, statements, models, held, failed, max_bytes)
                     return trace, scope, first
+                except TooLongError:  # so would the others
+                    raise
                 except Refused as refusal:
                     why = str(refusal)
                 except Exception as error:  # what the loop's code raises when it is run again
                     why = f"it raised {type(error).__name__}: {error}"
+        except TooLongError:
+            raise
         except Refused as refusal:
             why = str(refusal)
     raise Refused(why)
@@ -221,6 +229,7 @@ def _again(
             raise Refused("what `backward()` was called on is no loss")
         with torch.no_grad():
             blame_outputs(trace, [root], recorder)
+        check_graph([root], interpreter.begun)
         with recorder.backward([root]) as leaves:
             _refuse_hooked(leaves, given.values())
             with uncounted():

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+from collections.abc import Iterable
 from functools import partial
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -18,12 +19,15 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionMeta
 
 from gradwatch.localise.hold.module_attributes import Refused
+from gradwatch.taps.graph.torch_functions import is_of_torch
 
 PLAIN = (
     *(bool, int, float, complex, str, bytes, tuple, list, dict, set, frozenset, range, slice, type(None)),
     *(torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format, type(...)),
 )
 """Types whose operators and methods are Python's or torch's own."""
+CONTAINERS = (tuple, list, dict, set, frozenset)
+MODULE_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
 BUILTINS: frozenset[Any] = frozenset(
     {
         *(
@@ -62,6 +66,10 @@ BUILTINS: frozenset[Any] = frozenset(
         ),
     }
 )
+STRUCTURAL: frozenset[Any] = frozenset(
+    {bool, dict, enumerate, isinstance, len, list, range, reversed, slice, tuple, type, zip}
+)
+"""Those of them that touch no element of the containers they are given."""
 LISTS_OF_MODULES: frozenset[Any] = frozenset(
     {
         *(nn.Module.parameters, nn.Module.named_parameters, nn.Module.buffers, nn.Module.named_buffers),
@@ -76,6 +84,9 @@ CONTEXTS: tuple[Any, ...] = (
     torch.inference_mode,
     contextlib.nullcontext,
 )
+SHARING = ("as_tensor", "asarray", "from_numpy", "frombuffer", "from_dlpack")
+"""Functions whose result may share the memory of what they were given, which is no tensor."""
+MOST_ELEMENTS = 10_000  # of containers whose elements are looked at, one by one
 FORBIDDEN_METHODS = frozenset({"backward", "register_hook", "retain_grad", "numpy", "apply_", "map_"})
 
 
@@ -89,23 +100,86 @@ def writes(name: str) -> bool:
     return name.endswith("_") and not name.endswith("__")
 
 
-def checked_arguments(args: Any, kwargs: Any) -> None:
-    """Raise `Refused` where an argument would run code of the user's: a function, a subclass of Tensor, `out=`."""
+def checked_arguments(args: Any, kwargs: Any, deep: bool = True) -> None:
+    """Raise `Refused` where an argument would run code of the user's: a function, a subclass of Tensor, `out=`.
+
+    With `deep`, also where an element of one would.
+    """
     if "out" in kwargs:
         raise Refused("loss code writes into `out=`")
-    for value in (*args, *kwargs.values()):
-        if isinstance(value, Tensor):
-            if type(value) not in (Tensor, nn.Parameter):
-                raise Refused(f"loss code computes with {type(value).__name__}")
-        elif isinstance(value, (FunctionType, MethodType, partial, nn.Module)):
+    values = (*args, *kwargs.values())
+    for value in values:
+        if isinstance(value, type):
+            if not is_of_library(value):
+                raise Refused(f"loss code computes with the class {value.__name__}")
+        elif isinstance(value, nn.Module):
             raise Refused("loss code passes functions on")
-        elif not isinstance(value, (*PLAIN, type)) and not is_of_library(type(value)):
+        elif isinstance(value, torch.Generator):
+            raise Refused("loss code draws from a generator of the script's")
+        else:
+            _check_kind(value)
+    if deep:
+        check_elements(values)
+
+
+def _check_kind(value: Any) -> None:
+    if isinstance(value, Tensor):
+        if type(value) not in (Tensor, nn.Parameter):
             raise Refused(f"loss code computes with {type(value).__name__}")
+    elif isinstance(value, (FunctionType, MethodType, BuiltinFunctionType, partial)):
+        if not (value in BUILTINS or is_of_torch(value)):
+            raise Refused("loss code passes functions on")
+    elif not is_plain(value):
+        raise Refused(f"loss code computes with {type(value).__name__}")
+
+
+def check_elements(values: Iterable[Any]) -> None:
+    """Raise `Refused` where operators on an element of nested containers would run code of the user's."""
+    left = MOST_ELEMENTS
+    under_way = [one for one in values if isinstance(one, CONTAINERS)]
+    while under_way:
+        container = under_way.pop()
+        left -= len(container)
+        if left < 0:
+            raise Refused("loss code computes with a container of many elements")
+        elements = (*container, *container.values()) if isinstance(container, dict) else tuple(container)
+        for one in elements:
+            if isinstance(one, type):
+                raise Refused("loss code computes with a class in a container")
+            _check_kind(one)
+            if isinstance(one, CONTAINERS):
+                under_way.append(one)
+
+
+def check_instance_of(args: Any) -> None:
+    """Raise `Refused` for an `isinstance` that a class of the user's answers itself."""
+    kinds = args[1] if isinstance(args[1], tuple) else (args[1],)
+    for kind in kinds:
+        if not isinstance(kind, type) or not (type(kind) is type or is_of_library(type(kind))):
+            raise Refused("loss code asks a class of the user's what is an instance of it")
+
+
+def item(owner: Any, place: Any) -> Any:
+    """`owner[place]`, where looking it up runs no code of the user's."""
+    check_elements(((place,),))
+    kind = type(owner)
+    if isinstance(owner, MODULE_LISTS):
+        if kind not in MODULE_LISTS:
+            raise Refused(f"loss code indexes {kind.__name__}")
+    elif isinstance(owner, (dict, list, tuple)):
+        looked_up = inspect.getattr_static(kind, "__getitem__")
+        if isinstance(looked_up, FunctionType) or (isinstance(owner, dict) and place not in owner):
+            raise Refused(f"loss code indexes {kind.__name__}")
+    elif not is_plain(owner):
+        raise Refused(f"loss code indexes {kind.__name__}")
+    return owner[place]
 
 
 def is_of_library(kind: type) -> bool:
-    """True for a class of torch's or of Python's own."""
+    """True for a class of torch's or of Python's own, but for those through which a data set of the user's is read."""
     module = str(kind.__module__)
+    if module.startswith("torch.utils.data"):
+        return False
     return module in ("builtins", "collections", "math") or module.split(".")[0] in ("torch", "numpy")
 
 
@@ -139,6 +213,8 @@ def attribute(value: Any, name: str) -> Any:
 
 
 def _static(value: Any, name: str) -> Any:
+    if isinstance(inspect.getattr_static(type(value), "__getattribute__"), FunctionType):
+        raise Refused(f"loss code reads `{name}` of {type(value).__name__}")
     try:
         found = inspect.getattr_static(value, name)
     except AttributeError:
@@ -183,3 +259,45 @@ def switched_by(func: Any) -> Any:
 def has_source(func: FunctionType) -> bool:
     """True for a function of the user's whose file can be read."""
     return os.path.isfile(func.__code__.co_filename)
+
+
+def check_writes(func: Any, args: Any, kwargs: Any) -> None:
+    """Raise `Refused` for functions that write into an argument without saying so by their name."""
+    name = getattr(func, "__name__", "")
+    if not isinstance(func, FunctionType):
+        if "batch_norm" in name or "instance_norm" in name:
+            raise Refused(f"loss code calls `{name}`")
+        return
+    try:
+        given = inspect.signature(func).bind(*args, **kwargs).arguments
+    except (TypeError, ValueError):
+        return  # torch raises what it raises
+    if given.get("running_mean") is not None or given.get("max_norm") is not None:
+        raise Refused(f"loss code calls `{name}`, which writes into its arguments")
+
+
+def check_module(module: nn.Module, stands_in: bool) -> None:
+    """Raise `Refused` where a call of a module that was not recorded would do more than compute.
+
+    `stands_in`: copies of its buffers stand in for them.
+    """
+    for part in module.modules():
+        kind = type(part).__name__
+        if part._forward_hooks or part._forward_pre_hooks or part._backward_hooks or part._backward_pre_hooks:
+            raise Refused(f"loss code calls a {kind} with a hook")
+        if getattr(part, "inplace", False) or getattr(part, "max_norm", None) is not None:
+            raise Refused(f"loss code calls a {kind} that writes into its arguments")
+        if not stands_in and not type(part).__module__.startswith("torch.nn.modules"):
+            raise Refused(f"loss code calls a {kind} within another module")
+        if not stands_in and part.training and getattr(part, "running_mean", None) is not None:
+            raise Refused(f"loss code calls a {kind}, whose running statistics would move")
+
+
+def is_in_place(func: Any, args: Any, kwargs: Any) -> bool:
+    """True where a function writes into its first argument: `clamp_(x)`, `relu(x, True)`."""
+    if writes(getattr(func, "__name__", "")) or kwargs.get("inplace"):
+        return True
+    if not isinstance(func, FunctionType):
+        return False
+    names = func.__code__.co_varnames[: func.__code__.co_argcount]
+    return "inplace" in names[: len(args)] and bool(args[names.index("inplace")])

@@ -18,6 +18,7 @@ NAMESPACES = (
 NEVER = (
     "set_",
     "manual_seed",
+    "use_deterministic",
     "seed",
     "save",
     "load",
