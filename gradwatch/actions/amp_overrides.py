@@ -38,12 +38,12 @@ class AmpOverrides:
     def __init__(self) -> None:
         self._set: list[AmpOverride] = []
 
-    def skip_if(self, optimizer: Optimizer, bad: Tensor) -> None:
-        """Tell a fused optimizer to skip where `bad`, float32 on its device, is 1, or where it was told so already."""
+    def skip_if(self, optimizer: Optimizer, nonfinite: Tensor) -> None:
+        """Tell a fused optimizer to skip where this float32 on its device is 1, or where it was told so already."""
         before = getattr(optimizer, "found_inf", None)
         if before is not None:
-            bad = torch.maximum(before, bad.to(before.device, non_blocking=True))
-        self._override(optimizer, "found_inf", bad)
+            nonfinite = torch.maximum(before, nonfinite.to(before.device, non_blocking=True))
+        self._override(optimizer, "found_inf", nonfinite)
 
     def divide(self, optimizer: Optimizer, divisor: Tensor) -> None:
         """Have a fused optimizer divide its gradients by a 0-dim factor without a further pass over them."""

@@ -205,12 +205,12 @@ class StepActions:
         if reading is None or not (skips or max_norm is not None or clip_section is not None):
             return
         # Norms are float64 sums: finite wherever every element is, unless these are float64 themselves.
-        bad = reading.nonfinite() if skips else None
+        nonfinite = reading.nonfinite() if skips else None
         if max_norm is not None or clip_section is not None:
             self._clip_on_device(optimizer, captured, reading, max_norm, clip_section)
-        if bad is not None:
+        if nonfinite is not None:
             self.held = True
-            self._amp.skip_if(optimizer, bad)
+            self._amp.skip_if(optimizer, nonfinite)
 
     def _clip_on_device(
         self,

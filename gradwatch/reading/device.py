@@ -254,6 +254,8 @@ def _zero_and_one(where: torch.device) -> tuple[Tensor, Tensor]:
     one = _ONES.get(where)
     if one is None:
         one = _ONES[where] = torch.ones((), dtype=torch.float32, device=where)
+        if where.type == "cuda":  # once: no other stream may find it unwritten
+            torch.cuda.current_stream(where).synchronize()
     return torch.zeros((), dtype=torch.float32, device=where), one
 
 

@@ -279,12 +279,10 @@ def _probe(k: int, suspects: dict[int, float], failed: Callable[[str, BaseExcept
         try:
             if tracing() or grad is None:
                 return
-            read = dispatching() or functions()
-            found = dispatch_modes.unseen(_norm_of_small, grad) if read else _norm_of_small(grad)
-            if isinstance(found, Tensor):
-                norm = _norm(found)
-                if isinstance(norm, float) and not math.isfinite(norm):
-                    suspects[k] = norm
+            set_aside = dispatching() or functions()  # modes of the script's see nothing of this
+            norm = dispatch_modes.unseen(_nonfinite, grad) if set_aside else _nonfinite(grad)
+            if norm is not None:
+                suspects[k] = norm
         except Exception as error:
             failed("norm_local", error)
 
@@ -305,6 +303,13 @@ def _norm_of_small(grad: Tensor) -> float | Tensor | None:
         return alias(grad)
     square = float(np.vdot(values, values))
     return math.sqrt(square) if UNDERFLOW * values.size <= square < math.inf else alias(grad)
+
+
+def _nonfinite(grad: Tensor) -> float | None:
+    """The norm of no more than a row of float32 elements, None where it is finite."""
+    found = _norm_of_small(grad)
+    norm = _norm(found) if isinstance(found, Tensor) else None
+    return norm if isinstance(norm, float) and not math.isfinite(norm) else None
 
 
 def _norm(grad: Tensor) -> float | Tensor:
