@@ -32,7 +32,9 @@ def test_an_elastic_restart_is_watched_anew(tmp_path: Path) -> None:
     counts = [line.split(" steps watched")[0] for line in said if " steps watched" in line]
     # The first attempt's rank 0 may be ended by torchrun before it has printed its own: then the process above tells it
     # at the end, or that there was none.
-    assert sorted(counts) in (["gradwatch: 12 of 12", "gradwatch: 3 of 3"], ["gradwatch: 12 of 12"]), done.stderr
+    assert sorted(counts) in (["gradwatch: 12 of 12", "gradwatch: 3 of 3"], ["gradwatch: 12 of 12"]), (
+        done.stderr
+    )
     missing = sum("1 process that left no summary" in line for line in said)
     assert missing <= 2 - len(counts), done.stderr
     homes = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]

@@ -51,7 +51,7 @@ class Callers:
     MOST = 16
 
     def __init__(self) -> None:
-        self.depth = 0
+        self.depth = 1  # not 0: a frame among its own local names is freed by the garbage collector only
         # By id of the code and instruction in it.
         self.known: dict[tuple[int, int], tuple[CodeType, int]] = {}
 
@@ -69,7 +69,7 @@ class Callers:
                 if not _is_forward(outer):
                     break
         if frame is None or innermost is None:
-            self.depth = 0
+            self.depth = 1
             return None, None
         if len(self.known) >= self.MOST:
             self.known.clear()

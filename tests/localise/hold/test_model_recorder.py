@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -46,3 +48,21 @@ def test_a_call_is_whole(given: str) -> None:
     needed = {one.name for one in fields(Call) if one.default is MISSING}
     assert needed <= vars(call).keys()
     recorder.close()
+
+
+def test_what_it_held_is_freed_without_the_garbage_collector() -> None:
+    """A model that the script deletes gives its memory back at once, whichever call of it was the last."""
+    for calls in range(1, 5):
+        model = Flexible()
+        recorder = ModelRecorder(model, failed)
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(calls):
+                model(torch.randn(4, 3)).sum().backward()
+            recorder.close()
+            gone = weakref.ref(model.layer.weight)
+            del model, recorder
+            assert gone() is None, calls
+        finally:
+            gc.enable()
