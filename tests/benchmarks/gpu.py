@@ -20,15 +20,14 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.nn import functional
 
 import gradwatch
 from gradwatch.rules.files import parse_rules
 from tests.benchmarks import tables
 from tests.benchmarks.interleave import BOOTSTRAP, Interval
-from tests.benchmarks.workloads import WORKLOADS
-from tests.gpu.training import GPT
+from tests.benchmarks.workloads import GPT, WORKLOADS, Batch
 
 CLIP = "version: 1\nextends: [default]\nclip: {total: {method: norm, max_norm: 1e9}}"
 WATCHED = {
@@ -47,29 +46,29 @@ class Load:
 
     title: str
     model: Callable[[], nn.Module]
-    batch: Callable[[], tuple[Tensor, Tensor]]
+    batch: Callable[[], Batch]
     turn: int
     autocast: bool = False
     fused: bool = True
 
 
-def _vectors(rows: int, width: int, classes: int) -> Callable[[], tuple[Tensor, Tensor]]:
+def _vectors(rows: int, width: int, classes: int) -> Callable[[], Batch]:
     return lambda: (
         torch.randn(rows, width, device="cuda"),
         torch.randint(0, classes, (rows,), device="cuda"),
     )
 
 
-def _images(rows: int) -> Callable[[], tuple[Tensor, Tensor]]:
-    def batch() -> tuple[Tensor, Tensor]:
+def _images(rows: int) -> Callable[[], Batch]:
+    def batch() -> Batch:
         pictures = torch.randn(rows, 3, 32, 32, device="cuda").to(memory_format=torch.channels_last)
         return pictures, torch.randint(0, 10, (rows,), device="cuda")
 
     return batch
 
 
-def _text(rows: int, length: int) -> Callable[[], tuple[Tensor, Tensor]]:
-    def batch() -> tuple[Tensor, Tensor]:
+def _text(rows: int, length: int) -> Callable[[], Batch]:
+    def batch() -> Batch:
         tokens = torch.randint(0, 50_304, (rows, length + 1), device="cuda")
         return tokens[:, :-1].contiguous(), tokens[:, 1:].flatten()
 

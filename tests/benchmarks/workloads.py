@@ -183,7 +183,7 @@ class _TransformerBlock(nn.Module):
         return mixed
 
 
-class _GPT(nn.Module):
+class GPT(nn.Module):
     """A decoder of 12.3 million parameters with tied input and output embeddings (Radford et al. 2019)."""
 
     def __init__(
@@ -201,7 +201,7 @@ class _GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1]))
+        x = self.tokens(tokens) + self.positions(torch.arange(tokens.shape[1], device=tokens.device))
         logits: Tensor = self.head(self.norm(self.blocks(x)))
         return logits.flatten(0, 1)
 
@@ -266,7 +266,7 @@ WORKLOADS: dict[str, Workload] = {
     for workload in (
         Workload("mlp", "wide MLP", True, _wide_mlp, _momentum, _vectors(1024, 100), 64, 4),
         Workload("resnet", "ResNet", True, _resnet, _momentum, _images, 8, 1),
-        Workload("gpt", "GPT 12M", True, _GPT, _fused_adamw, _text, 2, 1),
+        Workload("gpt", "GPT 12M", True, GPT, _fused_adamw, _text, 2, 1),
         Workload("tiny", "2,000 tiny", False, _tiny, _sgd, _vectors(16, 4), 16, 16),
         Workload("embedding", "embedding", True, _BagOfWords, _sgd, _bags, 256, 32),
         Workload(

@@ -9,48 +9,19 @@ from pathlib import Path
 import pytest
 
 from gradwatch.journal import read_journal
+from tests.localise.test_in_the_loop import SCRIPT as ON_HOST
 from tests.support.launch_cases import GRADWATCH
 
-SCRIPT = """
-import torch
-from torch import nn
-
-torch.manual_seed(0)
-
-
-class Net(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b = nn.Linear(4, 16), nn.Linear(16, 1)
-
-    def forward(self, x):
-        h = torch.tanh(self.a(x))
-        if BAD is not None and x[0, 0] > 100:
-            h = h + torch.sqrt((h - h).square())  # here
-        return self.b(h)
-
-
-BAD = FAULT
-net = Net().cuda()
-optimizer = torch.optim.Adam(net.parameters(), 2e-2)
-for step in range(120):
-    x = torch.randn(32, 4, device="cuda")
-    y = x.sum(-1, keepdim=True)
-    if step == BAD:
-        x[0, 0] = 101.0
-    loss = nn.functional.mse_loss(net(x), y)
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-print(f"loss {loss.item():.6f}")
-"""
+SCRIPT = ON_HOST.replace("net = Net()", "net = Net().cuda()").replace(
+    "torch.randn(32, 4)", 'torch.randn(32, 4, device="cuda")'
+)
 
 
 @pytest.mark.parametrize("fault", [None, 40])
 def test_an_unmodified_script(fault: int | None, tmp_path: Path) -> None:
     """Healthy: the same output as bare. With a NaN at step 40: skipped, its cause found with the script's own line."""
     script = tmp_path / "train.py"
-    script.write_text(SCRIPT.replace("FAULT", str(fault)))
+    script.write_text(SCRIPT if fault else SCRIPT.replace("step == 40", "False"))
     runs = []
     for launcher in ([], [*GRADWATCH, "run", "--dir", str(tmp_path / "runs"), "--"]):
         command = [*launcher, sys.executable, str(script)]

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
+from tests.benchmarks.workloads import GPT, Batch
+
 OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
     "sgd": lambda params: torch.optim.SGD(params, 1e-2, momentum=0.9),
     "sgd-fused": lambda params: torch.optim.SGD(params, 1e-2, momentum=0.9, fused=True),
@@ -17,50 +19,6 @@ OPTIMIZERS: dict[str, Callable[[Iterable[nn.Parameter]], Optimizer]] = {
     "adamw-fused": lambda params: torch.optim.AdamW(params, 1e-3, fused=True),
     "adamw-capturable": lambda params: torch.optim.AdamW(params, 1e-3, capturable=True),
 }
-
-
-class Block(nn.Module):
-    """Causal self-attention and a feed-forward layer, each with its LayerNorm (pre-norm)."""
-
-    def __init__(self, width: int, heads: int, dropout: float) -> None:
-        super().__init__()
-        self.heads, self.dropout = heads, dropout
-        self.norm1, self.norm2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.qkv, self.proj = nn.Linear(width, 3 * width), nn.Linear(width, width)
-        self.fc, self.out = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        batch, length, width = x.shape
-        q, k, v = (
-            part.view(batch, length, self.heads, -1).transpose(1, 2)
-            for part in self.qkv(self.norm1(x)).split(width, 2)
-        )
-        attended = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-        x = x + self.proj(attended.transpose(1, 2).reshape(batch, length, width))
-        hidden: Tensor = functional.dropout(self.out(functional.gelu(self.fc(self.norm2(x)))), self.dropout)
-        return x + hidden
-
-
-class GPT(nn.Module):
-    """A decoder with tied input and output embeddings (Radford et al. 2019)."""
-
-    def __init__(
-        self, vocabulary: int, width: int, layers: int, heads: int, length: int, dropout: float = 0.0
-    ) -> None:
-        super().__init__()
-        self.tokens, self.positions = nn.Embedding(vocabulary, width), nn.Embedding(length, width)
-        self.blocks = nn.Sequential(*[Block(width, heads, dropout) for _ in range(layers)])
-        self.norm = nn.LayerNorm(width)
-        self.head = nn.Linear(width, vocabulary, bias=False)
-        self.head.weight = self.tokens.weight
-        for parameter in self.parameters():
-            if parameter.dim() > 1:
-                nn.init.normal_(parameter, std=0.02)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        where = torch.arange(tokens.shape[1], device=tokens.device)
-        logits: Tensor = self.head(self.norm(self.blocks(self.tokens(tokens) + self.positions(where))))
-        return logits.flatten(0, 1)
 
 
 class LSTM(nn.Module):
@@ -94,9 +52,6 @@ def mlp() -> nn.Module:
     return nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 10))
 
 
-Batch = tuple[Tensor, Tensor]
-
-
 def _of(*shape: int) -> Callable[[], Batch]:
     return lambda: (torch.randn(32, *shape, device="cuda"), torch.randint(0, 10, (32,), device="cuda"))
 
@@ -110,7 +65,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[], Batch]]] = {
     "mlp": (mlp, _of(16)),
     "cnn": (cnn, _of(3, 16, 16)),
     "lstm": (LSTM, _of(12, 16)),
-    "gpt": (lambda: GPT(64, 32, 2, 2, 32, 0.1), _text),
+    "gpt": (lambda: GPT(64, 32, 2, 2, 32), _text),
 }
 
 
