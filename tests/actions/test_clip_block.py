@@ -14,7 +14,6 @@ import torch
 from torch import Tensor, nn
 
 import gradwatch
-from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.engine import Engine, EngineState
 from gradwatch.engine.clip_policy_binding import bind_clipping
 from gradwatch.engine.strictest_clip import NO_CLIPPING
@@ -27,6 +26,7 @@ from gradwatch.testing import draw_norms
 from tests.engine.cases import OptimizerRules, make_sites, make_snapshot
 from tests.reading.test_device import WAITING, Operations
 from tests.support.kept import Kept
+from tests.support.on_device import gradients_on_device
 
 SKIP = "rules: {bad: {detect: {kind: nonfinite}, do: [skip_step]}}"
 STATEFUL = ("autoclip", "zclip", "adagc", "baseline")
@@ -491,12 +491,7 @@ DEVICE = {
 def test_a_device_clips_without_the_host(clip: str, fused: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on the host to 1e-6, also past a NaN; and no operation of the step copies a number to the host."""
     expected = trained(DEVICE[clip], fused)
-    monkeypatch.setattr(
-        OptimizerCapture,
-        "on_cpu",
-        property(lambda captured: False, lambda captured, value: None),
-        raising=False,
-    )
+    gradients_on_device(monkeypatch)
     found = trained(DEVICE[clip], fused, watched=True)
     for ours, theirs in zip(found, expected, strict=True):
         for one, other in zip(ours, theirs, strict=True):
@@ -524,12 +519,7 @@ def trained(clip: str, fused: bool, watched: bool = False) -> list[list[Tensor]]
 
 def test_a_device_divides_the_loss_scale_out_of_its_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fused optimizer under a GradScaler: bounds hold for the unscaled gradients, of a group and of elements."""
-    monkeypatch.setattr(
-        OptimizerCapture,
-        "on_cpu",
-        property(lambda captured: False, lambda captured, value: None),
-        raising=False,
-    )
+    gradients_on_device(monkeypatch)
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.01, fused=True)
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)

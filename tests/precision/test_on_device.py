@@ -15,7 +15,6 @@ from torch import Tensor, nn
 
 from gradwatch.capture import parameter_names as site_names
 from gradwatch.capture.columns import activation_reader, module_statistics
-from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.policies.norm import clip_coefficient
 from gradwatch.reading import device, pinned_buffers
 from gradwatch.reading.pinned_buffers import PinnedPool, Sending
@@ -24,6 +23,7 @@ from gradwatch.session.boundary import optimizer_step
 from gradwatch.session.deferred_steps import DEPTH
 from tests.precision.loops import ScaledLoop, X, events, exact_norms, net, norms_in, watched
 from tests.reading.test_device import WAITING, Operations
+from tests.support.on_device import gradients_on_device
 
 CLIP = "version: 1\nclip: {total: {method: norm, max_norm: 0.7}}\nrules: {}"
 
@@ -31,12 +31,7 @@ CLIP = "version: 1\nclip: {total: {method: norm, max_norm: 0.7}}\nrules: {}"
 @pytest.fixture
 def routed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tensor counts as one on a device."""
-    monkeypatch.setattr(
-        OptimizerCapture,
-        "on_cpu",
-        property(lambda captured: False, lambda captured, value: None),
-        raising=False,
-    )
+    gradients_on_device(monkeypatch)
     for module in (device, optimizer_step):
         monkeypatch.setattr(module, "on_host", lambda tensor: False)
 
@@ -505,12 +500,7 @@ def test_finite_gradients_whose_norm_overflows_are_not_skipped() -> None:
 
 def test_a_step_under_capture_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """While a CUDA graph is captured no operation of ours is enqueued; it is said once; then all goes on."""
-    monkeypatch.setattr(
-        OptimizerCapture,
-        "on_cpu",
-        property(lambda captured: False, lambda captured, value: None),
-        raising=False,
-    )
+    gradients_on_device(monkeypatch)
     names: list[list[str]] = []
     for watch in (False, True):
         model = net()

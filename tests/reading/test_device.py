@@ -12,22 +12,14 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradwatch
-from gradwatch.capture.columns import loss as losses
-from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.weight_health import Weights
 from gradwatch.reading import device
 from gradwatch.taps import dispatch_modes
+from tests.support.on_device import gradients_on_device, losses_on_device
 from tests.support.recorder import Recorder, norms_of, seen
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(3))
 WAITING = ("_local_scalar_dense", "item", "is_nonzero", "equal", "nonzero", "unique")
-
-
-class _Elsewhere(type):
-    """Type of a class that every tensor is an instance of, and none directly."""
-
-    def __instancecheck__(cls, one: object) -> bool:
-        return isinstance(one, torch.Tensor)
 
 
 class Operations(TorchDispatchMode):
@@ -45,9 +37,7 @@ class Operations(TorchDispatchMode):
     def __enter__(self) -> Operations:
         for length in ("dispatching", "functions"):
             self._patch.setattr(dispatch_modes, length, lambda: 0)
-        # These tests take the host for a device: no loss is a plain tensor whose number is at hand.
-        self._patch.setattr(losses, "on_host", lambda tensor: False)
-        self._patch.setattr(losses, "Tensor", _Elsewhere("Tensor", (), {}))
+        losses_on_device(self._patch)
         # At the attach and once a second, at whichever step that is, the weights are looked at. Here they are on the
         # host, where that is an operation that waits or none, as threads and sizes have it.
         for look in () if self._looks else ("check_if_due", "meet"):
@@ -112,12 +102,7 @@ def test_shipped_packs_wait_for_nothing(
     pack: str, fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The whole watch, samplers and sinks included: no step holds an operation that waits for the device."""
-    monkeypatch.setattr(
-        OptimizerCapture,
-        "on_cpu",
-        property(lambda captured: False, lambda captured, value: None),
-        raising=False,
-    )
+    gradients_on_device(monkeypatch)
     model = net()
     optimizer = torch.optim.SGD(model.parameters(), 0.1, fused=fused)  # AdamW reads its own step counts
     with gradwatch.watch(

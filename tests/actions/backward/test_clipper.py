@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import gradwatch
-from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.engine.actions.norms_after_actions import unclipped, with_clip_order
 from gradwatch.records.decision import Decision
 from gradwatch.rules.files import parse_rules
@@ -22,6 +21,7 @@ from tests.reading.test_device import WAITING, Operations
 from tests.support.backward_jobs import BASELINE, CONSTANT, METHODS, POLICY, Job, X, same
 from tests.support.examples import examples
 from tests.support.kept import Kept
+from tests.support.on_device import gradients_on_device
 
 # -- what is done --------------------------------------------------------------------------------------------
 
@@ -240,12 +240,7 @@ def test_no_operation_waits_for_the_device(method: str, monkeypatch: pytest.Monk
     for _ in range(6):
         host.step(5.0)
     host.close()
-    monkeypatch.setattr(
-        OptimizerCapture,
-        "on_cpu",
-        property(lambda captured: False, lambda captured, value: None),
-        raising=False,
-    )
+    gradients_on_device(monkeypatch)
     job = Job(POLICY % (method, "backward", ""))
     for step in range(6):
         job.optimizer.zero_grad()
@@ -268,12 +263,7 @@ def test_no_operation_waits_for_the_device(method: str, monkeypatch: pytest.Monk
 
 def test_a_rule_on_a_device_clips_without_waiting_and_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     """The gradient is clipped in its own backward on the device; the alert of that step follows a step later."""
-    monkeypatch.setattr(
-        OptimizerCapture,
-        "on_cpu",
-        property(lambda captured: False, lambda captured, value: None),
-        raising=False,
-    )
+    gradients_on_device(monkeypatch)
     job = Job(CONSTANT % "")
     for step in range(6):
         job.optimizer.zero_grad()

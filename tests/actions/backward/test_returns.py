@@ -10,11 +10,11 @@ from hypothesis import given, settings
 from torch import Tensor
 
 import gradwatch
-from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.rules.files import parse_rules
 from tests.promises.test_hook_returns import SLOW, Injected, Spec, gradient, specs
 from tests.support.examples import examples
 from tests.support.kept import Kept
+from tests.support.on_device import gradients_on_device
 
 RULES = """
 version: 1
@@ -76,12 +76,7 @@ def test_a_gradient_stays_what_it_is(method: str, on_device: bool, made: list[Sp
     """A sample of dtypes, forms and contents, on the host and on the path of a device; no fault, no abort."""
     with pytest.MonkeyPatch.context() as patch:
         if on_device:
-            patch.setattr(
-                OptimizerCapture,
-                "on_cpu",
-                property(lambda captured: False, lambda captured, value: None),
-                raising=False,
-            )
+            gradients_on_device(patch)
         _, faults = acted(made, method)
         assert faults == 0
 
