@@ -12,7 +12,7 @@ from torch import Tensor
 from gradwatch.capture.hook_pruning import PrunedCount
 from gradwatch.reading.batched import Detail
 from gradwatch.reading.cpu import CpuNorms
-from gradwatch.reading.device import Element, Number, is_ready
+from gradwatch.reading.device import CopiedNumber, Number, is_ready
 from gradwatch.reading.gradient_writes import Reading
 from gradwatch.records.snapshot import Sites
 
@@ -51,7 +51,7 @@ class WindowNorms:
     loss_scale: Number | None = None
     skipped: Number | None = None
     empty: bool = False
-    loss: float | Tensor | Element | None = None
+    loss: float | Tensor | CopiedNumber | None = None
     applied_known: bool = True
 
     @property

@@ -84,9 +84,9 @@ def _printed_note(pid: int) -> Path:
 def _spoken_for(part: Part) -> bool:
     if part.told_by == os.getpid():
         return True
-    speaks_for_itself = not (part.told_by or part.account.rank or part.pid == os.getpid())
+    prints_its_own = not (part.told_by or part.account.rank or part.pid == os.getpid())
     has_printed = part.ended and _printed_note(part.pid).exists()
-    return speaks_for_itself and not has_printed and not _runs(part)
+    return prints_its_own and not has_printed and not _runs(part)
 
 
 def _runs(part: Part) -> bool:

@@ -76,15 +76,15 @@ class AsyncCopy:
         return out
 
 
-class Element(AsyncCopy):
+class CopiedNumber(AsyncCopy):
     """One number of a copy that is under way, divided on the host by `scale`."""
 
     def __init__(self, whole: AsyncCopy, index: int, scale: Number = 1.0) -> None:
         self._whole, self._index, self._scale = whole, index, scale
 
-    def divided(self, scale: Number) -> Element:
+    def divided(self, scale: Number) -> CopiedNumber:
         """The same number, divided by `scale`."""
-        return Element(self._whole, self._index, scale)
+        return CopiedNumber(self._whole, self._index, scale)
 
     def ready(self) -> bool:
         """True if `values()` would return at once."""
@@ -134,7 +134,7 @@ def is_ready(value: Number) -> bool:
 class DeviceNorms:
     """Norms of K gradients on their way to the host; `norms()` waits for them if they have not arrived.
 
-    `beside` is the number that was sent together with them, behind the last norm.
+    `loss` is the number that was sent together with them, behind the last norm.
     """
 
     looked = True  # they are exact as they are
@@ -144,12 +144,12 @@ class DeviceNorms:
         norms: Sequence[Tensor],
         pending: AsyncCopy,
         scales: tuple[Number, ...] = (),
-        beside: Element | None = None,
+        loss: CopiedNumber | None = None,
     ) -> None:
         self._norms = norms
         self._copy = pending
         self._scales = scales
-        self.beside = beside
+        self.loss = loss
         self._found: NDArray[np.float64] | None = None
 
     def ready(self) -> bool:
@@ -163,7 +163,7 @@ class DeviceNorms:
 
     def divided(self, scale: Number) -> DeviceNorms:
         """The same reading without a factor that was in the gradients when they were read."""
-        return DeviceNorms(self._norms, self._copy, (*self._scales, scale), self.beside)
+        return DeviceNorms(self._norms, self._copy, (*self._scales, scale), self.loss)
 
     def device_total(self) -> Tensor | None:
         """0-dim total norm on the device, scale included, for a verdict that never leaves it; None without any."""
@@ -194,14 +194,14 @@ class DeviceNorms:
     def each(self) -> dict[int, Tensor]:
         """0-dim norms on their devices by position, scale included; of the gradients that were there."""
         each = [norm for norms in self._norms for norm in norms.unbind()]
-        positions = self._copy.positions[: len(each)]  # without what is sent beside them
+        positions = self._copy.positions[: len(each)]  # without the loss, which is sent with them
         return dict(zip(map(int, positions), each, strict=True))
 
     def norms(self) -> NDArray[np.float64]:
         """float64[K] norms without the loss scale, 0 where there was no gradient; the same array every time."""
         if self._found is None:
             found = self._copy.values().astype(np.float64)
-            found = found if self.beside is None else found[:-1]
+            found = found if self.loss is None else found[:-1]
             with np.errstate(divide="ignore", invalid="ignore"):  # a collapsed scale may reach 0
                 for scale in self._scales:
                     found /= host_value(scale)
@@ -210,11 +210,11 @@ class DeviceNorms:
 
 
 def read(
-    grads: Sequence[Tensor | None], scale: Number = 1.0, beside: float | Tensor | None = None
+    grads: Sequence[Tensor | None], scale: Number = 1.0, loss: float | Tensor | None = None
 ) -> DeviceNorms:
     """Start reading the norms of K gradients on accelerators, `scale` the loss scale in them; returns at once.
 
-    `beside`, a 0-dim tensor that `widest` gives its type, is sent together with them where all are on one device.
+    `loss`, a 0-dim tensor that `widest` gives its type, is sent together with them where all are on one device.
     """
     by_device: dict[torch.device, list[tuple[int, Tensor]]] = {}
     for k, grad in enumerate(grads):
@@ -224,10 +224,10 @@ def read(
     scales = () if isinstance(scale, float) and scale == 1.0 else (scale,)
     positions = [k for group in by_device.values() for k, _ in group]
     each = [_norms([tensor for _, tensor in group]) for group in by_device.values()]
-    if isinstance(beside, Tensor) and [beside.device] == list(by_device) and beside.dtype is each[0][0].dtype:
-        whole = torch.stack([*each[0], beside])
+    if isinstance(loss, Tensor) and [loss.device] == list(by_device) and loss.dtype is each[0][0].dtype:
+        whole = torch.stack([*each[0], loss])
         pending = AsyncCopy([whole], np.array([*positions, len(grads)], np.intp), len(grads) + 1)
-        return DeviceNorms([whole[:-1]], pending, scales, Element(pending, len(grads)))
+        return DeviceNorms([whole[:-1]], pending, scales, CopiedNumber(pending, len(grads)))
     norms = list(map(torch.stack, each))
     return DeviceNorms(norms, AsyncCopy(norms, np.array(positions, np.intp), len(grads)), scales)
 

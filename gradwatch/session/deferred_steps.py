@@ -35,7 +35,7 @@ Step = TypeVar("Step", bound=Measured)
 class Deferral(Generic[Step]):
     """The steps of one optimizer that wait to be judged; `judge(waiting)` takes one or more off the left to do so.
 
-    `arrived(step)` is called when the numbers of a step are here, and waits for them where they are not: whether
+    `is_usual(step)` is asked when the numbers of a step are here, and waits for them where they are not: True if
     nothing about it is urgent. Both are set before the first step is submitted.
 
     When each of them is judged depends on the device and on the clock, and so differs between ranks. A step whose
@@ -43,14 +43,14 @@ class Deferral(Generic[Step]):
     begun may, and `awaits_ranks` until it is judged.
     """
 
-    __slots__ = ("_coming", "_since", "_waiting", "arrived", "awaits_ranks", "judge")
+    __slots__ = ("_coming", "_since", "_waiting", "awaits_ranks", "is_usual", "judge")
 
     def __init__(self) -> None:
         # Most optimizers of a loop that makes many never need these.
         self._waiting: deque[Step] | None = None
         self._coming: deque[Step] | None = None  # under way from a device, and later than any that waits
         self.judge: Callable[[deque[Step]], object] | None = None
-        self.arrived: Callable[[Step], bool] | None = None
+        self.is_usual: Callable[[Step], bool] | None = None
         self._since = 0.0
         self.awaits_ranks = False
 
@@ -77,14 +77,14 @@ class Deferral(Generic[Step]):
         Waits for a device only where `depth` steps or more are under way.
         """
         coming = self._coming
-        while coming and self.arrived and (len(coming) >= depth or coming[0].ready()):
+        while coming and self.is_usual and (len(coming) >= depth or coming[0].ready()):
             enough = self.submit(step := coming.popleft())
             if not self._usual(step, failed) or enough:
                 self._judge_waiting(failed)
 
     def flush(self, failed: Callable[[Exception], None]) -> None:
         """Judge everything, waiting for it; a failure in one step does not cost the others."""
-        while self._coming and self.arrived:
+        while self._coming and self.is_usual:
             self.submit(step := self._coming.popleft())
             self._usual(step, failed)
         self._judge_waiting(failed)
@@ -92,7 +92,7 @@ class Deferral(Generic[Step]):
     def _usual(self, step: Step, failed: Callable[[Exception], None]) -> bool:
         """True if nothing about a step is urgent; what fails is asked again when it is judged by itself."""
         try:
-            return self.arrived is not None and self.arrived(step)
+            return self.is_usual is not None and self.is_usual(step)
         except Exception as error:
             failed(error)
             return False

@@ -166,7 +166,7 @@ class StepPipeline:
         """
         deferral = ctx.deferral
         if deferral.judge is None:
-            deferral.judge, deferral.arrived = partial(self._conclude_waiting, ctx), _arrived
+            deferral.judge, deferral.is_usual = partial(self._conclude_waiting, ctx), _is_usual
         if measurement.captured.on_cpu:
             measurement.usual = True
             if measurement.bound_rules.column_reader.awaiting:
@@ -448,8 +448,8 @@ class StepPipeline:
         return False
 
 
-def _arrived(measurement: Measurement) -> bool:
-    """The numbers of a step on a device are here, or are waited for; whether it is as usual."""
+def _is_usual(measurement: Measurement) -> bool:
+    """True if a step on a device is as usual, which its measurement keeps; waits for numbers that are not here."""
     measurement.usual = measurement.as_usual()
     if measurement.usual and measurement.bound_rules.column_reader.awaiting:
         _note_usual_move(measurement)

@@ -163,13 +163,13 @@ def test_found_inf_of_a_grad_scaler_is_kept() -> None:
 
 
 @pytest.mark.parametrize("bad", [None, float("nan"), float("inf")])
-@pytest.mark.parametrize("beside", [None, torch.tensor(5.0, dtype=torch.float64), torch.tensor(5.0)])
+@pytest.mark.parametrize("loss", [None, torch.tensor(5.0, dtype=torch.float64), torch.tensor(5.0)])
 def test_a_number_that_is_sent_together_with_norms_is_none_of_them(
-    bad: float | None, beside: torch.Tensor | None
+    bad: float | None, loss: torch.Tensor | None
 ) -> None:
     """Norms by position, total and verdict are those of the gradients; the number has a scale of its own."""
     grads = [torch.full((4,), 3.0), None, torch.full((9,), 1.0 if bad is None else bad)]
-    reading = device.read(grads, 2.0, beside)
+    reading = device.read(grads, 2.0, loss)
     last = 1.5 if bad is None else bad
     assert reading.norms().tolist() == pytest.approx([3.0, 0.0, last], nan_ok=True)
     assert {k: float(norm) for k, norm in reading.each().items()} == pytest.approx(
@@ -180,10 +180,10 @@ def test_a_number_that_is_sent_together_with_norms_is_none_of_them(
     assert flag is not None
     assert float(total) == pytest.approx(math.hypot(6.0, 2 * last) if bad is None else bad, nan_ok=True)
     assert (flag.dtype, float(flag)) == (torch.float32, float(bad is not None))
-    if beside is None or beside.dtype is torch.float32:  # another type would be rounded, or round the norms
-        assert reading.beside is None
+    if loss is None or loss.dtype is torch.float32:  # another type would be rounded, or round the norms
+        assert reading.loss is None
     else:
-        assert reading.beside is not None
-        assert device.host_value(reading.beside) == 5.0
-        assert device.host_value(reading.divided(2.0).beside.divided(4.0)) == 1.25  # type: ignore[union-attr]
+        assert reading.loss is not None
+        assert device.host_value(reading.loss) == 5.0
+        assert device.host_value(reading.divided(2.0).loss.divided(4.0)) == 1.25  # type: ignore[union-attr]
         assert reading.divided(2.0).norms().tolist() == pytest.approx([1.5, 0.0, last / 2], nan_ok=True)

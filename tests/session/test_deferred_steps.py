@@ -559,12 +559,12 @@ def test_a_step_whose_numbers_cannot_be_had_costs_no_other() -> None:
     waiting = Deferral[Step]()
     waiting.judge = lambda steps: judged.append(steps.popleft().number)
 
-    def arrived(step: Step) -> bool:
+    def is_usual(step: Step) -> bool:
         if step.number == 1:
             raise RuntimeError("device lost")
         return True
 
-    waiting.arrived = arrived
+    waiting.is_usual = is_usual
     for number in range(3):
         waiting.submit_coming(Step(number))
         waiting.take_arrived(failed.append, depth=1)

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from gradwatch.reading.device import (
     AsyncCopy,
-    Element,
+    CopiedNumber,
     Number,
     capturing,
     host_value,
@@ -144,9 +144,9 @@ class WindowLoss:
         return total
 
 
-def without_scale(loss: Value | Element, scale: Number | None) -> Number:
+def without_scale(loss: Value | CopiedNumber, scale: Number | None) -> Number:
     """The loss as a number that may still be on its way, the factor `scale` of a GradScaler taken out."""
-    if isinstance(loss, Element):
+    if isinstance(loss, CopiedNumber):
         return loss if scale is None else loss.divided(scale)
     if isinstance(loss, Tensor):
         return one_number(loss, 1.0 if scale is None else scale)
