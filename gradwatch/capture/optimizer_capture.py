@@ -25,7 +25,7 @@ from gradwatch.capture.manual_gradients import ManualGradients
 from gradwatch.capture.norm_after_user_clip import KnownScaling
 from gradwatch.capture.window_norms import WindowNorms, is_finite, root_of_squares
 from gradwatch.reading.cpu import CpuNorms
-from gradwatch.reading.device import DeviceNorms, CopiedNumber, Number
+from gradwatch.reading.device import CopiedNumber, DeviceNorms, Number
 from gradwatch.reading.foreach import multiply
 from gradwatch.reading.gradient_writes import Reading, State, replaced, versions_of
 from gradwatch.reading.layouts import parts, unsummed
