@@ -9,11 +9,13 @@ from torch import Tensor, nn
 
 from gradwatch.localise.diagnosis.interpreted_lines import InterpretedLines
 from gradwatch.localise.hold.module_attributes import Refused
-from gradwatch.localise.loss.interpreter import Interpreter, Scope
+from gradwatch.localise.loss.interpreter.effort import Effort
+from gradwatch.localise.loss.interpreter.interpreter import Interpreter
+from gradwatch.localise.loss.interpreter.scope import Scope
+from gradwatch.localise.loss.interpreter.source_tree import tree_of
 from gradwatch.localise.loss.loop_scope import LoopScope
 from gradwatch.localise.loss.loss_statements import definition_of
 from gradwatch.localise.loss.same_values import same_values
-from gradwatch.localise.loss.source_tree import tree_of
 from gradwatch.localise.replay.forward_operations import Origin, key_of
 from gradwatch.localise.replay.operation_recorder import Recorder
 from gradwatch.localise.replay.state_restored import state_restored
@@ -22,7 +24,7 @@ DEEPEST = 4  # names made of names
 
 
 def constant_origin(
-    scope: LoopScope, name: str, failed: Callable[[BaseException], None]
+    scope: LoopScope, name: str, failed: Callable[[BaseException], None], effort: Effort
 ) -> tuple[Origin | None, str]:
     """The operation that made the value of a name, and that name; None where the script did not compute it.
 
@@ -30,7 +32,7 @@ def constant_origin(
     """
     for _ in range(DEEPEST):
         try:
-            origin = _again(scope, name, failed)
+            origin = _again(scope, name, failed, effort)
         except Exception:  # whatever the statement raises: then it is not known how the value was made
             return None, name
         if origin is None or not origin.external:
@@ -46,13 +48,16 @@ def _is(value: object, key: int) -> bool:
     return isinstance(value, Tensor) and key_of(value) == key
 
 
-def _again(scope: LoopScope, name: str, failed: Callable[[BaseException], None]) -> Origin | None:
+def _again(
+    scope: LoopScope, name: str, failed: Callable[[BaseException], None], effort: Effort
+) -> Origin | None:
     statements = definition_of(tree_of(scope.code), name, scope.line)
     if not statements:
         return None
     lines = InterpretedLines()
     recorder = Recorder([], failed, lines)
-    interpreter = Interpreter(lines, lambda *_: NotImplemented)
+    effort.begin_try()
+    interpreter = Interpreter(lines, lambda *_: NotImplemented, effort)
     inside = Scope(scope.code.co_filename, scope.code.co_name, dict(scope.values), scope.around)
     with state_restored(nn.Module(), 0), torch.enable_grad(), recorder.forward():
         interpreter.run(list(statements), inside)

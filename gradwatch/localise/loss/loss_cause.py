@@ -10,8 +10,10 @@ from gradwatch.localise.diagnosis.diagnose import from_culprit, from_origin, war
 from gradwatch.localise.diagnosis.tensor_values import state, tensors
 from gradwatch.localise.hold.module_attributes import Refused
 from gradwatch.localise.loss.constants import constant_origin
+from gradwatch.localise.loss.interpreter.effort import Effort, TooMuchError
 from gradwatch.localise.loss.loop_scope import LoopAtBackward, LoopScope
-from gradwatch.localise.loss.loss_rerun import Held, run_loss_again
+from gradwatch.localise.loss.loss_rerun import run_loss_again
+from gradwatch.localise.loss.model_calls import Held
 from gradwatch.localise.replay.step_replay import Trace
 from gradwatch.records.finding import Finding
 
@@ -30,14 +32,17 @@ def cause_in_loop(
 
     `loops` are those at the backwards of this step whose loss was not finite, and the one that takes the step.
     """
-    why = ""
+    why, effort = "", Effort()
     for calls, functions in _tried(held, loops):
         try:
-            trace, scope, first = run_loss_again(functions, models, calls, failed, max_bytes)
+            trace, scope, first = run_loss_again(functions, models, calls, failed, max_bytes, effort)
+        except TooMuchError as refusal:  # so would the others
+            why = str(refusal)
+            break
         except Refused as refusal:
             why = why or str(refusal)
             continue
-        found = _cause(trace, scope, failed)
+        found = _cause(trace, scope, failed, effort)
         if found is not None:
             number = next(k for k, (_, call) in enumerate(held) if call is first)
             return warned(found.amended(call=number), [trace])
@@ -73,7 +78,9 @@ def _tried(held: Held, loops: Sequence[LoopAtBackward]) -> Iterator[tuple[Held, 
             yield made, loop.scopes
 
 
-def _cause(trace: Trace, scope: LoopScope, failed: Callable[[BaseException], None]) -> Finding | None:
+def _cause(
+    trace: Trace, scope: LoopScope, failed: Callable[[BaseException], None], effort: Effort
+) -> Finding | None:
     """The forward comes before the backward: a loss that is not finite has its cause there."""
     origin, note = trace.origin, ""
     if origin is None and trace.culprits:
@@ -88,7 +95,7 @@ def _cause(trace: Trace, scope: LoopScope, failed: Callable[[BaseException], Non
     read = origin if origin.external else origin.given
     kind, name = trace.sources.get(read.source, ("", "")) if read is not None and read.external else ("", "")
     if kind == "tensor":
-        defined, name = constant_origin(scope, name, failed)
+        defined, name = constant_origin(scope, name, failed, effort)
         if defined is not None and not defined.intended:
             return from_origin(defined, trace, "replay", 0).amended(note=f"`{name}` was computed there")
     found = from_origin(origin, trace, "replay", 0)

@@ -9,24 +9,23 @@ from __future__ import annotations
 import ast
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from gradwatch.localise.diagnosis.interpreted_lines import InterpretedLines
-from gradwatch.localise.diagnosis.tensor_values import tensors
 from gradwatch.localise.hold.inner_model import inner, shared
 from gradwatch.localise.hold.module_attributes import Refused, written_in_place
 from gradwatch.localise.hold.recorded_call import Call
-from gradwatch.localise.loss import purity
-from gradwatch.localise.loss.interpreter import Arguments, Interpreter, Scope, TooLongError
+from gradwatch.localise.loss.interpreter.effort import Effort, TooMuchError
+from gradwatch.localise.loss.interpreter.interpreter import Interpreter
+from gradwatch.localise.loss.interpreter.own_graph import check_graph
+from gradwatch.localise.loss.interpreter.scope import Scope
+from gradwatch.localise.loss.interpreter.source_tree import tree_of
 from gradwatch.localise.loss.loop_scope import LoopScope
 from gradwatch.localise.loss.loss_statements import LossStatements, backward_of, loss_statements, root_of
-from gradwatch.localise.loss.own_graph import check_graph
-from gradwatch.localise.loss.same_values import same_values
-from gradwatch.localise.loss.source_tree import tree_of
+from gradwatch.localise.loss.model_calls import Held, ModelCalls
 from gradwatch.localise.replay.fsdp2_all_gather import is_spread
 from gradwatch.localise.replay.operation_recorder import Recorder
 from gradwatch.localise.replay.state_restored import aliases, state_restored
@@ -36,16 +35,13 @@ from gradwatch.localise.replay.step_replay import (
     blame_nodes,
     blame_outputs,
     eager,
-    refuse,
     sources,
     unchecked,
     within,
 )
-from gradwatch.taps import module_calls
 from gradwatch.taps.graph import around_backward
 from gradwatch.taps.process_totals import uncounted
 
-Held = Sequence[tuple[nn.Module, Call]]
 NO_LOSS = "no `backward()` of the loop is known"
 
 
@@ -62,84 +58,13 @@ class _Everything(nn.Module):
         self.run()
 
 
-@dataclass(slots=True, eq=False)
-class Again:
-    """One run of loss code: the calls of models it has made, and the gradients that reached them."""
-
-    models: Sequence[nn.Module]
-    held: Held
-    made: list[Call] = field(default_factory=list)
-    gradients: dict[tuple[int, int], Tensor] = field(default_factory=dict)
-    line: Callable[[], tuple[str, int]] = lambda: ("", 0)
-
-    def call(self, module: nn.Module, arguments: Callable[[], Arguments]) -> Any:
-        """Make the call of a module as it was recorded, else as it is if it is torch's or a part of the models."""
-        base = inner(module)
-        call = self._recorded(base)
-        if call is None:
-            own = within(base, self.models)
-            if own or type(base).__module__.startswith("torch.nn.modules"):
-                purity.check_module(base, stands_in=own)
-                args, kwargs = arguments()
-                return module(*args, **kwargs)
-            return NotImplemented
-        refuse(base, call)
-        self.made.append(call)
-        # What was computed of other tensors is held without the graph behind it.
-        graded = any(one.requires_grad for one in tensors((call.args, call.kwargs)))
-        args, kwargs = arguments() if graded else (call.args, call.kwargs)
-        call.generators.restore()
-        with call.recorded_modes():
-            return self._outputs(base, call, args, kwargs)
-
-    def _recorded(self, base: nn.Module) -> Call | None:
-        """The recorded call that comes next of this module; of several the one from the line under way."""
-        calls = [call for model, call in self.held if inner(model) is base and call not in self.made]
-        file, line = self.line()
-        here = [one for one in calls if one.caller is not None and one.caller[0].co_filename == file]
-        near = [one for one in here if one.caller is not None and one.caller[1] == line]
-        return next(iter(near or here or calls), None)
-
-    def _outputs(self, base: nn.Module, call: Call, args: Any, kwargs: Any) -> Any:
-        def after(module: nn.Module, args: Any, output: Any) -> None:
-            for position, tensor in enumerate(tensors(output)):
-                if tensor.requires_grad and tensor.grad_fn is not None:
-                    tensor.register_hook(self._reached(call, position))
-
-        ignore = module_calls.listen(base, after=after)
-        try:
-            return base(*args, **kwargs)
-        finally:
-            ignore()
-
-    def _reached(self, call: Call, position: int) -> Callable[[Tensor], None]:
-        def reached(grad: Tensor) -> None:
-            key, kept = (call.order, position), grad.detach()
-            self.gradients[key] = self.gradients[key] + kept if key in self.gradients else kept
-
-        return reached
-
-    def verify(self) -> None:
-        """Raise `Refused` where the gradients at the outputs are not those of the step."""
-        if not self.made:
-            raise Refused("the loss code calls no model whose call was recorded")
-        compared = 0
-        for call in self.made:
-            for position, grad in call.gradients.items():
-                again = self.gradients.get((call.order, position))
-                if again is None or not same_values(again, grad):
-                    raise Refused("run again, the loss code brings other gradients to the model's outputs")
-                compared += 1
-        if not compared:
-            raise Refused("no gradient at the model's outputs was kept to compare with")
-
-
 def run_loss_again(
     loop: Sequence[LoopScope],
     models: Sequence[nn.Module],
     held: Held,
     failed: Callable[[BaseException], None],
     max_bytes: int,
+    effort: Effort,
 ) -> tuple[Trace, LoopScope, Call]:
     """Run the loss code of a step again, from the functions that were under way. Raises `Refused` where it cannot.
 
@@ -151,15 +76,16 @@ def run_loss_again(
             root, found = _statements(scope, held, root)
             for statements in found:
                 try:
-                    trace, first = _again(scope, statements, models, held, failed, max_bytes)
+                    effort.begin_try()
+                    trace, first = _Run(scope, statements, models, held, failed, effort).run(max_bytes)
                     return trace, scope, first
-                except TooLongError:  # so would the others
+                except TooMuchError:  # so would the others
                     raise
                 except Refused as refusal:
                     why = str(refusal)
                 except Exception as error:  # what the loop's code raises when it is run again
                     why = f"it raised {type(error).__name__}: {error}"
-        except TooLongError:
+        except TooMuchError:
             raise
         except Refused as refusal:
             why = str(refusal)
@@ -186,61 +112,58 @@ def _statements(scope: LoopScope, held: Held, known: Any) -> tuple[Any, Iterator
     return value if isinstance(value, Tensor) else None, found
 
 
-def _again(
-    scope: LoopScope,
-    statements: LossStatements,
-    models: Sequence[nn.Module],
-    held: Held,
-    failed: Callable[[BaseException], None],
-    max_bytes: int,
-) -> tuple[Trace, Call]:
-    whole = _outermost([*models, *(inner(model) for model, _ in held)])
-    if any(is_spread(model) or shared(model) for model in whole):
-        raise Refused("the models communicate with other ranks")
-    first: dict[int, Call] = {}
-    for model, call in held:
-        first.setdefault(id(inner(model)), call)
-    given: dict[str, Tensor] = {}
-    for number, model in enumerate(whole):
-        buffers = first[id(model)].buffers if id(model) in first else {}
-        found = aliases(model, buffers)
-        given |= {f"models.{number}.{name}": tensor for name, tensor in found.items()}
-    lines = InterpretedLines()
-    recorder = Recorder(whole, failed, lines)
-    recorder.expect(tensor for model in whole for tensor in written_in_place(model)[0])
-    recorder.expect(given.values())
-    named = {key.split(".", 2)[2]: tensor for key, tensor in given.items()}
-    trace = Trace(sources={**_values(scope), **_inputs(scope, models, held), **sources(named)})
-    again = Again(models, held, line=lambda: (lines.now[0].file, lines.now[0].line) if lines.now else ("", 0))
-    interpreter = Interpreter(lines, again.call)
-    values = _without_graphs(scope.values)
-    around = {**scope.around, **values} if scope.code.co_name == "<module>" else scope.around
-    gone = scope.values.keys() - values.keys()
-    around = {name: value for name, value in around.items() if name not in gone} if gone else around
-    inside = Scope(scope.code.co_filename, scope.code.co_name, values, around)
+class _Run:
+    """One run of some statements, forward and backward, of all models with what stands in for their parameters."""
 
-    def nested(roots: Sequence[Tensor]) -> Callable[[], None]:
-        return blame_backward(trace, recorder, roots)
+    def __init__(
+        self,
+        scope: LoopScope,
+        statements: LossStatements,
+        models: Sequence[nn.Module],
+        held: Held,
+        failed: Callable[[BaseException], None],
+        effort: Effort,
+    ) -> None:
+        lines = InterpretedLines()
+        self._statements = statements
+        self._whole = _outermost([*models, *(inner(model) for model, _ in held)])
+        if any(is_spread(model) or shared(model) for model in self._whole):
+            raise Refused("the models communicate with other ranks")
+        self._stand_ins = _stand_ins(self._whole, held)
+        self._trace = Trace(sources=_sources(scope, models, held, self._stand_ins))
+        self._recorder = Recorder(self._whole, failed, lines)
+        self._recorder.expect(tensor for model in self._whole for tensor in written_in_place(model)[0])
+        self._recorder.expect(self._stand_ins.values())
+        self._calls = ModelCalls(models, held, lines)
+        self._interpreter = Interpreter(lines, self._calls.call, effort)
+        self._scope = _without_graphs(scope)
 
-    def run() -> None:
-        with torch.enable_grad(), recorder.forward(), around_backward.watched(nested):
-            root = _evaluated(interpreter, statements, inside)
+    def run(self, max_bytes: int) -> tuple[Trace, Call]:
+        """The trace, and the first call of a model."""
+        everything = _Everything(self._whole, self._forward_and_backward)
+        with state_restored(everything, max_bytes), eager(), unchecked():
+            torch.func.functional_call(everything, self._stand_ins, ())
+        self._calls.verify()
+        self._trace.stray = self._recorder.stray
+        return self._trace, self._calls.made[0]
+
+    def _forward_and_backward(self) -> None:
+        with torch.enable_grad(), self._recorder.forward(), around_backward.watched(self._nested):
+            root = _evaluated(self._interpreter, self._statements, self._scope)
         if not isinstance(root, Tensor) or not root.requires_grad or root.numel() != 1:
             raise Refused("what `backward()` was called on is no loss")
         with torch.no_grad():
-            blame_outputs(trace, [root], recorder)
-        check_graph([root], interpreter.begun)
-        with recorder.backward([root]) as leaves:
-            _refuse_hooked(leaves, given.values())
+            blame_outputs(self._trace, [root], self._recorder)
+        check_graph([root], self._interpreter.begun)
+        with self._recorder.backward([root]) as leaves:
+            _refuse_hooked(leaves, self._stand_ins.values())
             with uncounted():
                 torch.autograd.grad([root], leaves, allow_unused=True)
-        blame_nodes(trace, recorder)
+        blame_nodes(self._trace, self._recorder)
 
-    with state_restored(_Everything(whole, run), max_bytes), eager(), unchecked():
-        torch.func.functional_call(_Everything(whole, run), given, ())
-    again.verify()
-    trace.stray = recorder.stray
-    return trace, again.made[0]
+    def _nested(self, roots: Sequence[Tensor]) -> Callable[[], None]:
+        """A backward within the loss code, as of a gradient penalty."""
+        return blame_backward(self._trace, self._recorder, roots)
 
 
 def _evaluated(interpreter: Interpreter, statements: LossStatements, scope: Scope) -> Any:
@@ -269,29 +192,46 @@ def _outermost(models: Sequence[nn.Module]) -> list[nn.Module]:
     ]
 
 
-def _without_graphs(values: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of names, but for tensors of the graph that the step's own backward runs through."""
-    return {
-        name: value
-        for name, value in values.items()
-        if not (isinstance(value, Tensor) and value.grad_fn is not None)
+def _stand_ins(whole: Sequence[nn.Module], held: Held) -> dict[str, Tensor]:
+    """Parameters and buffers of all models, the buffers as they were at the first call of each."""
+    first: dict[int, Call] = {}
+    for model, call in held:
+        first.setdefault(id(inner(model)), call)
+    given: dict[str, Tensor] = {}
+    for number, model in enumerate(whole):
+        buffers = first[id(model)].buffers if id(model) in first else {}
+        given |= {f"models.{number}.{name}": one for name, one in aliases(model, buffers).items()}
+    return given
+
+
+def _without_graphs(scope: LoopScope) -> Scope:
+    """The names of the loop, but for tensors of the graph that the step's own backward runs through."""
+    gone = {
+        name
+        for name, value in scope.values.items()
+        if isinstance(value, Tensor) and value.grad_fn is not None
     }
+    values = {name: value for name, value in scope.values.items() if name not in gone}
+    around = (
+        {name: value for name, value in scope.around.items() if name not in gone} if gone else scope.around
+    )
+    if scope.code.co_name == "<module>":  # as they were at the backward
+        around = {**around, **values}
+    return Scope(scope.code.co_filename, scope.code.co_name, values, around)
 
 
-def _values(scope: LoopScope) -> dict[int, tuple[str, str]]:
+def _sources(
+    scope: LoopScope, models: Sequence[nn.Module], held: Held, stand_ins: Mapping[str, Tensor]
+) -> dict[int, tuple[str, str]]:
+    """Names of tensors that the loss code has not made, by the key of their memory."""
     named = {name: value for name, value in scope.values.items() if isinstance(value, Tensor)}
-    return {key: ("tensor", name) for key, (_, name) in sources(named).items()}
-
-
-def _inputs(scope: LoopScope, models: Sequence[nn.Module], held: Held) -> dict[int, tuple[str, str]]:
-    """Arguments of the models' calls, by the key of their memory."""
-    names = _values(scope)
-    found: dict[int, tuple[str, str]] = {}
+    names = {key: name for key, (_, name) in sources(named).items()}
+    found = {key: ("tensor", name) for key, name in names.items()}
     for model, call in held:
         if within(inner(model), models):
-            for key, (kind, name) in sources({}, call.args, call.kwargs).items():
-                found[key] = kind, names[key][1] if key in names else name
-    return found
+            for key, (_, name) in sources({}, call.args, call.kwargs).items():
+                found[key] = "input", names.get(key, name)
+    return found | sources({key.split(".", 2)[2]: tensor for key, tensor in stand_ins.items()})
 
 
 def _refuse_hooked(leaves: Sequence[Tensor], given: Any) -> None:

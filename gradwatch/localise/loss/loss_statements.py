@@ -10,7 +10,15 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from gradwatch.localise.loss.source_tree import Body, assigned, changed, covers, grown, loaded, path_to
+from gradwatch.localise.loss.interpreter.source_tree import (
+    Body,
+    assigned,
+    changed,
+    covers,
+    grown,
+    loaded,
+    path_to,
+)
 
 Statements: TypeAlias = tuple[tuple[tuple[ast.With, ...], ast.stmt], ...]
 """Statements in their order, in each case with the `with` blocks around it."""

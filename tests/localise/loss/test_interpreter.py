@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from gradwatch.localise.diagnosis.interpreted_lines import InterpretedLines
 from gradwatch.localise.hold.module_attributes import Refused
-from gradwatch.localise.loss.interpreter import Interpreter, Scope
+from gradwatch.localise.loss.interpreter.interpreter import Interpreter
+from gradwatch.localise.loss.interpreter.scope import Scope
 
 said: list[str] = []
 

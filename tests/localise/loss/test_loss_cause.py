@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import gradwatch
-from gradwatch.localise.loss import interpreter, loss_rerun
+from gradwatch.localise.loss import loss_rerun, model_calls
+from gradwatch.localise.loss.interpreter import interpreter
 from gradwatch.records.finding import Finding
 from tests.localise.test_in_the_loop import rules
 from tests.support.kept import Kept
@@ -91,7 +92,7 @@ def test_a_fault_of_ours_leaves_the_loss_side(
 
 def test_other_gradients_are_not_believed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the code run again brings other gradients to the outputs, no operation is told."""
-    monkeypatch.setattr(loss_rerun, "same_values", lambda one, other: False)
+    monkeypatch.setattr(model_calls, "same_values", lambda one, other: False)
     findings, _, _ = train(strict=True)
     assert findings[0].phase == "loss"
     assert "other gradients" in findings[0].note

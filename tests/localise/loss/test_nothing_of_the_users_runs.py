@@ -17,8 +17,9 @@ from torch.utils.data import DataLoader, Dataset, Subset
 import gradwatch
 from gradwatch.localise.diagnosis.interpreted_lines import InterpretedLines
 from gradwatch.localise.hold.module_attributes import Refused
-from gradwatch.localise.loss import purity
-from gradwatch.localise.loss.interpreter import Interpreter, Scope
+from gradwatch.localise.loss.interpreter import purity
+from gradwatch.localise.loss.interpreter.interpreter import Interpreter
+from gradwatch.localise.loss.interpreter.scope import Scope
 from tests.localise.test_in_the_loop import rules
 
 said: list[str] = []
@@ -50,6 +51,25 @@ class Speaks:
     def __bool__(self) -> bool:
         said.append("bool")
         return True
+
+
+class Asked:
+    """A callable that notes who looks it up in a set, or asks it for what it has not."""
+
+    def __hash__(self) -> int:
+        said.append("hash")
+        return 1
+
+    def __eq__(self, other: object) -> bool:
+        said.append("eq")
+        return True
+
+    def __getattr__(self, name: str) -> None:
+        said.append(name)
+        raise AttributeError(name)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return x.sum()
 
 
 class Kind(type):
@@ -220,6 +240,14 @@ def test_a_long_range_left_early() -> None:
     """Only what is iterated over is made: as a list this range would not fit into memory."""
     values = run("for k in range(10**15):\n    if k > 3:\n        break", {})
     assert values["k"] == 4
+
+
+def test_a_callable_is_interpreted_and_not_asked() -> None:
+    """An object that is called is neither compared, nor hashed, nor asked for attributes."""
+    said.clear()
+    a = torch.randn(3)
+    assert torch.equal(run("y = asked(a)", {"a": a, "asked": Asked()})["y"], a.sum())
+    assert said == []
 
 
 def doubled(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -11,7 +11,7 @@ import inspect
 import os
 from collections.abc import Iterable
 from functools import partial
-from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from types import BuiltinFunctionType, FunctionType, MethodType, MethodWrapperType
 from typing import Any
 
 import torch
@@ -26,50 +26,16 @@ PLAIN = (
     *(torch.Size, torch.dtype, torch.device, torch.layout, torch.memory_format, type(...)),
 )
 """Types whose operators and methods are Python's or torch's own."""
+BOUND = (MethodType, BuiltinFunctionType, MethodWrapperType)
 CONTAINERS = (tuple, list, dict, set, frozenset)
 MODULE_LISTS = (nn.ModuleList, nn.Sequential, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)
-BUILTINS: frozenset[Any] = frozenset(
-    {
-        *(
-            abs,
-            all,
-            any,
-            bool,
-            complex,
-            dict,
-            divmod,
-            enumerate,
-            float,
-            frozenset,
-            int,
-            isinstance,
-            len,
-            list,
-        ),
-        *(
-            max,
-            min,
-            pow,
-            range,
-            reversed,
-            round,
-            set,
-            slice,
-            sorted,
-            str,
-            sum,
-            tuple,
-            type,
-            zip,
-            repr,
-            hasattr,
-        ),
-    }
-)
+ARITHMETIC: frozenset[Any] = frozenset({abs, complex, divmod, float, int, max, min, pow, round, sum})
+OF_ELEMENTS: frozenset[Any] = frozenset({all, any, frozenset, hasattr, repr, set, sorted, str})
 STRUCTURAL: frozenset[Any] = frozenset(
     {bool, dict, enumerate, isinstance, len, list, range, reversed, slice, tuple, type, zip}
 )
-"""Those of them that touch no element of the containers they are given."""
+"""Those of Python's functions that touch no element of the containers they are given."""
+BUILTINS = ARITHMETIC | OF_ELEMENTS | STRUCTURAL
 LISTS_OF_MODULES: frozenset[Any] = frozenset(
     {
         *(nn.Module.parameters, nn.Module.named_parameters, nn.Module.buffers, nn.Module.named_buffers),
@@ -127,10 +93,10 @@ def _check_kind(value: Any) -> None:
         if type(value) not in (Tensor, nn.Parameter):
             raise Refused(f"loss code computes with {type(value).__name__}")
     elif isinstance(value, (FunctionType, MethodType, BuiltinFunctionType, partial)):
-        if not (value in BUILTINS or is_of_torch(value)):
+        if not (is_one_of(value, BUILTINS) or is_of_torch(value)):
             raise Refused("loss code passes functions on")
-    elif not is_plain(value):
-        raise Refused(f"loss code computes with {type(value).__name__}")
+    else:
+        check_plain(value, "computes with")
 
 
 def check_elements(values: Iterable[Any]) -> None:
@@ -151,28 +117,17 @@ def check_elements(values: Iterable[Any]) -> None:
                 under_way.append(one)
 
 
+def check_keys(keys: Iterable[Any]) -> None:
+    """Raise `Refused` where the hash of a key would run code of the user's."""
+    check_elements((tuple(keys),))
+
+
 def check_instance_of(args: Any) -> None:
     """Raise `Refused` for an `isinstance` that a class of the user's answers itself."""
     kinds = args[1] if isinstance(args[1], tuple) else (args[1],)
     for kind in kinds:
         if not isinstance(kind, type) or not (type(kind) is type or is_of_library(type(kind))):
             raise Refused("loss code asks a class of the user's what is an instance of it")
-
-
-def item(owner: Any, place: Any) -> Any:
-    """`owner[place]`, where looking it up runs no code of the user's."""
-    check_elements(((place,),))
-    kind = type(owner)
-    if isinstance(owner, MODULE_LISTS):
-        if kind not in MODULE_LISTS:
-            raise Refused(f"loss code indexes {kind.__name__}")
-    elif isinstance(owner, (dict, list, tuple)):
-        looked_up = inspect.getattr_static(kind, "__getitem__")
-        if isinstance(looked_up, FunctionType) or (isinstance(owner, dict) and place not in owner):
-            raise Refused(f"loss code indexes {kind.__name__}")
-    elif not is_plain(owner):
-        raise Refused(f"loss code indexes {kind.__name__}")
-    return owner[place]
 
 
 def is_of_library(kind: type) -> bool:
@@ -188,56 +143,48 @@ def is_plain(value: Any) -> bool:
     return type(value) in (*PLAIN, Tensor, nn.Parameter) or is_of_library(type(value))
 
 
+def check_plain(value: Any, does: str) -> None:
+    """Raise `Refused` for any other value, saying what loss code does to it."""
+    if not is_plain(value):
+        raise Refused(f"loss code {does} {type(value).__name__}")
+
+
+def is_one_of(func: Any, functions: Iterable[Any]) -> bool:
+    """True if it is the very one: a set would ask the hash of an object of the user's."""
+    return any(func is one for one in functions)
+
+
+def bound_to(func: Any) -> Any:
+    """The object that a method was looked up on; None for all else, which is not asked."""
+    return func.__self__ if isinstance(func, BOUND) else None
+
+
 def is_custom_function(func: Any) -> bool:
     """True for `apply` of an `autograd.Function` of the user's."""
-    return isinstance(getattr(func, "__self__", None), FunctionMeta) and func.__name__ == "apply"
+    return isinstance(bound_to(func), FunctionMeta) and func.__name__ == "apply"
 
 
-def attribute(value: Any, name: str) -> Any:
-    """`value.name`, where looking it up runs no code of the user's; a property is given as the property itself."""
-    if isinstance(value, ModuleType):
-        if name in vars(value):
-            return vars(value)[name]
-        if value.__name__.split(".")[0] == "torch":
-            return getattr(value, name)
-        raise Refused(f"loss code reads `{name}` of a module")
-    if isinstance(value, nn.Module):
-        for held in (value.__dict__, value._parameters, value._buffers, value._modules):
-            if name in held:
-                return held[name]
-    elif type(value) in (Tensor, nn.Parameter) or is_of_library(type(value)):
-        if isinstance(value, type) and not is_of_library(value):
-            return _static(value, name)
-        return getattr(value, name)
-    return _static(value, name)
+def only_computes(func: Any) -> bool:
+    """True for functions of Python's, of torch's and of other libraries that are known to do nothing else."""
+    return is_one_of(func, BUILTINS) or is_of_torch(func) or is_of_known_library(func)
 
 
-def _static(value: Any, name: str) -> Any:
-    if isinstance(inspect.getattr_static(type(value), "__getattribute__"), FunctionType):
-        raise Refused(f"loss code reads `{name}` of {type(value).__name__}")
-    try:
-        found = inspect.getattr_static(value, name)
-    except AttributeError:
-        raise Refused(f"loss code reads `{name}` of {type(value).__name__}") from None
-    if isinstance(found, property):
-        return found
-    if isinstance(found, (FunctionType, staticmethod, classmethod, BuiltinFunctionType)):
-        return getattr(value, name)
-    if hasattr(type(found), "__get__") and not isinstance(found, type):
-        return _slot(value, name, found)
-    return found
+def function_of_user(func: Any) -> tuple[FunctionType, tuple[Any, ...]] | None:
+    """The function that a call runs, and what it is given first; None where that is not the user's."""
+    if isinstance(func, FunctionType):
+        return func, ()
+    if isinstance(func, MethodType):
+        if not isinstance(func.__func__, FunctionType) or is_of_library(type(func.__self__)):
+            return None
+        return func.__func__, (func.__self__,)
+    called = None if isinstance(func, type) or is_of_library(type(func)) else vars(type(func)).get("__call__")
+    return (called, (func,)) if isinstance(called, FunctionType) else None
 
 
-def _slot(value: Any, name: str, found: Any) -> Any:
-    """Value that a descriptor gives, if it is one of Python's own."""
-    if type(found).__name__ in (
-        "member_descriptor",
-        "getset_descriptor",
-        "_tuplegetter",
-        "method_descriptor",
-    ):
-        return getattr(value, name)
-    raise Refused(f"loss code reads `{name}` of {type(value).__name__}")
+def name_of(func: Any) -> str:
+    """Name of what is called, which is not asked if it is an object of the user's."""
+    named = isinstance(func, (FunctionType, *BOUND, type))
+    return str(func.__qualname__) if named else type(func).__name__
 
 
 def is_of_known_library(func: Any) -> bool:

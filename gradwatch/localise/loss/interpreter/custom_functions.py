@@ -11,8 +11,8 @@ from typing import Any
 from torch import Tensor
 
 from gradwatch.localise.hold.module_attributes import Refused
-from gradwatch.localise.loss import purity
-from gradwatch.localise.loss.source_tree import tree_of
+from gradwatch.localise.loss.interpreter import purity
+from gradwatch.localise.loss.interpreter.source_tree import tree_of
 from gradwatch.taps.graph.torch_functions import is_of_torch
 
 METHODS = ("forward", "setup_context", "backward", "vjp")
