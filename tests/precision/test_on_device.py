@@ -19,7 +19,6 @@ from gradwatch.policies.norm import clip_coefficient
 from gradwatch.reading import device, pinned_buffers
 from gradwatch.reading.pinned_buffers import PinnedPool, Sending
 from gradwatch.rules.files import parse_rules
-from gradwatch.session.boundary import optimizer_step
 from gradwatch.session.deferred_steps import DEPTH
 from tests.precision.loops import ScaledLoop, X, events, exact_norms, net, norms_in, watched
 from tests.reading.test_device import WAITING, Operations
@@ -32,8 +31,6 @@ CLIP = "version: 1\nclip: {total: {method: norm, max_norm: 0.7}}\nrules: {}"
 def routed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every tensor counts as one on a device."""
     gradients_on_device(monkeypatch)
-    for module in (device, optimizer_step):
-        monkeypatch.setattr(module, "on_host", lambda tensor: False)
 
 
 class Late:

@@ -7,6 +7,8 @@ import torch
 
 from gradwatch.capture.columns import loss as losses
 from gradwatch.capture.optimizer_capture import OptimizerCapture
+from gradwatch.reading import device
+from gradwatch.session.boundary import optimizer_step
 
 
 class _Elsewhere(type):
@@ -31,3 +33,5 @@ def gradients_on_device(patch: pytest.MonkeyPatch) -> None:
         raising=False,
     )
     losses_on_device(patch)
+    for module in (device, optimizer_step):
+        patch.setattr(module, "on_host", lambda tensor: False)
