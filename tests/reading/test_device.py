@@ -115,9 +115,8 @@ def test_shipped_packs_wait_for_nothing(
                 loss.backward()
                 gw.observe(loss=loss)
                 optimizer.step()
-            # float(loss) of `observe` is a plain read of a CPU tensor here; on a device it travels like a norm.
             waiting = [name for name in operations.names if name in WAITING]
-            assert waiting == ["_local_scalar_dense"], (step, waiting)
+            assert not waiting, (step, waiting)
         gw.flush()
         assert gw.status()["steps"] == 8
 
