@@ -54,7 +54,7 @@ def encode(
 ) -> Vector:
     """The facts of one window: `norms` raw and applied, `values` by scalar, `columns` of whole tensors, local norms.
 
-    `earlier`: the norms of the windows since the last exchange, which replicas have in common too.
+    `earlier`: the norms of windows before it that are compared too, which replicas have in common.
     """
     vector = layout.empty()
 

@@ -33,7 +33,8 @@ class RankRequirements:
     ranks together know; `ranked` some rule is about ranks; `costly` the columns of whole tensors that rules read;
     `averaged` the one-per-step values that they read and that may differ from rank to rank; `rules` the digest of them
     all; `refused` why several ranks may not act by these rules ("" = they may). `cadences` are those of the rules that
-    read `facts`: where none of these is 1, whole gradients' facts are exchanged at steps of theirs only.
+    read `facts`: where none of these is 1, whole gradients' facts are exchanged at steps of theirs only. `compared` are
+    those of the rules that compare the norms of replicas.
     """
 
     rules: str
@@ -44,6 +45,7 @@ class RankRequirements:
     averaged: tuple[str, ...] = ("loss",)
     refused: str = ""
     cadences: tuple[int, ...] = (1,)
+    compared: tuple[int, ...] = ()
 
 
 class RankMeeting:
@@ -113,6 +115,7 @@ class RankMeeting:
             membership.sites = membership.layout.sites
             membership.usual = Usual(np.full(len(held), np.nan))
             membership.group = Group(met)
+            membership.compared = () if pooled else rank_requirements.compared
             if not pooled and 1 not in rank_requirements.cadences:
                 membership.cadences = rank_requirements.cadences
 

@@ -46,8 +46,10 @@ class RankMembership:
     at every so many of their steps only, and do not wait for it in that step (empty = at every step, and wait).
     `boundaries` are those that all ranks have come to together. A step's own number may differ from rank to rank (one
     that paused has missed some), so `ahead`, by which step numbers exceed boundaries, is what all learned at the last
-    exchange: no rank begins one that another does not. `since`: the windows measured since then, which replicas have in
-    common and have not compared yet.
+    exchange: no rank begins one that another does not.
+
+    `compared` are the cadences of the rules that compare the norms of replicas. Such a rule is judged by all steps
+    since it was judged last, whatever was exchanged in between: hence `recent`, the last windows that all ranks have.
     """
 
     captured_sites: Sites
@@ -73,7 +75,8 @@ class RankMembership:
     unmeasured: bool = False  # at a step boundary, and nothing has been measured there yet
     missed: int = 0  # boundaries left so since the last exchange
     behind: bool = False  # the last one was
-    since: deque[WindowNorms] = field(default_factory=lambda: deque(maxlen=MOST_COMPARED))
+    compared: tuple[int, ...] = ()
+    recent: deque[WindowNorms] = field(default_factory=lambda: deque(maxlen=MOST_COMPARED - 1))
 
     @property
     def exchanges(self) -> bool:
@@ -119,12 +122,22 @@ class RankMembership:
         if reduced is not None and reduced.head("facts"):
             self.ahead = int(reduced.by_rank("step").max()) - 1 - self.boundaries
 
+    def keep(self, window: WindowNorms) -> None:
+        """Keep the norms of a step that all ranks take until every rule that compares them has been judged by it."""
+        if not self.uneven and max(self.compared, default=1) > 1:
+            self.recent.append(window)
+
+    def earlier(self, step: int) -> list[WindowNorms]:
+        """The windows before this step by which the rules that are due now have not been judged yet."""
+        back = max((n for n in self.compared if step % n == 0), default=1)
+        return [one for one in self.recent if step - back < one.step < step]
+
     def lose(self, why: str, own: Sites) -> None:
         """Go on without the others; what was laid out for all ranks is laid out anew."""
         self.close()
         self.alone, self.layout, self.sites, self.lost = why, None, own, True
         self.cadences, self.under_way = (), None
-        self.since.clear()
+        self.recent.clear()
 
     def close(self) -> None:
         """Leave; the others notice at once."""

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from gradwatch.errors import GradwatchError
+from gradwatch.runtime.process_identity import here
 
 MEET_SECONDS = 30.0
 """How long the first step waits, once, for a rank that does not watch. Ranks of one training come together."""
@@ -30,6 +31,8 @@ WAIT_SECONDS = 60.0
 """How long a step waits for a rank that stays away before everybody goes on alone."""
 
 
+_OF_PARENTS: list[Any] = []
+"""Groups of the process that forked this one: to drop one would wait for threads that are not here."""
 _c10d: Any = dist  # its stubs do not export what is used here
 
 
@@ -145,6 +148,7 @@ class Group:
         options._devices = [gloo.create_default_device()]
         store = _c10d.PrefixStore("group", meeting.store)
         store.set_timeout(timeout)
+        self._pid = here[0]
         self._gloo: Any = gloo(store, meeting.rank, meeting.world, options)
 
     def total(self, vector: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -179,4 +183,6 @@ class Group:
 
     def close(self) -> None:
         """Drop the connections; the others' next collective raises at once."""
+        if here[0] != self._pid:
+            _OF_PARENTS.append(self._gloo)
         self._gloo = None

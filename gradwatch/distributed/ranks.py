@@ -187,8 +187,7 @@ class Ranks:
             return None
         membership.unmeasured = False
         if not membership.owes or membership.layout is None or membership.group is None:
-            if not membership.uneven:
-                membership.since.append(window)
+            membership.keep(window)
             return None
         vector = self._facts(membership, membership.layout, window, extras, values())
         return self._begin(membership, membership.layout, membership.group, vector)
@@ -273,12 +272,15 @@ class Ranks:
         columns = {name: column for one in extras.params for name, column in one.columns().items()}
         columns |= _sizes(extras, columns)
         local = columns.get("norm_local")
-        if membership.since:
-            add_up_all([one.raw for one in membership.since if isinstance(one.raw, CpuNorms)])
-        earlier = [one.raw.norms() for one in membership.since]
-        return facts_of_this_rank.encode(
-            layout, window, window.wait(), values, columns, local, membership.usual, earlier
+        earlier = membership.earlier(window.step)
+        if earlier:
+            add_up_all([one.raw for one in earlier if isinstance(one.raw, CpuNorms)])
+        before = [one.raw.norms() for one in earlier]
+        vector = facts_of_this_rank.encode(
+            layout, window, window.wait(), values, columns, local, membership.usual, before
         )
+        membership.keep(window)
+        return vector
 
     def _send(
         self, membership: RankMembership, layout: Layout, group: Group, vector: Vector
@@ -292,7 +294,6 @@ class Ranks:
         membership.owes = False
         layout.part(vector, "parted")[layout.rank], membership.diverged = membership.diverged, 0
         layout.part(vector, "missed")[layout.rank], membership.missed = membership.missed, 0
-        membership.since.clear()
         try:
             wait = group.start(vector)
         except AloneError as error:
@@ -312,6 +313,8 @@ class Ranks:
         except AloneError as error:
             self._lost(membership, error)
             return None
+        if not reduced.complete or reduced.missed.any():
+            membership.recent.clear()  # on all ranks: one of them does not have these windows
         if reduced.head("blind"):
             ranks = ", ".join(map(str, reduced.blind))
             self._report(

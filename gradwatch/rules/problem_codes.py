@@ -228,7 +228,8 @@ _ENTRIES = (
     Code(
         "GW211",
         "an action that is not judged at every step",
-        "`skip_step` and `clip` protect every step; with `every:` above 1 the steps in between go unjudged.",
+        "`skip_step` and `clip` protect every step, and so does any action of a rule on ranks, which has the ranks"
+        " exchange at every step; with `every:` above 1 the steps in between go unjudged.",
         "every: 10\ndo: [skip_step]",
         "Write `every: 1` for this rule.",
     ),

@@ -70,6 +70,7 @@ class Deferral(Generic[Step]):
         if self._coming is None:
             self._coming = deque()
         self._coming.append(step)
+        self.awaits_ranks = self.awaits_ranks or step.exchange is not None
 
     def take_arrived(self, failed: Callable[[Exception], None], depth: int = DEPTH) -> None:
         """Judge what has arrived and is not as usual, with all before it; what is as usual waits for others.
@@ -98,7 +99,7 @@ class Deferral(Generic[Step]):
             return False
 
     def _judge_waiting(self, failed: Callable[[Exception], None]) -> None:
-        self.awaits_ranks = False
+        self.awaits_ranks = any(step.exchange is not None for step in self._coming or ())
         while self._waiting and self.judge:
             try:
                 self.judge(self._waiting)

@@ -139,6 +139,17 @@ def test_acting_between_the_steps_a_rule_is_asked_on_is_refused(do: str) -> None
         parse_rules(f"{HEAD}  r: {{detect: {{kind: nonfinite}}, every: 2, do: [{do}]}}\n")
 
 
+@pytest.mark.parametrize(
+    "do", ["skip_step", "stop", "localise", "snapshot", "escalate: {after: 2 in 10, to: stop}"]
+)
+def test_acting_on_ranks_between_the_steps_of_a_rule_is_refused(do: str) -> None:
+    """Any action on ranks needs what they exchange at every step, also where the pack's `every: 10` is inherited."""
+    rules = f"version: 1\nextends: [default]\nrules:\n  rank-mismatch: {{do: [{do}]}}\n"
+    with pytest.raises(RuleFileError, match="GW211"):
+        parse_rules(rules)
+    assert parse_rules(rules.replace("{do", "{every: 1, do"))
+
+
 @pytest.mark.parametrize("every", [1, 2, 3, 10])
 @pytest.mark.parametrize("beside", [False, True])
 def test_every_parameter_is_judged_once_in_a_cadence(every: int, beside: bool) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
 import torch
-import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwatch.capture.columns import norm_local
@@ -20,7 +21,7 @@ from gradwatch.session.binding.bind_optimizer import Binder
 from gradwatch.session.watch import session_of
 from tests.ranks.launch import fingerprint
 from tests.ranks.situations import Collector, Net, batch, fsdp2, loss_of
-from tests.ranks.trials import made, take_step, told, watched, weights
+from tests.ranks.trials import Flip, made, take_step, told, watched, weights
 
 DEFAULT = "version: 1\nextends: [default]\n"
 ACTING = """
@@ -30,6 +31,8 @@ rules:
   rank-outlier: {detect: {kind: rank_outlier}, do: [skip_step]}
   rank-mismatch: {detect: {kind: rank_mismatch}, do: [stop]}
 """
+EACH_STEP = "rules: {loss-non-finite: {do: [skip_step]}}\n"
+THIRD_STEP = "rules: {rank-outlier: {every: 3}}\n"
 POISONED, SHIFTED, FLIPPED = 13, 213, 17
 
 
@@ -72,25 +75,11 @@ def shifted(rank: int, text: str, wrap: Callable[[nn.Module], nn.Module] = Distr
 def diverged(rank: int, text: str) -> dict[str, Any]:
     """One reduction, once, gives rank 1 one other bit: the replicas differ from there on, their reductions do not."""
     _, model, optimizer = made()
-    at = [False]
-
-    def hook(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
-        work = dist.all_reduce(bucket.buffer().div_(2), async_op=True)
-
-        def flip(future: Any) -> Tensor:
-            reduced = future.value()[0]
-            if at[0] and rank == 1:
-                reduced.view(torch.int32)[3] ^= 1 << 20
-            return reduced
-
-        return work.get_future().then(flip)
-
-    hook.__annotations__.clear()  # DDP compares them with its own types, not with their names
-    model.register_comm_hook(None, hook)
+    flip = Flip(model, rank)
     stopped = None
     with watched(model, optimizer, text) as (gw, collector):
         for step in range(32):
-            at[0] = step == FLIPPED
+            flip.now = step == FLIPPED
             try:
                 take_step(model, optimizer, step, rank)
             except Exception as error:
@@ -272,6 +261,31 @@ def ends_with_an_exchange(rank: int) -> dict[str, Any]:
         }
 
 
+def forked(rank: int) -> dict[str, Any]:
+    """A forked child steps and closes the watch while an exchange is under way."""
+    _, model, optimizer = made()
+    with watched(model, optimizer, DEFAULT) as (gw, collector):
+        for step in range(90):
+            take_step(model, optimizer, step, rank)
+            if step == 70 and not (child := os.fork()):
+                optimizer.step()
+                gw.close()
+                os._exit(0)
+        deadline, ended = time.monotonic() + 10, 0
+        while not ended and time.monotonic() < deadline:
+            time.sleep(0.01)
+            ended, status = os.waitpid(child, os.WNOHANG)
+        if not ended:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        gw.flush()
+        return {
+            "child": status if ended else "hangs",
+            "ranked": with_column(collector, "rank_mismatch")[-2:],
+            "errors": gw.health.errors(),
+        }
+
+
 def unchanged(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
     """The same training without and with a watch, past the first steps that are judged together."""
     hashes = []
@@ -292,6 +306,8 @@ SITUATIONS: dict[str, Callable[[int], Any]] = {
     "shifted under fsdp2": lambda rank: shifted(rank, DEFAULT, fsdp2),
     "shifted, acting": lambda rank: shifted(rank, ACTING),
     "diverged": lambda rank: diverged(rank, DEFAULT),
+    "diverged beside a rule at each step": lambda rank: diverged(rank, DEFAULT + EACH_STEP),
+    "diverged beside a rule at every third step": lambda rank: diverged(rank, DEFAULT + THIRD_STEP),
     "diverged, acting": lambda rank: diverged(rank, ACTING),
     "work done": work_done,
     "faults": faults,
@@ -299,6 +315,7 @@ SITUATIONS: dict[str, Callable[[int], Any]] = {
     "joined": joined,
     "leaves": leaves,
     "ends with an exchange": ends_with_an_exchange,
+    "forked": forked,
     "unchanged ddp": lambda rank: unchanged(rank, DistributedDataParallel),
     "unchanged fsdp2": lambda rank: unchanged(rank, fsdp2),
 }

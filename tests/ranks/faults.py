@@ -17,7 +17,7 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwatch.capture.columns import norm_local
@@ -31,7 +31,7 @@ from gradwatch.session import step_pipeline as judging
 from gradwatch.session.watch import session_of
 from tests.ranks.launch import TRIALS, fingerprint
 from tests.ranks.situations import AT_EACH_STEP, Net, batch, fsdp1, fsdp2, loss_of
-from tests.ranks.trials import BROKEN, Poison, made, take_step, told, watched, weights
+from tests.ranks.trials import BROKEN, Flip, Poison, made, take_step, told, watched, weights
 
 TRIALS_PER_WATCH = 10
 ACTING = """
@@ -237,24 +237,10 @@ def paused(rank: int) -> dict[str, Any]:
 def corrupted(rank: int) -> dict[str, Any]:
     """A reduction that gives rank 1 one other bit."""
     _, model, optimizer = made()
-    at = [False]
-
-    def hook(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
-        work = dist.all_reduce(bucket.buffer().div_(2), async_op=True)
-
-        def flip(future: Any) -> Tensor:
-            reduced = future.value()[0]
-            if at[0] and rank == 1:
-                reduced.view(torch.int32)[3] ^= 1 << 20
-            return reduced
-
-        return work.get_future().then(flip)
-
-    hook.__annotations__.clear()  # DDP compares them with its own types, not with their names
-    model.register_comm_hook(None, hook)
+    flip = Flip(model, rank)
     with watched(model, optimizer, AT_EACH_STEP) as (gw, collector):
         for step in range(8):
-            at[0] = step == 5
+            flip.now = step == 5
             take_step(model, optimizer, step, rank)
         return {"mismatch": told(collector, "rank-mismatch"), "errors": gw.health.errors()}
 

@@ -43,9 +43,14 @@ def test_a_rank_out_of_line_is_named(homes: dict[str, list[Any]], name: str, ste
     assert first["errors"] == {}
 
 
-def test_replicas_that_diverge_once_are_named_within_ten_steps(homes: dict[str, list[Any]]) -> None:
-    """A reduction that differed at one step, between two exchanges, is compared at the next one."""
-    for home in homes["diverged"]:
+@pytest.mark.parametrize(
+    "name", ["diverged", "diverged beside a rule at each step", "diverged beside a rule at every third step"]
+)
+def test_replicas_that_diverge_once_are_named_within_ten_steps(
+    homes: dict[str, list[Any]], name: str
+) -> None:
+    """A reduction that differed at one step is seen at the next step of the rule, however many exchanges before it."""
+    for home in homes[name]:
         assert [[step, sorted(sites)] for step, sites, *_ in home["mismatch"]] == [
             [FLIPPED + 3, ["rank 0", "rank 1"]]
         ]
@@ -114,6 +119,12 @@ def test_what_has_begun_is_ended_before_a_watch_closes(homes: dict[str, list[Any
     for home in homes["ends with an exchange"]:
         assert (home["last"], home["ranked"]) == (60, 60)
         assert home["seconds"] < PATIENCE
+
+
+def test_a_forked_child_has_no_part_in_what_has_begun(homes: dict[str, list[Any]]) -> None:
+    """Neither its steps nor its closing wait for threads that only its parent has; the parent's exchange goes on."""
+    for home in homes["forked"]:
+        assert home == {"child": 0, "ranked": [70, 80], "errors": {}}
 
 
 @pytest.mark.parametrize("name", ["unchanged ddp", "unchanged fsdp2"])

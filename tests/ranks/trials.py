@@ -1,4 +1,4 @@
-"""What the two-rank trials share: a model under DDP or FSDP2, a NaN at will, a watch, hashes of the weights."""
+"""What the two-rank trials share: a model under DDP or FSDP2, a NaN or another bit at will, a watch, hashes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
@@ -36,6 +37,27 @@ class Poison:
         grad = grad.clone()
         grad.view(-1)[-1] = self._value
         return grad
+
+
+class Flip:
+    """Gives rank 1 one other bit of what DDP reduces, at the steps it is told to."""
+
+    def __init__(self, model: Any, rank: int) -> None:
+        self.now = False
+        self._rank = rank
+
+        def hook(state: Any, bucket: Any) -> torch.futures.Future[Tensor]:
+            work = dist.all_reduce(bucket.buffer().div_(dist.get_world_size()), async_op=True)
+            return work.get_future().then(self._flipped)
+
+        hook.__annotations__.clear()  # DDP compares them with its own types, not with their names
+        model.register_comm_hook(None, hook)
+
+    def _flipped(self, future: Any) -> Tensor:
+        reduced: Tensor = future.value()[0]
+        if self.now and self._rank == 1:
+            reduced.view(torch.int32)[3] ^= 1 << 20
+        return reduced
 
 
 @contextlib.contextmanager

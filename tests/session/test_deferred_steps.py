@@ -166,7 +166,7 @@ class Step(NamedTuple):
     """A step whose numbers have not arrived."""
 
     number: int
-    exchange: None = None
+    exchange: Any = None
 
     def ready(self) -> bool:
         """Not yet."""
@@ -572,3 +572,20 @@ def test_a_step_whose_numbers_cannot_be_had_costs_no_other() -> None:
     assert judged == [0, 1]
     waiting.flush(failed.append)
     assert judged == [0, 1, 2]
+
+
+def test_what_ranks_exchange_is_awaited_wherever_its_step_waits() -> None:
+    """Behind a device as well as behind steps that are not urgent, until it is judged."""
+    waiting = Deferral[Step]()
+    waiting.judge = lambda steps: steps.popleft()
+    waiting.is_usual = lambda step: step.number == 1
+    waiting.submit_coming(Step(0))
+    assert not waiting.awaits_ranks
+    waiting.submit_coming(Step(1, exchange="begun"))
+    assert waiting.awaits_ranks
+    waiting.take_arrived(pytest.fail, depth=2)  # the first is judged
+    assert waiting.awaits_ranks
+    waiting.take_arrived(pytest.fail, depth=1)  # the second waits for others
+    assert waiting.awaits_ranks
+    waiting.flush(pytest.fail)
+    assert not waiting.awaits_ranks

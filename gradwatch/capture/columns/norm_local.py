@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -55,7 +56,10 @@ class LocalNorms:
         self._running = Running()
         self._taps: dict[int, tuple[int, Tensor, int, tuple[RemovableHandle, ...]]] = {}
         self._listen(before)
-        self._probes = Probes(params, failed) if probing and not self._reads(1) else None
+        former = None if before is None else before._probes
+        self._probes: Probes | None = (
+            Probes(params, failed, former) if probing and not self._reads(1) else None
+        )
 
     def _reads(self, step: int) -> bool:
         return any(step % every == 0 for every in self._cadences)
@@ -83,7 +87,7 @@ class LocalNorms:
         if self._reads(step):
             if probes is not None and probes.kept:
                 self.backward_ended()
-                self._norms.update(probes.kept)
+                _add(self._norms, probes.kept)
                 probes.kept.clear()
             pending = self.collect(scale)
         else:
@@ -120,8 +124,7 @@ class LocalNorms:
 
     def backward_ended(self) -> None:
         """The running backward has come to its end: what was measured in it counts."""
-        for k, norm in self._running.norms.items():
-            self._norms[k] = _larger_of(self._norms.get(k), norm)
+        _add(self._norms, self._running.norms)
         self._running.norms.clear()
         self._running.pending.clear()
         self._running.task = backward.IDLE
@@ -167,14 +170,25 @@ class Probes:
     `suspects` by position: norms seen since the last step. `kept` those of gradients that a step was about to take.
     """
 
-    def __init__(self, params: Sequence[Tensor | None], failed: Callable[[str, BaseException], None]) -> None:
+    def __init__(
+        self,
+        params: Sequence[Tensor | None],
+        failed: Callable[[str, BaseException], None],
+        before: Probes | None = None,
+    ) -> None:
+        """`before` are those of some of these parameters until now; they hand over what they saw."""
         small = [
             (k, one) for k, one in enumerate(params) if one is not None and one.requires_grad and _small(one)
         ]
         count = min(PROBES, len(small))
         chosen = [small[i * (len(small) - 1) // max(1, count - 1)] for i in range(count)]
+        self._params = params
         self.suspects: dict[int, float] = {}
         self.kept: dict[int, float] = {}
+        if before is not None:
+            place = {id(param): k for k, param in enumerate(params) if param is not None}
+            self.suspects.update(before._seen_of(place, before.suspects))
+            self.kept.update(before._seen_of(place, before.kept))
         self._taps = [
             (param, contents(param), param.register_hook(_probe(k, self.suspects, failed)))
             for k, param in chosen
@@ -183,8 +197,13 @@ class Probes:
     def keep(self, broken: Callable[[], bool]) -> None:
         """At a step: what was seen counts if it arrived; `torch.autograd.grad` may have looked at it only."""
         if broken():
-            self.kept.update(self.suspects)
+            _add(self.kept, self.suspects)
         self.suspects.clear()
+
+    def _seen_of(self, place: Mapping[int, int], norms: Mapping[int, float]) -> dict[int, float]:
+        """Of these norms those of parameters that have a new place, by that."""
+        ids = {k: id(self._params[k]) for k in norms}
+        return {place[ids[k]]: norm for k, norm in norms.items() if ids[k] in place}
 
     def close(self) -> None:
         """Remove the hooks."""
@@ -282,7 +301,7 @@ def _probe(k: int, suspects: dict[int, float], failed: Callable[[str, BaseExcept
             set_aside = dispatching() or functions()  # modes of the script's see nothing of this
             norm = dispatch_modes.unseen(_nonfinite, grad) if set_aside else _nonfinite(grad)
             if norm is not None:
-                suspects[k] = norm
+                _add(suspects, {k: norm})
         except Exception as error:
             failed("norm_local", error)
 
@@ -318,6 +337,12 @@ def _norm(grad: Tensor) -> float | Tensor:
             return exact_norm(grad)[0]
         norm: Tensor = torch.linalg.vector_norm(dense(grad).detach(), dtype=widest(grad.device))
         return norm
+
+
+def _add(norms: dict[int, Any], others: Mapping[int, Any]) -> None:
+    """Add norms of other backwards; of two at one position the larger stays."""
+    for k, norm in others.items():
+        norms[k] = _larger_of(norms.get(k), norm)
 
 
 def _larger_of(before: float | Tensor | None, norm: float | Tensor) -> float | Tensor:

@@ -134,7 +134,7 @@ class Resolver:
         if detector is None:
             return None
         scope = self._scope(node, entry, detector)
-        self._every(node, timing["every"], do)
+        self._every(node, timing["every"], do, detector)
         if not do and is_costly(detector) and not self._says_every(node):
             timing["every"] = COSTLY_EVERY
         self._clip_baseline(node, do, cls)
@@ -212,14 +212,17 @@ class Resolver:
         """True if the rule or the defaults of its file say `every`."""
         return "every" in node.entries or "every" in self.defaults_node.entries
 
-    def _every(self, node: Map, every: int, do: tuple[Action, ...]) -> None:
-        named = [action.does for action in do if ACTIONS[action.does].every_step]
+    def _every(self, node: Map, every: int, do: tuple[Action, ...], detector: Detector) -> None:
+        # On ranks an action of any kind waits for what they exchange, so that this is exchanged at every step.
+        of_ranks = detector.columns[0] in RANK_COLUMNS
+        named = [action.does for action in do if of_ranks or ACTIONS[action.does].every_step]
         if every > 1 and named:
             place = node if "every" in node.entries else self.defaults_node
+            mark, hint = place.key_mark("every"), f"write `every: 1`, or take '{named[0]}' out"
+            if "do" in node.entries and node.key_mark("do").source is not mark.source:  # `every` is inherited
+                mark, hint = node.key_mark("do"), f"write `every: 1` beside it, or take '{named[0]}' out"
             message = f"'every: {every}' with '{named[0]}': a step in between would go unjudged"
-            self.problems.add(
-                place.key_mark("every"), "GW211", message, f"write `every: 1`, or take '{named[0]}' out"
-            )
+            self.problems.add(mark, "GW211", message, hint)
 
     def _clip_baseline(self, node: Map, do: tuple[Action, ...], cls: type[Detector]) -> None:
         learns = cls.has_baseline and cls.invertible

@@ -8,6 +8,7 @@ from dataclasses import replace
 from gradwatch.capture.columns.column_reader import COLUMNS as READER_COLUMNS
 from gradwatch.capture.columns.module_statistics import COLUMNS as MODULE_COLUMNS
 from gradwatch.distributed.handshake import RankRequirements
+from gradwatch.distributed.replica_divergence import RANK_MISMATCH
 from gradwatch.engine import Engine
 from gradwatch.engine.strictest_clip import Clipping
 from gradwatch.engine.unsupported_rules import Refusal, only_at
@@ -52,6 +53,7 @@ def rank_requirements(engine: Engine) -> RankRequirements:
                 }
             )
         ),
+        compared=tuple(sorted({rule.every for rule in on_facts if RANK_MISMATCH in rule.detect.columns})),
     )
 
 
