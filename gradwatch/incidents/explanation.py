@@ -21,6 +21,7 @@ BEGAN = {
 }
 WAYS = {
     "replay": "the step was run again",
+    "model": "the model's call was run again",
     "record": "steps were recorded as they ran",
     "closure": "the closure was run again",
 }
@@ -74,7 +75,7 @@ def page(finding: Finding) -> Iterator[str]:
         yield ""
         yield f"    {suggestion.fix}"
         yield ""
-    said = [f"step {finding.step}, rank {finding.rank}", WAYS[finding.by]]
+    said = [f"step {finding.step}, rank {finding.rank}", WAYS[_way(finding)]]
     said += [f"rule `{finding.rule}`"] if finding.rule else []
     said += (
         [f"first parameter in backward order: `{finding.first_parameter}`"] if finding.first_parameter else []
@@ -85,6 +86,12 @@ def page(finding: Finding) -> Iterator[str]:
     said += [f"{finding.others} further operations did the same"] if finding.others else []
     said += [finding.note] if finding.note else []
     yield from (f"- {one}" for one in said)
+
+
+def _way(finding: Finding) -> str:
+    """The key of `WAYS`: for an operation outside the model, the loop's own code was run again as well."""
+    of_model = finding.module or finding.module_type or not finding.op
+    return "model" if finding.by == "replay" and of_model else finding.by
 
 
 def _profile(finding: Finding) -> Iterator[str]:

@@ -85,8 +85,8 @@ SUGGESTIONS: tuple[Suggestion, ...] = (
     ),
     Suggestion(
         "loss-side",
-        "The model's outputs are finite; the loss function makes a non-finite gradient of them.",
-        "Look there for log, sqrt or division at 0; compute from logits (`cross_entropy`, `…_with_logits`).",
+        "The model's outputs are finite; what is computed of them makes a non-finite gradient.",
+        "Look from that call of the model to `backward()` for log, sqrt or division at 0; compute from logits.",
         phases=("loss",),
     ),
     Suggestion(

@@ -92,3 +92,10 @@ def test_what_was_read_and_found_is_shown_once() -> None:
     batch = Operand("input", "float32", (4, 3), 12, nan=1)
     lines = list(page(Finding("input", "replay", step=3, op="conv", operands=(batch,), result=batch)))
     assert [line for line in lines if line.startswith("- input")] == [f"- {batch}"]
+
+
+def test_what_was_run_again_is_said() -> None:
+    """Only the model's call where no more is known than the side of the loss, the step where its operation is."""
+    assert "- the model's call was run again" in page(Finding("loss", "replay"))
+    assert "- the model's call was run again" in page(Finding("forward", "replay", module="a", op="div"))
+    assert "- the step was run again" in page(Finding("forward", "replay", op="div"))

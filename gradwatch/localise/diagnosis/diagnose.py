@@ -11,8 +11,8 @@ from gradwatch.localise.replay.step_replay import Trace
 from gradwatch.records.finding import By, Finding, Phase
 
 LOSS_SIDE = (
-    "the model's outputs are finite and the gradient that reached them is not: look at the loss function and at "
-    "the code between it and the model"
+    "the model's outputs are finite and the gradient that reached them is not: look at the code between the "
+    "model's call and `backward()`"
 )
 NOT_AGAIN = (
     "run again, the step gives finite gradients: they became non-finite after autograd (in a hook on a "

@@ -9,11 +9,13 @@ from torch import nn
 from gradwatch.localise.diagnosis.diagnose import from_culprit, from_origin, warned
 from gradwatch.localise.diagnosis.tensor_values import state, tensors
 from gradwatch.localise.hold.module_attributes import Refused
+from gradwatch.localise.hold.recorded_call import Call
 from gradwatch.localise.loss.constants import constant_origin
 from gradwatch.localise.loss.interpreter.effort import Effort, TooMuchError
 from gradwatch.localise.loss.loop_scope import LoopAtBackward, LoopScope
 from gradwatch.localise.loss.loss_rerun import run_loss_again
 from gradwatch.localise.loss.model_calls import Held
+from gradwatch.localise.replay.forward_operations import key_of
 from gradwatch.localise.replay.step_replay import Trace
 from gradwatch.records.finding import Finding
 
@@ -35,7 +37,7 @@ def cause_in_loop(
     why, effort = "", Effort()
     for calls, functions in _tried(held, loops):
         try:
-            trace, scope, first = run_loss_again(functions, models, calls, failed, max_bytes, effort)
+            trace, scope, made = run_loss_again(functions, models, calls, failed, max_bytes, effort)
         except TooMuchError as refusal:  # so would the others
             why = str(refusal)
             break
@@ -44,7 +46,8 @@ def cause_in_loop(
             continue
         found = _cause(trace, scope, failed, effort)
         if found is not None:
-            number = next(k for k, (_, call) in enumerate(held) if call is first)
+            at_fault = _call_at_fault(trace, made)
+            number = next(k for k, (_, call) in enumerate(held) if call is at_fault)
             return warned(found.amended(call=number), [trace])
     if finding.phase == "input" and _is_computed(finding, held):
         finding = Finding("unknown", "replay", frames=finding.frames, note=COMPUTED)
@@ -52,6 +55,17 @@ def cause_in_loop(
         return finding
     note = f"the loop's code was not run again: {why}"
     return finding.amended(note="; ".join(filter(None, (finding.note, note))))
+
+
+def _call_at_fault(trace: Trace, made: Sequence[Call]) -> Call:
+    """The call that was given what is not finite, else the first that a gradient came back to which is not."""
+    origin = trace.origin
+    if origin is not None and origin.external:
+        for call in made:
+            if any(key_of(one) == origin.source for one in tensors((call.args, call.kwargs))):
+                return call
+    broken = (call for call in made if any(not state(one).finite for one in call.gradients.values()))
+    return next(broken, made[0])
 
 
 def _is_computed(finding: Finding, held: Held) -> bool:

@@ -22,9 +22,9 @@ from gradwatch.localise.loss.interpreter.effort import Effort, TooMuchError
 from gradwatch.localise.loss.interpreter.interpreter import Interpreter
 from gradwatch.localise.loss.interpreter.own_graph import check_graph
 from gradwatch.localise.loss.interpreter.scope import Scope
-from gradwatch.localise.loss.interpreter.source_tree import tree_of
+from gradwatch.localise.loss.interpreter.source_tree import Body, tree_of
 from gradwatch.localise.loss.loop_scope import LoopScope
-from gradwatch.localise.loss.loss_statements import LossStatements, backward_of, loss_statements, root_of
+from gradwatch.localise.loss.loss_statements import LossStatements, backwards_of, loss_statements, root_of
 from gradwatch.localise.loss.model_calls import Held, ModelCalls
 from gradwatch.localise.replay.fsdp2_all_gather import is_spread
 from gradwatch.localise.replay.operation_recorder import Recorder
@@ -65,51 +65,67 @@ def run_loss_again(
     failed: Callable[[BaseException], None],
     max_bytes: int,
     effort: Effort,
-) -> tuple[Trace, LoopScope, Call]:
+) -> tuple[Trace, LoopScope, Sequence[Call]]:
     """Run the loss code of a step again, from the functions that were under way. Raises `Refused` where it cannot.
 
-    The trace, the function with the loss in it, and the first call of a model.
+    The trace, the function with the loss in it, and the calls of models.
     """
-    why, root = NO_LOSS, None
-    for scope in loop:
+    why = ""
+    for scope, statements in _candidates(loop, held):
         try:
-            root, found = _statements(scope, held, root)
-            for statements in found:
-                try:
-                    effort.begin_try()
-                    trace, first = _Run(scope, statements, models, held, failed, effort).run(max_bytes)
-                    return trace, scope, first
-                except TooMuchError:  # so would the others
-                    raise
-                except Refused as refusal:
-                    why = str(refusal)
-                except Exception as error:  # what the loop's code raises when it is run again
-                    why = f"it raised {type(error).__name__}: {error}"
-        except TooMuchError:
+            if isinstance(statements, Refused):
+                raise statements
+            effort.begin_try()
+            run = _Run(scope, statements, models, held, failed, effort)
+            return run.run(max_bytes), scope, run.calls.made
+        except TooMuchError:  # so would the others
             raise
         except Refused as refusal:
-            why = str(refusal)
-    raise Refused(why)
+            why = why or str(refusal)  # of the innermost function
+        except Exception as error:  # what the loop's code raises when it is run again
+            why = why or f"it raised {type(error).__name__}: {error}"
+    raise Refused(why or NO_LOSS)
 
 
-def _statements(scope: LoopScope, held: Held, known: Any) -> tuple[Any, Iterator[LossStatements]]:
-    """The loss, as far as it is a value with a name, and the statements it may be computed by.
+def _candidates(
+    loop: Sequence[LoopScope], held: Held
+) -> Iterator[tuple[LoopScope, LossStatements | Refused]]:
+    """Statements that the loss may be computed by, of the innermost function first; of some, why they are not known."""
+    differentiated: Tensor | None = None  # by a function called from the next one
+    for scope in loop:
+        try:
+            tree = tree_of(scope.code)
+        except Refused as refusal:
+            yield scope, refusal
+            continue
+        roots = list(_roots(tree, scope, differentiated))
+        called = [
+            call.caller[1]
+            for _, call in held
+            if call.caller is not None and call.caller[0] is scope.code and call.caller[1] <= scope.line
+        ]
+        for line, root in roots:
+            for statements in loss_statements(tree, line, root, [one for one in called if one <= line]):
+                yield scope, statements
+        named = (scope.values.get(root.id) for _, root in roots if isinstance(root, ast.Name))
+        if roots:
+            differentiated = next((value for value in named if isinstance(value, Tensor)), None)
 
-    `known` is the loss that a function called from here differentiates.
-    """
-    tree = tree_of(scope.code)
-    backward = backward_of(tree, scope.line, scope.exact)
-    root = None if backward is None else root_of(backward)
-    line = scope.line if backward is None else backward.lineno
-    if root is None and known is not None:
-        name = next((name for name, value in scope.values.items() if value is known), None)
-        root, line = None if name is None else ast.Name(name, ast.Load(), lineno=line), scope.line
-    if root is None:
-        return known, iter(())
-    value = scope.values.get(root.id) if isinstance(root, ast.Name) else None
-    lines = [call.caller[1] for _, call in held if call.caller is not None and call.caller[0] is scope.code]
-    found = loss_statements(tree, line, root, [one for one in lines if one <= line])
-    return value if isinstance(value, Tensor) else None, found
+
+def _roots(tree: Body, scope: LoopScope, differentiated: Tensor | None) -> Iterator[tuple[int, ast.expr]]:
+    """(line, expression) of what may have been the loss: what `backward` is called on, or has been further in."""
+    found = False
+    for backward in backwards_of(tree, scope.line, scope.exact):
+        root = root_of(backward)
+        if root is not None:
+            found = True
+            yield backward.lineno, root
+    if found or differentiated is None:
+        return
+    for name, value in scope.values.items():
+        if value is differentiated:
+            yield scope.line, ast.Name(name, ast.Load(), lineno=scope.line)
+            return
 
 
 class _Run:
@@ -134,18 +150,18 @@ class _Run:
         self._recorder = Recorder(self._whole, failed, lines)
         self._recorder.expect(tensor for model in self._whole for tensor in written_in_place(model)[0])
         self._recorder.expect(self._stand_ins.values())
-        self._calls = ModelCalls(models, held, lines)
-        self._interpreter = Interpreter(lines, self._calls.call, effort)
+        self.calls = ModelCalls(models, held, lines)
+        self._interpreter = Interpreter(lines, self.calls.call, effort)
         self._scope = _without_graphs(scope)
 
-    def run(self, max_bytes: int) -> tuple[Trace, Call]:
-        """The trace, and the first call of a model."""
+    def run(self, max_bytes: int) -> Trace:
+        """Run them, and compare the gradients that come of it."""
         everything = _Everything(self._whole, self._forward_and_backward)
         with state_restored(everything, max_bytes), eager(), unchecked():
             torch.func.functional_call(everything, self._stand_ins, ())
-        self._calls.verify()
+        self.calls.verify()
         self._trace.stray = self._recorder.stray
-        return self._trace, self._calls.made[0]
+        return self._trace
 
     def _forward_and_backward(self) -> None:
         with torch.enable_grad(), self._recorder.forward(), around_backward.watched(self._nested):

@@ -17,12 +17,14 @@ from gradwatch.localise.loss.interpreter.source_tree import (
     covers,
     grown,
     loaded,
+    own_nodes,
     path_to,
 )
 
 Statements: TypeAlias = tuple[tuple[tuple[ast.With, ...], ast.stmt], ...]
 """Statements in their order, in each case with the `with` blocks around it."""
 LOOPS = (ast.For, ast.While, ast.AsyncFor)
+BACKWARDS = 4  # calls of `backward` that may have been the last one
 REARMOST = 6  # statements at which a loss may begin, where no call of the model is among them
 
 
@@ -35,19 +37,23 @@ class LossStatements:
     context: tuple[ast.With, ...]
 
 
-def backward_of(tree: Body, line: int, exactly: bool) -> ast.Call | None:
-    """The call of a method `backward`: the one on that line, or (not `exactly`) the last one above it."""
+def backwards_of(tree: Body, line: int, exactly: bool) -> list[ast.Call]:
+    """The calls of a method `backward`: the one on that line, or (not `exactly`) the last ones above it.
+
+    Which of the latter ran is not known where they stand in branches of an `if`: the last comes first.
+    """
     calls = [
         node
-        for node in ast.walk(tree)
+        for node in own_nodes(tree)
         if isinstance(node, ast.Call)
-        and (isinstance(node.func, ast.Attribute) and node.func.attr in ("backward", "manual_backward"))
+        and isinstance(node.func, ast.Attribute)
+        and node.func.attr in ("backward", "manual_backward")
     ]
     if exactly:
         found = [one for one in calls if one.lineno <= line <= (one.end_lineno or one.lineno)]
-        return found[0] if len(found) == 1 else None
+        return found if len(found) == 1 else []
     above = [one for one in calls if one.lineno <= line]
-    return max(above, key=lambda one: one.lineno, default=None)
+    return sorted(above, key=lambda one: one.lineno, reverse=True)[:BACKWARDS]
 
 
 def root_of(call: ast.Call) -> ast.expr | None:
@@ -132,7 +138,7 @@ def definition_of(tree: Body, name: str, line: int) -> tuple[ast.stmt, ...]:
     """The last statement above a line that assigns a name, and nothing else; () where another one changes it since."""
     above = [
         node
-        for node in ast.walk(tree)
+        for node in own_nodes(tree)
         if isinstance(node, ast.stmt)
         and node.lineno <= line
         and name in changed(node)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor, nn
 
@@ -28,9 +30,10 @@ def batch_at_fault(
 def samples_at_fault(
     finding: Finding, calls: list[tuple[nn.Module, Call]], models: list[nn.Module]
 ) -> tuple[int, ...]:
-    """The rows of that batch which carry what is not finite: in what went in, else in the gradients that came back.
+    """The rows of that batch which are at fault: those of the gradients that came back, of an input its own as well.
 
-    () where all rows do, as where the loss is NaN, or none.
+    () where all rows are, as where the loss is NaN, or none. An input is asked only where it is the cause: a mask of
+    -inf is none. Where its rows and those of the gradients differ, its first dimension is not that of the samples.
     """
     call = _call_at_fault(finding, calls, models)
     if call is None:
@@ -39,21 +42,34 @@ def samples_at_fault(
     size = given[0].shape[0] if given else 0
     if not size or (call.indices is not None and len(call.indices) != size):
         return ()
+    returned = [one for one in call.gradients.values() if one.dim()]
+    came_back = _rows(returned, size, (_nonfinite,))
+    if finding.phase != "input":
+        return came_back
+    if returned and not any(one.shape[0] == size for one in returned):
+        return ()
     data = [one for one in given if id(one) not in call.computed]
-    for looked_at in (data, list(call.gradients.values())):
-        rows = _rows([one for one in looked_at if one.dim() and one.shape[0] == size], size)
-        if rows:
-            return rows
-    return ()
+    went_in = _rows(data, size, (torch.isnan, torch.isinf))
+    return went_in if not came_back or came_back == went_in else ()
+
+
+def _nonfinite(tensor: Tensor) -> Tensor:
+    """NaN or Inf, number by number."""
+    return ~torch.isfinite(tensor)
 
 
 @torch.no_grad()
-def _rows(of: list[Tensor], size: int) -> tuple[int, ...]:
-    broken = torch.zeros(size, dtype=torch.bool)
-    for tensor in filter(readable, of):
-        broken |= ~torch.isfinite(dense(tensor)).reshape(size, -1).all(1).cpu()
-    found = broken.nonzero().flatten().tolist()
-    return tuple(found) if len(found) < size else ()
+def _rows(of: list[Tensor], size: int, kinds: Sequence[Callable[[Tensor], Tensor]]) -> tuple[int, ...]:
+    """Rows with numbers of the first of these kinds that there is; () for all of them."""
+    numbers = [dense(one) for one in filter(readable, of) if one.dim() and one.shape[0] == size]
+    for kind in kinds:
+        broken = torch.zeros(size, dtype=torch.bool)
+        for tensor in numbers:
+            broken |= kind(tensor).reshape(size, -1).any(1).cpu()
+        found = broken.nonzero().flatten().tolist()
+        if found:
+            return tuple(found) if len(found) < size else ()
+    return ()
 
 
 def _call_at_fault(

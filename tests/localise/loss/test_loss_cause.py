@@ -96,3 +96,63 @@ def test_other_gradients_are_not_believed(monkeypatch: pytest.MonkeyPatch) -> No
     findings, _, _ = train(strict=True)
     assert findings[0].phase == "loss"
     assert "other gradients" in findings[0].note
+
+
+class Adversaries(nn.Module):
+    """A generator and a discriminator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.maker, self.judge = nn.Linear(4, 4), nn.Linear(4, 1)
+
+
+def watched(model: nn.Module, step_of: Any) -> Finding:
+    """The first finding of a training whose third step is bad."""
+    torch.manual_seed(0)
+    optimizer, kept = torch.optim.SGD(model.parameters(), 0.1), Kept()
+    with gradwatch.watch(model, optimizer, rules=rules(), sinks=[kept], strict=True):
+        for step in range(4):
+            step_of(model, optimizer, step == 2)
+    return next(finding for record in kept.records for finding in record.findings)
+
+
+def adversarial(nets: Adversaries, optimizer: torch.optim.Optimizer, bad: bool) -> None:
+    """A step of both, the real batch given second."""
+    real = torch.randn(6, 4)
+    if bad:
+        real[3, 0] = float("nan")
+    fake = nets.maker(torch.randn(6, 4))
+    loss = nn.functional.softplus(-nets.judge(real)).mean() + nn.functional.softplus(nets.judge(fake)).mean()
+    optimizer.zero_grad()
+    loss.backward()
+    optimizer.step()
+
+
+def test_the_batch_is_that_of_the_call_it_went_into() -> None:
+    """Of several calls the one that was given the NaN, with its row."""
+    finding = watched(Adversaries(), adversarial)
+    assert (finding.phase, finding.call, finding.samples) == ("input", 1, (3,))
+
+
+def branches(net: nn.Module, optimizer: torch.optim.Optimizer, bad: bool) -> None:
+    """A step whose `backward` stands in each branch."""
+    x = torch.randn(6, 4)
+    optimizer.zero_grad()
+    if bad:
+        x[1] = 0
+        loss = net(x).square().sum(1).sqrt().mean()  # fault
+        loss.backward()
+    elif len(x) > 100:
+        loss = net(x).abs().mean()
+        loss.backward()
+    else:
+        loss = net(x).square().mean()
+        loss.backward()
+    optimizer.step()
+
+
+def test_the_backward_of_the_branch_that_ran() -> None:
+    """Each is tried; only one brings the gradients that the step had."""
+    finding = watched(nn.Linear(4, 3, bias=False), branches)
+    assert finding.frame is not None
+    assert (finding.op, finding.frame.source.endswith("# fault")) == ("sqrt", True)

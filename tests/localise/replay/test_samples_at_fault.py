@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -60,17 +62,80 @@ def test_the_row_that_was_planted(kind: str, row: int, micro: int) -> None:
     assert finding.carriers == f"row {row} of the batch (dimension 0; positions {position} in the dataset)"
 
 
-def test_no_row_where_every_row_is_at_fault() -> None:
-    """A loss that divides by a count of zero makes all rows NaN: none is named."""
+def trained(net: nn.Module, loss_of: Callable[[nn.Module, bool], Tensor]) -> Finding:
+    """The only finding of a training whose second step is bad."""
     torch.manual_seed(0)
-    net, kept = nn.Linear(5, 3), Kept()
-    optimizer = torch.optim.SGD(net.parameters(), 0.01)
+    optimizer, kept = torch.optim.SGD(net.parameters(), 0.01), Kept()
     with gradwatch.watch(net, optimizer, rules=rules(), sinks=[kept], strict=True):
         for step in range(3):
-            mask = torch.zeros(ROWS, 1) if step == 1 else torch.ones(ROWS, 1)
-            loss = (net(torch.randn(ROWS, 5)).square() * mask).sum() / mask.sum()
+            loss = loss_of(net, step == 1)
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-    (finding,) = (one for record in kept.records for one in record.findings)
+    found = [one for record in kept.records for one in record.findings]
+    return found[0] if len(found) == 1 else Finding("unknown", "replay", note=f"{len(found)} findings")
+
+
+def divided_by_a_count(net: nn.Module, bad: bool) -> Tensor:
+    """A mean over the rows that count."""
+    mask = torch.zeros(ROWS, 1) if bad else torch.ones(ROWS, 1)
+    return (net(torch.randn(ROWS, 5)).square() * mask).sum() / mask.sum()
+
+
+def test_no_row_where_every_row_is_at_fault() -> None:
+    """A loss that divides by a count of zero makes all rows NaN: none is named."""
+    finding = trained(nn.Linear(5, 3), divided_by_a_count)
     assert (finding.op, finding.samples) == ("div", ())
+
+
+class LastStep(nn.Module):
+    """A recurrent layer that is given time first, and a layer for its last state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.recurrent, self.head = nn.RNN(4, 5), nn.Linear(5, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One row a sample."""
+        return self.head(self.recurrent(x)[0][-1])
+
+
+class Attention(nn.Module):
+    """Rows that look at each other, but where a mask is -inf."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        """The rows, mixed."""
+        return torch.softmax(self.layer(x) @ x.t() + mask, -1) @ x
+
+
+@pytest.mark.parametrize("time", [6, 7])
+def test_a_row_of_time_is_no_sample(time: int) -> None:
+    """Where time comes first, the row of the NaN is a time step: no row is named."""
+
+    def loss_of(net: nn.Module, bad: bool) -> Tensor:
+        x = torch.randn(time, 6, 4)
+        if bad:
+            x[3, 2, 0] = float("nan")
+        return net(x).square().mean()
+
+    finding = trained(LastStep(), loss_of)
+    assert (finding.phase, finding.samples) == ("input", ())
+
+
+def masked(net: nn.Module, bad: bool) -> Tensor:
+    """A loss that divides row 4 by 0, of an attention in which row 0 sees only itself."""
+    mask, count = torch.zeros(6, 6), torch.ones(6)
+    mask[0, 1:] = -torch.inf
+    if bad:
+        count[4] = 0
+    return (net(torch.randn(6, 4), mask).sum(1) * 0 / count).sum()
+
+
+def test_a_mask_of_infinities_is_at_no_fault() -> None:
+    """The row of which the loss makes NaN is named, and not that whose mask is -inf."""
+    finding = trained(Attention(), masked)
+    assert (finding.op, finding.samples) == ("div", (4,))

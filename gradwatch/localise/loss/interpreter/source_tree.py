@@ -12,25 +12,67 @@ from gradwatch.localise.hold.module_attributes import Refused
 
 Body = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 ADDS = ("append", "extend", "insert", "add", "update")
+DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 FIELDS = ("body", "orelse", "finalbody")
 
 
 def tree_of(code: CodeType) -> Body:
-    """The syntax tree of a function, or of a whole script. Raises Refused where its source cannot be read."""
-    module = _module(code.co_filename, "".join(linecache.getlines(code.co_filename)))
+    """The syntax tree of a function, or of a whole script. Raises Refused where its source cannot be read.
+
+    Or where compiled it is another code: a file that was edited meanwhile would give other lines.
+    """
+    file = code.co_filename
+    module = _module(file, "".join(linecache.getlines(file)))
     if code.co_name == "<module>":
-        return module
+        tree: Body | None = _script(module, code)
+    else:
+        defined = any(_same(one, code) for one in _nested(_compiled(module, file)))
+        tree = _function(module, code) if defined else None
+    if tree is None:
+        raise Refused(f"the source of {code.co_name} is not known, or not what was run")
+    return tree
+
+
+def _script(module: ast.Module, code: CodeType) -> ast.Module | None:
+    """A script, or the statement of it that was compiled alone, as notebooks do."""
+    for tree in (module, *(ast.Module([one], []) for one in module.body)):
+        if _same(_compiled(tree, code.co_filename), code):
+            return tree
+    return None
+
+
+def _function(module: ast.Module, code: CodeType) -> Body | None:
     if code.co_name == "<lambda>":
-        lambdas = [node for node in ast.walk(module) if isinstance(node, ast.Lambda)]
-        here = [node for node in lambdas if node.lineno == code.co_firstlineno]
-        if len(here) == 1:
-            return here[0]
+        lambdas = [one for one in ast.walk(module) if isinstance(one, ast.Lambda)]
+        here = [one for one in lambdas if one.lineno == code.co_firstlineno]
+        return here[0] if len(here) == 1 else None
     for node in ast.walk(module):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)) and node.name == code.co_name:
             first = min([node.lineno, *(one.lineno for one in node.decorator_list)])
             if first == code.co_firstlineno:
                 return node
-    raise Refused(f"the source of {code.co_name} is not known")
+    return None
+
+
+@functools.lru_cache(maxsize=64)
+def _compiled(tree: ast.Module, file: str) -> CodeType:
+    try:
+        return compile(tree, file, "exec", dont_inherit=True)
+    except (SyntaxError, ValueError) as error:
+        raise Refused(f"the source of {file} cannot be compiled") from error
+
+
+def _nested(code: CodeType) -> Iterator[CodeType]:
+    """The code of functions defined in some code, and in each other."""
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield constant
+            yield from _nested(constant)
+
+
+def _same(one: CodeType, other: CodeType) -> bool:
+    """True for the same instructions on the same lines; the file may have been reached by another path."""
+    return one == other and list(one.co_lines()) == list(other.co_lines())
 
 
 @functools.lru_cache(maxsize=64)
@@ -41,6 +83,14 @@ def _module(file: str, text: str) -> ast.Module:
         return ast.parse(text)
     except (SyntaxError, ValueError) as error:
         raise Refused(f"the source of {file} cannot be read") from error
+
+
+def own_nodes(tree: ast.AST) -> Iterator[ast.AST]:
+    """The nodes of a function without those of functions and classes defined in it."""
+    for node in ast.iter_child_nodes(tree):
+        if not isinstance(node, DEFINITIONS):
+            yield node
+            yield from own_nodes(node)
 
 
 def path_to(body: list[ast.stmt], line: int) -> list[tuple[ast.stmt | None, list[ast.stmt], int]]:
