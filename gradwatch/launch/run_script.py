@@ -13,7 +13,7 @@ def run_script(words: Sequence[str]) -> None:
     """Run `SCRIPT ARGS…`, `-m MODULE ARGS…`, `-c CODE ARGS…` or (no words, or `-`) stdin as `__main__`.
 
     The script runs in the real `__main__` module, so its classes pickle and multiprocessing finds it.
-    Whatever it raises passes through.
+    Whatever it raises passes through. `dont_inherit`: its annotations are evaluated, though those of this file are not.
     """
     # Safe path (-I, -P): Python put no folder of gradwatch's first, and puts none of the script's either.
     replace_first = not getattr(sys.flags, "safe_path", False) and not sys.flags.isolated
@@ -25,16 +25,16 @@ def run_script(words: Sequence[str]) -> None:
     if words and words[0] == "-c":
         _first_on_path("", replace_first)
         sys.argv = ["-c", *words[2:]]
-        _run_main(compile(words[1], "<string>", "exec"), None)
+        _run_main(compile(words[1], "<string>", "exec", dont_inherit=True), None)
     elif not words or words[0] == "-":
         _first_on_path("", replace_first)
         sys.argv = list(words) or [""]
-        _run_main(compile(sys.stdin.read(), "<stdin>", "exec"), None)
+        _run_main(compile(sys.stdin.read(), "<stdin>", "exec", dont_inherit=True), None)
     else:
         _first_on_path(os.path.dirname(os.path.realpath(words[0])), replace_first)
         sys.argv = list(words)
         with open(words[0], "rb") as source:
-            _run_main(compile(source.read(), words[0], "exec"), words[0])
+            _run_main(compile(source.read(), words[0], "exec", dont_inherit=True), words[0])
 
 
 def _first_on_path(folder: str, replace: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -131,3 +132,12 @@ def test_a_working_folder_that_is_gone_keeps_nothing_from_running(
     launched = prepare(["python"], {"GRADWATCH_DIR": str(tmp_path)}, {LAUNCHED_IN: "another launch's"})
     assert LAUNCHED_IN not in launched.env
     assert shown(str(tmp_path)) == str(tmp_path)
+
+
+def test_a_script_is_compiled_as_python_does(tmp_path: Path) -> None:
+    """Its annotations are values, not the strings that gradwatch's own are."""
+    script = tmp_path / "train.py"
+    script.write_text("def loss(x: int): ...\nprint(loss.__annotations__)\n")
+    code = "import sys; from gradwatch.launch.run_script import run_script; run_script(sys.argv[1:])"
+    done = subprocess.run([sys.executable, "-c", code, script], capture_output=True, text=True, check=True)
+    assert done.stdout == "{'x': <class 'int'>}\n"

@@ -345,12 +345,12 @@ def _start(words: Sequence[str], env: Mapping[str, str], path: Sequence[str]) ->
         runpy.run_module(words[1], run_name="__main__", alter_sys=True)
     elif words and words[0] == "-c":
         sys.argv = ["-c", *words[2:]]
-        exec(compile(words[1], "<string>", "exec"), main)
+        exec(compile(words[1], "<string>", "exec", dont_inherit=True), main)
     elif not words or words[0] == "-":
         sys.argv = words or [""]
-        exec(compile(sys.stdin.read(), "<stdin>", "exec"), main)
+        exec(compile(sys.stdin.read(), "<stdin>", "exec", dont_inherit=True), main)
     else:
         script = os.path.abspath(words[0])
         sys.argv, sys.path[0] = words, os.path.dirname(os.path.realpath(script))
         main.update(__file__=script, __cached__=None)
-        exec(compile(Path(script).read_bytes(), script, "exec"), main)
+        exec(compile(Path(script).read_bytes(), script, "exec", dont_inherit=True), main)

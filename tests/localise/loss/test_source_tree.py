@@ -1,6 +1,7 @@
 """Syntax trees of functions: of those whose file says what was compiled, and of no others."""
 
 from __future__ import annotations
+import __future__
 
 import ast
 import linecache
@@ -85,6 +86,14 @@ def test_an_edited_script_is_refused(tmp_path: Path) -> None:
     edited(file, "import math", "import math, os")
     with pytest.raises(Refused):
         tree_of(code)
+
+
+def test_a_script_that_inherited_a_future(tmp_path: Path) -> None:
+    """Run by a shell in which `from __future__ import annotations` was written, code is compiled by other flags."""
+    file = tmp_path / "train.py"
+    loss_in(file)
+    code = compile(SOURCE, str(file), "exec", __future__.annotations.compiler_flag)
+    assert isinstance(tree_of(code), ast.Module)
 
 
 def test_a_statement_compiled_alone(tmp_path: Path) -> None:

@@ -1,10 +1,12 @@
 """Syntax trees of the functions that are under way, from their files."""
 
 from __future__ import annotations
+import __future__
 
 import ast
 import functools
 import linecache
+import operator
 from collections.abc import Iterator
 from types import CodeType
 
@@ -14,6 +16,9 @@ Body = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 ADDS = ("append", "extend", "insert", "add", "update")
 DEFINITIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 FIELDS = ("body", "orelse", "finalbody")
+FUTURES = functools.reduce(
+    operator.or_, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
+)
 
 
 def tree_of(code: CodeType) -> Body:
@@ -26,7 +31,7 @@ def tree_of(code: CodeType) -> Body:
     if code.co_name == "<module>":
         tree: Body | None = _script(module, code)
     else:
-        defined = any(_same(one, code) for one in _nested(_compiled(module, file)))
+        defined = any(_same(one, code) for one in _nested(_compiled(module, code)))
         tree = _function(module, code) if defined else None
     if tree is None:
         raise Refused(f"the source of {code.co_name} is not known, or not what was run")
@@ -36,7 +41,7 @@ def tree_of(code: CodeType) -> Body:
 def _script(module: ast.Module, code: CodeType) -> ast.Module | None:
     """A script, or the statement of it that was compiled alone, as notebooks do."""
     for tree in (module, *(ast.Module([one], []) for one in module.body)):
-        if _same(_compiled(tree, code.co_filename), code):
+        if _same(_compiled(tree, code), code):
             return tree
     return None
 
@@ -54,12 +59,18 @@ def _function(module: ast.Module, code: CodeType) -> Body | None:
     return None
 
 
+def _compiled(tree: ast.Module, like: CodeType) -> CodeType:
+    """Compiled as other code of that file was, which may have inherited `from __future__ import ...`."""
+    return _compile(tree, like.co_filename, like.co_flags & FUTURES)
+
+
 @functools.lru_cache(maxsize=64)
-def _compiled(tree: ast.Module, file: str) -> CodeType:
+def _compile(tree: ast.Module, file: str, flags: int) -> CodeType:
     try:
-        return compile(tree, file, "exec", dont_inherit=True)
+        compiled: CodeType = compile(tree, file, "exec", flags, dont_inherit=True)
     except (SyntaxError, ValueError) as error:
         raise Refused(f"the source of {file} cannot be compiled") from error
+    return compiled
 
 
 def _nested(code: CodeType) -> Iterator[CodeType]:
