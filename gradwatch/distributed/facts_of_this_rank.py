@@ -11,8 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from gradwatch.capture.columns.pending_columns import PendingColumns
+from gradwatch.capture.columns.update_ratio import PendingRatio
+from gradwatch.capture.snapshot_assembly import Extras
 from gradwatch.capture.window_norms import Norms, WindowNorms
-from gradwatch.distributed.all_reduced_facts import Layout, Vector, count_of, sum_of
+from gradwatch.distributed.all_reduced_facts import UPDATED, Layout, Vector, count_of, sum_of
 from gradwatch.distributed.replica_divergence import compare
 from gradwatch.distributed.sharded_norms import pool
 from gradwatch.records.snapshot import Column
@@ -79,3 +82,14 @@ def encode(
     else:
         compare(layout, vector, [*earlier, norms[0]])
     return vector
+
+
+def columns_of(extras: Extras) -> dict[str, Column]:
+    """The columns of a step, with ‖w‖ behind ‖Δw‖/‖w‖, without which shards' ratios do not add up."""
+    columns = {name: column for one in extras.params for name, column in one.columns().items()}
+    for one in extras.params:
+        ratio = one.parts.get("update_ratio") if isinstance(one, PendingColumns) else None
+        if isinstance(ratio, PendingRatio) and "update_ratio" in columns:
+            columns[UPDATED] = Column(ratio.size(), columns["update_ratio"].present)
+            break
+    return columns

@@ -124,8 +124,12 @@ class RankMembership:
 
     def keep(self, window: WindowNorms) -> None:
         """Keep the norms of a step that all ranks take until every rule that compares them has been judged by it."""
-        if not self.uneven and max(self.compared, default=1) > 1:
-            self.recent.append(window)
+        longest = max(self.compared, default=1)
+        if longest == 1 or self.uneven:
+            return
+        self.recent.append(window)
+        while self.recent[0].step + longest <= window.step:
+            self.recent.popleft()
 
     def earlier(self, step: int) -> list[WindowNorms]:
         """The windows before this step by which the rules that are due now have not been judged yet."""

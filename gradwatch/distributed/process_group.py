@@ -10,12 +10,15 @@ connections, at which the others' collective raises at once, and everybody goes 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
+from weakref import WeakSet
 
 import numpy as np
 import torch
@@ -23,7 +26,6 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from gradwatch.errors import GradwatchError
-from gradwatch.runtime.process_identity import here
 
 MEET_SECONDS = 30.0
 """How long the first step waits, once, for a rank that does not watch. Ranks of one training come together."""
@@ -31,8 +33,6 @@ WAIT_SECONDS = 60.0
 """How long a step waits for a rank that stays away before everybody goes on alone."""
 
 
-_OF_PARENTS: list[Any] = []
-"""Groups of the process that forked this one: to drop one would wait for threads that are not here."""
 _c10d: Any = dist  # its stubs do not export what is used here
 
 
@@ -148,8 +148,8 @@ class Group:
         options._devices = [gloo.create_default_device()]
         store = _c10d.PrefixStore("group", meeting.store)
         store.set_timeout(timeout)
-        self._pid = here[0]
         self._gloo: Any = gloo(store, meeting.rank, meeting.world, options)
+        _GROUPS.add(self)
 
     def total(self, vector: NDArray[np.float64]) -> NDArray[np.float64]:
         """The sum of all ranks' vectors, the same bits on each. They must be equally long on all of them.
@@ -183,6 +183,19 @@ class Group:
 
     def close(self) -> None:
         """Drop the connections; the others' next collective raises at once."""
-        if here[0] != self._pid:
-            _OF_PARENTS.append(self._gloo)
         self._gloo = None
+
+    def outlast_process(self) -> None:
+        """Never drop the connections: in a forked child that would wait for threads that its parent has, or abort."""
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(self._gloo))
+
+
+_GROUPS: WeakSet[Group] = WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for group in _GROUPS:
+        group.outlast_process()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)

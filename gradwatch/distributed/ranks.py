@@ -10,64 +10,26 @@ travels during the next forward, and is learned at the next boundary.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any
 
-import numpy as np
 from torch import nn
 
-from gradwatch.capture.columns.pending_columns import PendingColumns
-from gradwatch.capture.columns.update_ratio import PendingRatio
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.shards import placements, whole
 from gradwatch.capture.snapshot_assembly import Extras, appended
 from gradwatch.capture.window_norms import WindowNorms
-from gradwatch.distributed import facts_of_this_rank, replica_divergence, sharded_norms
-from gradwatch.distributed.all_reduced_facts import UPDATED, Layout, ReducedFacts, Vector, blind
+from gradwatch.distributed import facts_of_this_rank, replica_divergence
+from gradwatch.distributed.all_reduced_facts import Layout, ReducedFacts, Vector, blind
 from gradwatch.distributed.handshake import RankMeeting, RankRequirements
 from gradwatch.distributed.membership import Exchange, RankMembership
-from gradwatch.distributed.noise_scale import noise_scale
 from gradwatch.distributed.process_group import AloneError, Group, place
+from gradwatch.distributed.shared_step import Shared, norms_seen_by_all, of_ranks, seen_by_all
 from gradwatch.reading.cpu import CpuNorms, add_up_all
-from gradwatch.records.columns import NOISE_SCALE
-from gradwatch.records.snapshot import Column, Sites
+from gradwatch.records.snapshot import Sites
 
 Report = Callable[[str, BaseException], None]
 REDUCING = frozenset({"DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule"})
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Known:
-    """Columns that have arrived."""
-
-    found: Mapping[str, Column]
-
-    def ready(self) -> bool:
-        """Always."""
-        return True
-
-    def columns(self) -> dict[str, Column]:
-        """The columns."""
-        return dict(self.found)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Shared:
-    """One step as every rank sees it; `own` where this rank's parameters stand in it.
-
-    `may_act`: every rank decides the same from these numbers. `total_applied`: the norm of everything the
-    optimizers of all ranks are about to use; None where this rank's own is that. `blind`: some rank took part
-    without facts, so it learns nothing of this step, and neither may the others.
-    """
-
-    window: WindowNorms
-    extras: Extras
-    values: Mapping[str, float]
-    own: Any
-    may_act: bool
-    total_applied: float | None = None
-    blind: bool = False
 
 
 class Ranks:
@@ -220,7 +182,7 @@ class Ranks:
             return Shared(window, extras, values, mine, may_act=True)  # those who step have the same average
         reduced = self._exchange(membership, window, extras, values)
         if reduced is not None and reduced.complete:
-            return _seen_by_all(reduced, membership, window, extras, values)
+            return seen_by_all(reduced, membership, window, extras, values)
         self._catch_up(captured, window, reduced)
         return (
             None if pooled else Shared(window, extras, values, mine, may_act=False, blind=reduced is not None)
@@ -232,7 +194,7 @@ class Ranks:
         if membership is None or reduced is None or not reduced.complete:
             return None
         membership.replicas = membership.replicas or replica_divergence.agreeing(reduced)
-        extras, values = _of_ranks(reduced, membership, shared.window, shared.extras, shared.values)
+        extras, values = of_ranks(reduced, membership, shared.window, shared.extras, shared.values)
         return replace(shared, extras=extras, values=values)
 
     def _learned(
@@ -269,8 +231,7 @@ class Ranks:
         extras: Extras,
         values: Mapping[str, float],
     ) -> Vector:
-        columns = {name: column for one in extras.params for name, column in one.columns().items()}
-        columns |= _sizes(extras, columns)
+        columns = facts_of_this_rank.columns_of(extras)
         local = columns.get("norm_local")
         earlier = membership.earlier(window.step)
         if earlier:
@@ -350,7 +311,7 @@ class Ranks:
         reduced = membership.reduced
         if reduced is None or not reduced.complete or membership.owes:
             return None
-        return _norms_seen_by_all(reduced, window, values)
+        return norms_seen_by_all(reduced, window, values)
 
     def _catch_up(
         self, captured: OptimizerCapture, window: WindowNorms, reduced: ReducedFacts | None
@@ -386,66 +347,3 @@ def _reduced(models: list[nn.Module]) -> bool:
     """True if torch itself reduces gradients over ranks, within the backward. By name: FSDP may not be there."""
     kinds = {type(module) for model in models for module in model.modules()}
     return any(cls.__name__ in REDUCING for kind in kinds for cls in kind.__mro__)
-
-
-def _seen_by_all(
-    reduced: ReducedFacts,
-    membership: RankMembership,
-    window: WindowNorms,
-    extras: Extras,
-    values: Mapping[str, float],
-) -> Shared:
-    membership.replicas = membership.replicas or replica_divergence.agreeing(reduced)
-    if reduced.layout.pooled:
-        # Positions are among all ranks' parameters there, and parts of a gradient have no histogram of the whole.
-        extras = replace(extras, params=(Known(sharded_norms.pooled_columns(reduced)),), histograms=None)
-    extras, values = _of_ranks(reduced, membership, window, extras, values)
-    return replace(_norms_seen_by_all(reduced, window, values), extras=extras)
-
-
-def _of_ranks(
-    reduced: ReducedFacts,
-    membership: RankMembership,
-    window: WindowNorms,
-    extras: Extras,
-    values: Mapping[str, float],
-) -> tuple[Extras, Mapping[str, float]]:
-    """The columns and values of a step with those that are about ranks."""
-    ranked = (
-        (Known(replica_divergence.rank_columns(reduced, membership.replicas)),) if membership.ranked else ()
-    )
-    noise = _noise_scale(reduced, membership, window)
-    return replace(extras, ranks=ranked), values if noise is None else {**values, NOISE_SCALE: noise}
-
-
-def _noise_scale(reduced: ReducedFacts, membership: RankMembership, window: WindowNorms) -> float | None:
-    """None unless all ranks are replicas with a local norm of one backward each: the mean is of no other gradients."""
-    here = reduced.by_rank("site") > 0
-    # One backward, and none left of an earlier one.
-    norms = window.wait()[0]
-    once = bool(((window.calls == 1) | ((window.calls == 0) & (norms == 0))).all() and window.calls.any())
-    if not (membership.ranked and membership.replicas and once and here.all()) or reduced.layout.pooled:
-        return None
-    return noise_scale(reduced.by_rank("norm_local"), window.total())
-
-
-def _norms_seen_by_all(reduced: ReducedFacts, window: WindowNorms, values: Mapping[str, float]) -> Shared:
-    values = {**values, **reduced.averages}
-    if reduced.head("rejected"):
-        values["scaler_skip"] = 1.0
-    if not reduced.layout.pooled:
-        whole_window = replace(window, provisional=reduced.head("provisional") > 0)
-        return Shared(whole_window, Extras(), values, slice(0, len(window.sites)), may_act=True)
-    total = float(np.sqrt(reduced.column("applied").sum()))
-    return Shared(
-        sharded_norms.pooled_window(reduced, window), Extras(), values, reduced.layout.own, True, total
-    )
-
-
-def _sizes(extras: Extras, columns: Mapping[str, Column]) -> dict[str, Column]:
-    """‖w‖ behind ‖Δw‖/‖w‖, without which shards' ratios do not add up."""
-    for one in extras.params:
-        ratio = one.parts.get("update_ratio") if isinstance(one, PendingColumns) else None
-        if isinstance(ratio, PendingRatio) and "update_ratio" in columns:
-            return {UPDATED: Column(ratio.size(), columns["update_ratio"].present)}
-    return {}

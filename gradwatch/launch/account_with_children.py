@@ -72,9 +72,15 @@ def with_children(own: Account) -> Account:
 
 def note_printed() -> None:
     """This process has printed its account: the process above, if there is one, need not."""
-    if _is_one_of_several[0]:
+    if _is_one_of_several[0] or alive(told_by(), began()):
         with suppress(OSError):
             _printed_note(os.getpid()).touch()
+
+
+def unnote_printed() -> None:
+    """This process goes on after all: what it has printed is not all of it."""
+    with suppress(OSError):
+        _printed_note(os.getpid()).unlink()
 
 
 def _printed_note(pid: int) -> Path:
@@ -82,11 +88,10 @@ def _printed_note(pid: int) -> Path:
 
 
 def _spoken_for(part: Part) -> bool:
-    if part.told_by == os.getpid():
-        return True
+    if _printed_note(part.pid).exists():  # also one that could not write the end of its journal
+        return False
     prints_its_own = not (part.told_by or part.account.rank or part.pid == os.getpid())
-    has_printed = part.ended and _printed_note(part.pid).exists()
-    return prints_its_own and not has_printed and not _runs(part)
+    return part.told_by == os.getpid() or (prints_its_own and not _runs(part))
 
 
 def _runs(part: Part) -> bool:

@@ -25,6 +25,7 @@ from gradwatch.launch.account_with_children import (
     launched,
     note_printed,
     recorded,
+    unnote_printed,
     with_children,
 )
 from gradwatch.runtime import stderr
@@ -62,6 +63,7 @@ def goes_on() -> None:
     """Note that the process goes on after all, since `os.exec…` has failed: there will be more to say."""
     if os.getpid() in _said_by:
         _said_by.remove(os.getpid())
+        unnote_printed()
 
 
 def say(account: Account | None = None, write: Callable[[str], None] = stderr.say) -> None:

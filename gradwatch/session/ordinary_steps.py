@@ -14,7 +14,8 @@ from gradwatch.capture.columns.batch_norm_statistics import RunningStatistics
 from gradwatch.capture.read_after_backward import Capture
 from gradwatch.capture.snapshot_assembly import assemble_many
 from gradwatch.distributed.membership import Exchange
-from gradwatch.distributed.ranks import Ranks, Shared
+from gradwatch.distributed.ranks import Ranks
+from gradwatch.distributed.shared_step import Shared
 from gradwatch.engine.actions.norms_after_actions import reshaped, with_clip_order
 from gradwatch.engine.bound_engine import BlockVerdict
 from gradwatch.errors import TrainingStopped

@@ -309,6 +309,28 @@ def test_a_first_rank_that_is_gone_is_told_by_the_process_above(
     assert (found.lost, found.running, found.recorded, found.processes) == (1, 0, 3, 0)
 
 
+def test_what_could_not_write_its_end_and_so_printed_its_own_account_is_not_told_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A child of this process as well as a rank, until it turns out that it goes on."""
+    monkeypatch.setenv(ROOT, str(tmp_path))
+    monkeypatch.setenv("GRADWATCH_RUN_ID", "r")
+    now, child = time.time(), 2**22 + 1
+    monkeypatch.setenv(TELLER, f"{os.getppid()}::{os.uname().nodename}:{now}")
+    written(tmp_path / "r", child, None, now + 1, os.getpid())
+    written(tmp_path / "r", child + 1, None, now + 1, 0)
+    with monkeypatch.context() as in_child:
+        for pid in (child, child + 1):
+            in_child.setattr(os, "getpid", lambda pid=pid: pid)
+            account_with_children.note_printed()
+    monkeypatch.setenv(TELLER, f"{os.getpid()}::{os.uname().nodename}:{now}")
+    assert account_with_children.with_children(Account()) == Account()
+    with monkeypatch.context() as in_child:
+        in_child.setattr(os, "getpid", lambda: child)
+        account_with_children.unnote_printed()
+    assert account_with_children.with_children(Account()).lost == 1
+
+
 def test_the_end_of_a_journal_is_read_from_its_tail(tmp_path: Path) -> None:
     """Without what is before it, junk behind it or not; None where the process has written none."""
     account = Account(Taken(steps=2))

@@ -262,16 +262,20 @@ def ends_with_an_exchange(rank: int) -> dict[str, Any]:
 
 
 def forked(rank: int) -> dict[str, Any]:
-    """A forked child steps and closes the watch while an exchange is under way."""
+    """A child forked by rank 0 steps and closes the watch; the exchange under way waits for rank 1 then."""
     _, model, optimizer = made()
     with watched(model, optimizer, DEFAULT) as (gw, collector):
         for step in range(90):
-            take_step(model, optimizer, step, rank)
-            if step == 70 and not (child := os.fork()):
+            optimizer.zero_grad()
+            take_backward(model, step, rank)
+            if step == 70 and rank:
+                time.sleep(0.5)
+            optimizer.step()
+            if step == 70 and not rank and not (child := os.fork()):
                 optimizer.step()
                 gw.close()
                 os._exit(0)
-        deadline, ended = time.monotonic() + 10, 0
+        deadline, ended, status = time.monotonic() + 10, rank, 0
         while not ended and time.monotonic() < deadline:
             time.sleep(0.01)
             ended, status = os.waitpid(child, os.WNOHANG)

@@ -111,6 +111,10 @@ class Boundary:
 
     def flush(self) -> None:
         """Judge every step that waits: its numbers were on their way from a device, or nothing was urgent."""
+        if (
+            not self._activity.serving
+        ):  # forked: they are the parent's, and so are the threads that bring them
+            return
         for ctx in self._contexts:
             self._guarded(ctx.deferral.flush, self._judging_failed)
         self._without_optimizer.flush()

@@ -1,0 +1,105 @@
+"""One step as all ranks see it: what each knows of itself, joined with what they told each other."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from gradwatch.capture.snapshot_assembly import Extras
+from gradwatch.capture.window_norms import WindowNorms
+from gradwatch.distributed import replica_divergence, sharded_norms
+from gradwatch.distributed.all_reduced_facts import ReducedFacts
+from gradwatch.distributed.membership import RankMembership
+from gradwatch.distributed.noise_scale import noise_scale
+from gradwatch.records.columns import NOISE_SCALE
+from gradwatch.records.snapshot import Column
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Known:
+    """Columns that have arrived."""
+
+    found: Mapping[str, Column]
+
+    def ready(self) -> bool:
+        """Always."""
+        return True
+
+    def columns(self) -> dict[str, Column]:
+        """The columns."""
+        return dict(self.found)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Shared:
+    """One step as every rank sees it; `own` where this rank's parameters stand in it.
+
+    `may_act`: every rank decides the same from these numbers. `total_applied`: the norm of everything the
+    optimizers of all ranks are about to use; None where this rank's own is that. `blind`: some rank took part
+    without facts, so it learns nothing of this step, and neither may the others.
+    """
+
+    window: WindowNorms
+    extras: Extras
+    values: Mapping[str, float]
+    own: Any
+    may_act: bool
+    total_applied: float | None = None
+    blind: bool = False
+
+
+def seen_by_all(
+    reduced: ReducedFacts,
+    membership: RankMembership,
+    window: WindowNorms,
+    extras: Extras,
+    values: Mapping[str, float],
+) -> Shared:
+    membership.replicas = membership.replicas or replica_divergence.agreeing(reduced)
+    if reduced.layout.pooled:
+        # Positions are among all ranks' parameters there, and parts of a gradient have no histogram of the whole.
+        extras = replace(extras, params=(Known(sharded_norms.pooled_columns(reduced)),), histograms=None)
+    extras, values = of_ranks(reduced, membership, window, extras, values)
+    return replace(norms_seen_by_all(reduced, window, values), extras=extras)
+
+
+def of_ranks(
+    reduced: ReducedFacts,
+    membership: RankMembership,
+    window: WindowNorms,
+    extras: Extras,
+    values: Mapping[str, float],
+) -> tuple[Extras, Mapping[str, float]]:
+    """The columns and values of a step with those that are about ranks."""
+    ranked = (
+        (Known(replica_divergence.rank_columns(reduced, membership.replicas)),) if membership.ranked else ()
+    )
+    noise = _noise_scale(reduced, membership, window)
+    return replace(extras, ranks=ranked), values if noise is None else {**values, NOISE_SCALE: noise}
+
+
+def _noise_scale(reduced: ReducedFacts, membership: RankMembership, window: WindowNorms) -> float | None:
+    """None unless all ranks are replicas with a local norm of one backward each: the mean is of no other gradients."""
+    here = reduced.by_rank("site") > 0
+    # One backward, and none left of an earlier one.
+    norms = window.wait()[0]
+    once = bool(((window.calls == 1) | ((window.calls == 0) & (norms == 0))).all() and window.calls.any())
+    if not (membership.ranked and membership.replicas and once and here.all()) or reduced.layout.pooled:
+        return None
+    return noise_scale(reduced.by_rank("norm_local"), window.total())
+
+
+def norms_seen_by_all(reduced: ReducedFacts, window: WindowNorms, values: Mapping[str, float]) -> Shared:
+    values = {**values, **reduced.averages}
+    if reduced.head("rejected"):
+        values["scaler_skip"] = 1.0
+    if not reduced.layout.pooled:
+        whole_window = replace(window, provisional=reduced.head("provisional") > 0)
+        return Shared(whole_window, Extras(), values, slice(0, len(window.sites)), may_act=True)
+    total = float(np.sqrt(reduced.column("applied").sum()))
+    return Shared(
+        sharded_norms.pooled_window(reduced, window), Extras(), values, reduced.layout.own, True, total
+    )
