@@ -28,6 +28,7 @@ from gradwatch.detectors.loss_scale import ScaleCollapse
 from gradwatch.detectors.missing_gradients import AllZero, Never, Stale, Stuck
 from gradwatch.detectors.nonfinite import LossNonFinite, NonFinite, NormOverflow
 from gradwatch.detectors.rank_outlier import RankMismatch, RankOutlier
+from gradwatch.detectors.recent_extremes import AboveRecentMax, BelowRecentMin
 from gradwatch.detectors.same_batch import SameBatch
 from gradwatch.detectors.share_and_depth import DepthRatio, Drop
 from gradwatch.detectors.spike import LossSpike, Spike
@@ -38,8 +39,10 @@ __all__ = [
     "ENTRY_POINT_GROUP",
     "KNOWN_NOT_BUILT",
     "Above",
+    "AboveRecentMax",
     "AllZero",
     "Below",
+    "BelowRecentMin",
     "Dead",
     "DepthRatio",
     "Detector",

@@ -20,7 +20,10 @@ _BY_KIND = {
     "spike": "GradwatchExplodingGradients",
     "drift": "GradwatchExplodingGradients",
     "jump": "GradwatchExplodingGradients",
+    "above_recent_max": "GradwatchExplodingGradients",
+    "below_recent_min": "GradwatchVanishingGradients",
     "update_ratio": "GradwatchUpdateTooLarge",
+    "above": "GradwatchExplodingGradients",
     "below": "GradwatchVanishingGradients",
     "depth_ratio": "GradwatchVanishingGradients",
     "drop": "GradwatchVanishingGradients",
@@ -33,6 +36,7 @@ _BY_KIND = {
     "rank_outlier": "GradwatchRanksDiverge",
     "rank_mismatch": "GradwatchRanksDiverge",
 }
+_OF_ANY_COLUMN = ("above", "below", "spike", "drift", "above_recent_max", "below_recent_min")
 _BY_COLUMN = {
     "loss": "GradwatchLossAbnormal",
     "scaler_skip": "GradwatchLossScale",
@@ -49,10 +53,9 @@ def alert_name(kind: str, of: str = "") -> str:
     """The name of the alert of a rule whose detector is `kind` and reads the column `of` ("" = not known)."""
     if is_observed(of) or of in RUNNING_STATISTICS:  # no runbook on gradients is about them
         return FALLBACK
-    if kind in ("above", "below", "spike", "drift"):
+    if kind in _OF_ANY_COLUMN:
         if of in _BY_COLUMN:
             return _BY_COLUMN[of]
         if of not in ("", *_NORMS):
             return FALLBACK
-        return "GradwatchVanishingGradients" if kind == "below" else "GradwatchExplodingGradients"
     return _BY_KIND.get(kind, FALLBACK)

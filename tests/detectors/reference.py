@@ -170,3 +170,28 @@ class ScaleCollapse:
         self.falls.append(max(0.0, math.log2(self.scales[-1] / scale)) if settled else 0.0)
         self.scales.append(scale)
         return max(sum(self.falls[-self.within :]) / self.halvings, 1 / scale)
+
+
+class RecentExtreme:
+    """A sample over the largest of a window in ten parts (sign 1), or the smallest of it over the sample (-1)."""
+
+    def __init__(self, sign: int, above: float, window: int, lag: int, warmup: int) -> None:
+        self.sign, self.above, self.window, self.lag, self.warmup = sign, above, window, lag, warmup
+        self.learned: list[float] = []
+
+    def __call__(self, value: float | None) -> float:
+        """The factor of the next sample, which is then learned, up to `above` beyond what it is compared with."""
+        if value is None or not math.isfinite(value) or value < 0 or (value == 0 and self.sign > 0):
+            return NAN
+        x, n, part = self.sign * math.log(max(value, 1e-30)), len(self.learned), -(-self.window // 10)
+        newest = n // part - -(-self.lag // part)  # the first part that is too new
+        oldest = newest - -(-self.window // part)
+        compared = [
+            y
+            for i, y in enumerate(self.learned)
+            if oldest <= i // part < newest or (not self.lag and i // part == newest)
+        ]
+        reference = max(compared, default=math.inf)
+        if value > 0:
+            self.learned.append(min(x, reference + math.log(self.above)))
+        return math.exp(x - reference) if compared and n >= self.warmup else NAN

@@ -343,6 +343,10 @@ def test_only_baselines_take_warmup_and_half_life() -> None:
         ("drift", {"fast": 500, "slow": 10}),
         ("nonfinite", {"values": []}),
         ("above", {"threshold": 1.0, "of": "nrom"}),
+        ("above_recent_max", {"above": 1.0}),
+        ("above_recent_max", {"window": 0}),
+        ("below_recent_min", {"above": 0.5}),
+        ("below_recent_min", {"lag": -1}),
     ],
 )
 def test_wrong_hyper_parameters_are_refused(kind: str, given: dict[str, Any]) -> None:

@@ -1,0 +1,236 @@
+"""A sample against the largest or smallest of its recent past: a factor that needs no spread to be known.
+
+A robust z is blind where a converged series scatters over orders of magnitude: its σ̂ is large. The extremes of the last
+samples already hold that scatter, and nothing healthy exceeds them by much.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.detectors.baseline import LARGEST_EXPONENT, Array32, Warmup, leading, log_of, logs_of_scalars
+from gradwatch.detectors.detector import (
+    STRICT,
+    Exceeding,
+    NormColumn,
+    ObservedColumn,
+    Sample,
+    State,
+    register_detector,
+)
+from gradwatch.detectors.limits import Limits
+from gradwatch.detectors.share_and_depth import ZERO_NORM
+from gradwatch.detectors.thresholds import Positive
+from gradwatch.records.snapshot import BoolArray, FloatArray
+
+PARTS = 10
+"""Parts of a window, each kept as its extreme: a window forgets a tenth of its samples at a time."""
+NONE = np.float32(-1e4)
+"""Stands for no sample: the logarithm of no float is as small."""
+_ZERO = np.float32(math.log(ZERO_NORM))
+
+Window = Annotated[int, Limits(ge=1, le=1_000_000)]
+Lag = Annotated[int, Limits(ge=0, le=1_000_000)]
+
+
+class RecentState(NamedTuple):
+    """Of K series: `n` samples learned (int32), the extreme of the part under way, and of the `parts[B, K]`.
+
+    The newest part comes first. Extremes are the largest of ±ln value; `NONE` where there is none.
+    """
+
+    n: NDArray[np.int32]
+    under_way: Array32
+    parts: Array32
+
+
+@dataclass(frozen=True, slots=True)
+class _RecentExtreme(Exceeding):
+    """How far a sample is beyond the extreme of those before it, as a factor; `SIGN` +1: the largest, -1: the smallest.
+
+    x = ±ln value; the reference is the largest x of the last `window` samples and of up to a tenth more, since it is
+    kept in ten parts. A sample beyond `above` is learned as if it were `above` times the reference, so that a broken
+    step does not blind the rest of the window and a new level is known soon.
+    """
+
+    has_baseline: ClassVar[bool] = True
+    takes_logs: ClassVar[bool] = True
+    SIGN: ClassVar[int] = 1
+
+    of: NormColumn | ObservedColumn | Literal["loss", "lr"] = "norm"
+    above: Positive = 5.0
+    clear_below: Positive | None = None
+    window: Window = 100
+    lag: Lag = 0
+    warmup: Warmup = field(default=20, metadata={"rule_key": True})
+
+    def __post_init__(self) -> None:
+        Exceeding.__post_init__(self)
+        if not self.above > 1:
+            raise ValueError("above is a factor beyond what was seen: it must be greater than 1")
+
+    @property
+    def part(self) -> int:
+        """Samples of a part."""
+        return -(-self.window // PARTS)
+
+    @property
+    def _late(self) -> int:
+        """Parts that are too new to be compared with, the one under way aside."""
+        return -(-self.lag // self.part)
+
+    def baseline_key(self) -> tuple[Any, ...]:
+        """Key of the baseline; what is learned depends on the threshold, too."""
+        return (self.kind, self.above, self.window, self.lag, self.warmup)
+
+    def init(self, size: int) -> RecentState:
+        """No sample seen."""
+        parts = np.full((self._late + -(-self.window // self.part), size), NONE)
+        return RecentState(np.zeros(size, np.int32), np.full(size, NONE), parts)
+
+    def scale(self, sample: Sample) -> Array32:
+        """±ln value; not finite where missing, not finite or not positive."""
+        return self.SIGN * log_of(sample)
+
+    def score(self, state: State, sample: Sample) -> NDArray[np.float64]:
+        """The factor; NaN while warming up, and for a sample that is missing or not finite."""
+        recent = cast(RecentState, state)
+        return self._factor(recent, self.scale(sample) - self._reference(recent))
+
+    def learn(self, state: State, sample: Sample) -> RecentState:
+        """Keep the sample, up to the bound."""
+        recent = cast(RecentState, state)
+        return self._absorb(recent, self.scale(sample), self._reference(recent))
+
+    def advance(self, state: State, sample: Sample) -> tuple[FloatArray | None, State]:
+        """As `score` and `learn`; no exponentials while nothing is near the threshold."""
+        return self._advanced(cast(RecentState, state), self.scale(sample))
+
+    def advance_logs(self, state: State, x: Array32) -> tuple[FloatArray | None, State]:
+        """As `advance`, of ln value."""
+        return self._advanced(cast(RecentState, state), self.SIGN * x)
+
+    def advance_many_logs(self, state: State, x: Array32) -> tuple[int, State]:
+        """As `advance_logs` of each in turn; all steps up to the end of a part are compared at once."""
+        recent, judged = cast(RecentState, state), 0
+        while judged < len(x):
+            n = int(recent.n[0])
+            if n < self.warmup or not (recent.n == n).all():
+                more, after = Exceeding.advance_many_logs(self, recent, x[judged:])
+                return judged + more, after
+            ahead = self.SIGN * x[judged : judged + self.part - n % self.part]
+            largest = np.maximum.accumulate(np.maximum(ahead, recent.under_way))
+            reference = np.broadcast_to(self._reference(recent), ahead.shape)
+            if not self.lag:
+                reference = reference.copy()
+                np.maximum(reference[1:], largest[:-1], out=reference[1:])
+            worst = np.maximum.reduce(ahead - reference, axis=1)
+            below = leading(worst.astype(np.float64) < self.log_surely_below)
+            if below:
+                recent = self._moved(recent.n + np.int32(below), largest[below - 1].copy(), recent.parts)
+            judged += below
+            if below < len(ahead):
+                break
+        return judged, recent
+
+    def logs_of(self, values: Sequence[float]) -> Array32 | None:
+        """ln of each; None where one is not positive."""
+        return logs_of_scalars(values) if min(values) > 0 else None
+
+    def rebaseline(self, state: State, mask: BoolArray, keep_judging: bool) -> RecentState:
+        """Start over; across a change that keeps judging the window goes on."""
+        recent = cast(RecentState, state)
+        if keep_judging:
+            return recent
+        n = np.where(mask, 0, recent.n).astype(np.int32)
+        return RecentState(n, np.where(mask, NONE, recent.under_way), np.where(mask, NONE, recent.parts))
+
+    def _reference(self, recent: RecentState) -> Array32:
+        compared: Array32 = np.maximum.reduce(recent.parts[self._late :])
+        return compared if self.lag else np.maximum(compared, recent.under_way)
+
+    def _advanced(self, recent: RecentState, x: Array32) -> tuple[FloatArray | None, RecentState]:
+        reference = self._reference(recent)
+        beyond = x - reference
+        after = self._absorb(recent, x, reference)
+        # fmax: a sample that is missing is not beyond; nor one of which nothing is known yet.
+        if float(np.fmax.reduce(beyond)) < self.log_surely_below:
+            return None, after
+        return self._factor(recent, beyond), after
+
+    def _factor(self, recent: RecentState, beyond: Array32) -> NDArray[np.float64]:
+        known = (recent.n >= self.warmup) & (self._reference(recent) > NONE) & np.isfinite(beyond)
+        factor = np.exp(np.minimum(beyond.astype(np.float64), LARGEST_EXPONENT))
+        return np.where(known, factor, np.nan)
+
+    def _absorb(self, recent: RecentState, x: Array32, reference: Array32) -> RecentState:
+        known = self._learned(x)
+        bound = np.where(reference > NONE, reference + np.float32(math.log(self.above)), -NONE)
+        under_way = np.where(known, np.maximum(recent.under_way, np.minimum(x, bound)), recent.under_way)
+        return self._moved(recent.n + known, under_way, recent.parts, known)
+
+    def _learned(self, x: Array32) -> BoolArray:
+        """bool[K]: the samples that become part of the window."""
+        finite: BoolArray = np.isfinite(x)
+        return finite
+
+    def _moved(
+        self, n: NDArray[np.int32], under_way: Array32, parts: Array32, known: BoolArray | None = None
+    ) -> RecentState:
+        """The state with these, where parts that a sample of this step has filled are closed."""
+        full = n % self.part == 0 if known is None else known & (n % self.part == 0)
+        if full.any():
+            parts = np.where(full, np.concatenate((under_way[None], parts[:-1])), parts)
+            under_way = np.where(full, NONE, under_way)
+        # Counted as far as it matters: beyond the warm-up only the place in a part does.
+        most = (-(-self.warmup // self.part) + 1) * self.part
+        return RecentState(np.where(n >= most, n - self.part, n).astype(np.int32), under_way, parts)
+
+
+@register_detector
+@dataclass(frozen=True, slots=True)
+class AboveRecentMax(_RecentExtreme):
+    """value > above x the largest of the last `window` samples: a jump that needs no spread to be seen.
+
+    The second yardstick beside `spike`, whose z is blind where a series scatters widely. The window ends `lag` samples
+    before this one (0: at the one before); it is kept in tenths, and holds up to a tenth more. A sample of exactly 0 is
+    neither judged nor learned; one beyond `above` is learned as `above` times the largest. Default: five times the
+    largest of 100, judged from the 20th sample on.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+    kind: ClassVar[str] = "above_recent_max"
+
+
+@register_detector
+@dataclass(frozen=True, slots=True)
+class BelowRecentMin(_RecentExtreme):
+    """value < the smallest of the samples before it / above: a fall, of a single series or of the whole model.
+
+    As `above_recent_max`, downward. The window ends `lag` samples before this one, so that all samples of a fall are
+    compared with those before it, where `for:` is at most `lag`. A value of exactly 0 is judged as 1e-30 and is not
+    learned. Default: a tenth of the smallest of 200, for 20 samples.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+    kind: ClassVar[str] = "below_recent_min"
+    default_for: ClassVar[int] = 20
+    SIGN: ClassVar[int] = -1
+
+    above: Positive = 10.0
+    window: Window = 200
+    lag: Lag = 20
+
+    def scale(self, sample: Sample) -> Array32:
+        """-ln value, of 0 that of 1e-30; not finite where missing, not finite or negative."""
+        zero = sample.present & (sample.values == 0)
+        return np.where(zero, _ZERO, log_of(sample)) * np.float32(self.SIGN)
+
+    def _learned(self, x: Array32) -> BoolArray:
+        return np.isfinite(x) & (x < -_ZERO)
