@@ -86,6 +86,7 @@ class Capture:
         self.backwards_without_hook = 0  # that the few hooks left did not see, known by their gradients
         self._by_hand: weakref.WeakSet[OptimizerCapture] = weakref.WeakSet()  # of loops without an optimizer
         self._patterns: dict[tuple[int, int], list[int]] = {}  # by how many arrived, and which first
+        self.in_no_optimizer: int | None = None  # parameters that get gradients and are trained by nothing
         self.replaced = False  # a capture was replaced: some of its parameters may have no optimizer now
 
     # -- parameters --------------------------------------------------------------------------------------
@@ -290,6 +291,11 @@ class Capture:
                         unowned.pop(identity, None)
             self.slots.unowned = frozenset(unowned.values())
         return self.slots.unowned
+
+    def trained_by_nothing(self, count: int) -> None:
+        """So many parameters receive gradients, do not move and belong to no optimizer; None until there are any."""
+        if count or self.in_no_optimizer is not None:
+            self.in_no_optimizer = count
 
     def _predecessor(self, wanted: set[int]) -> OptimizerCapture | None:
         """The capture of an optimizer that is gone, whose index a new one takes over: best one of the same model."""

@@ -76,6 +76,7 @@ Column = Literal[
     "loss_scale",
     "noise_scale",
     "scaler_skip",
+    "unowned",
 ]
 """Every column of the catalogue that `of:` can name in `above` and `below`."""
 

@@ -52,7 +52,7 @@ class RecentState(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class _RecentExtreme(Exceeding):
-    """How far a sample is beyond the extreme of those before it, as a factor; `SIGN` +1: the largest, -1: the smallest.
+    """Factor by which a sample is beyond the extreme of those before it; `SIGN` +1: the largest, -1: the smallest.
 
     x = ±ln value; the reference is the largest x of the last `window` samples and of up to a tenth more, since it is
     kept in ten parts. A sample beyond `above` is learned as if it were `above` times the reference, so that a broken

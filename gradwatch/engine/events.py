@@ -19,6 +19,9 @@ from gradwatch.rules.rule_set import Rule
 NAMED = 5
 """Sites an Event names; the rest are counted."""
 
+NOT_ONE = "no single parameter"
+"""Stands for `{param}` where no parameter is apart from the others."""
+
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
@@ -42,9 +45,18 @@ class Notice(NamedTuple):
 
 
 def build_event(
-    rule: Rule, series: Series, scored: Scored, notice: Notice, snapshot: Snapshot, rank: int
+    rule: Rule,
+    series: Series,
+    scored: Scored,
+    notice: Notice,
+    snapshot: Snapshot,
+    rank: int,
+    moved: str = "",
 ) -> Event:
-    """The Event of one transition: worst five by score, their number, and the deepest as first cause."""
+    """The Event of one transition: worst five by score, their number, and the deepest as first cause.
+
+    `moved` is the parameter that moved a total most, and the first cause of such an Event.
+    """
     order = worst_first(scored.score, series.depths, notice.involved, rule.detect.comparison)
     worst = int(order[0]) if len(order) else 0
     named = tuple(series.names[k] for k in order[:NAMED] if series.names[k])
@@ -58,7 +70,7 @@ def build_event(
         incident=notice.incident,
         sites=named,
         count=len(order) if named else 0,
-        first_cause=(_on_rank(series, worst, snapshot) or _deepest(series, order)) if named else "",
+        first_cause=(_on_rank(series, worst, snapshot) or _deepest(series, order)) if named else moved,
         value=float(scored.values[worst]) if len(scored.values) > worst else float("nan"),
         score=float(scored.score[worst]),
         threshold=float(rule.detect.fires_at),
@@ -66,7 +78,7 @@ def build_event(
         notify=notice.notify,
         labels=rule.labels,
     )
-    facts = _facts(event, series, worst, snapshot, rank)
+    facts = _facts(event, series, worst, snapshot, rank, moved)
     summary = rule.annotations.get("summary", "{kind} on {where}")
     description = rule.annotations.get("description", "")
     return replace(event, summary=fill(summary, facts), description=fill(description, facts))
@@ -91,13 +103,17 @@ def fill(template: str, facts: Mapping[str, str]) -> str:
     return _PLACEHOLDER.sub(lambda match: facts.get(match.group(1), match.group(0)), template)
 
 
-def _facts(event: Event, series: Series, worst: int, snapshot: Snapshot, rank: int) -> dict[str, str]:
+def _facts(
+    event: Event, series: Series, worst: int, snapshot: Snapshot, rank: int, moved: str
+) -> dict[str, str]:
     name = event.sites[0] if event.sites else ""
     site = _site_of(series, worst, snapshot)
     of_rank = series.column in RANK_COLUMNS
     group = name if series.scope == "group" else _label(snapshot, site)
     return {
-        "param": (_on_rank(series, worst, snapshot) or "no parameter") if of_rank else name,
+        "param": (_on_rank(series, worst, snapshot) or "no parameter")
+        if of_rank
+        else name or moved or NOT_ONE,
         "where": name or series.column,
         "group": group,
         "kind": event.detector,

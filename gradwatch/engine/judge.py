@@ -16,6 +16,7 @@ import numpy as np
 from gradwatch.detectors import Sample, State, breaches, clears, may_breach
 from gradwatch.engine.actions.escalation import alarm_due, climbed, ordered, remembered
 from gradwatch.engine.baseline_bounds import BASELINE_SIGMAS, part_of
+from gradwatch.engine.culprit import culprit
 from gradwatch.engine.engine_state import EngineState
 from gradwatch.engine.events import Notice, Scored, build_event, worst_first
 from gradwatch.engine.firing import NEVER, Moved, Track, at_rest, move, unchanged_by
@@ -46,6 +47,7 @@ class Step:
     """The judgement of the Snapshot of a `reader` under way; `finish` gives the Verdict and the next state."""
 
     __slots__ = (
+        "_baselines",
         "_before",
         "_clips",
         "_tracks_before",
@@ -71,6 +73,7 @@ class Step:
         self.tracks = list(state.tracks)
         self._tracks_before = state.tracks
         self._before = state.consecutive
+        self._baselines = state.baselines
         self._clips = state.clips
         self.consecutive = list(state.consecutive)
         self.banks: list[BankResult | None] = [None] * len(state.plan.banks)
@@ -224,7 +227,8 @@ class Step:
         due = self.due.get(one.rule.id)
         actions = ordered(one, acted, () if due is None else due.climbed)
         notice = Notice(kind, incident, involved, severity, actions, notify)
-        self.events.append(build_event(one.rule, one.shown, scored, notice, self.snapshot, self.rank))
+        moved = culprit(self.plan, self._baselines, one, self.snapshot)
+        self.events.append(build_event(one.rule, one.shown, scored, notice, self.snapshot, self.rank, moved))
 
     def finish(self, baselines: tuple[State, ...], lr: float | None) -> tuple[Verdict, EngineState]:
         """The verdict of the rules on this step, and the state after it."""

@@ -54,6 +54,7 @@ BATCH_HASH: Final = "batch_hash"
 """Scalar of steps whose batch is held, where a rule asks for it."""
 NOISE_SCALE = "noise_scale"
 """Scalar of steps at which replicas have measured the norms of their own gradients, one backward each."""
+UNOWNED = "unowned"
 OBSERVED_ONLY = "observed_only"
 """Scalar of a step that no optimizer takes."""
 
@@ -232,6 +233,13 @@ CATALOGUE: tuple[ColumnInfo, ...] = (
         "",
     ),
     _step(CONFIRMED_NORM, "‖g‖", "the total norm to which it jumped", ""),
+    _step(
+        UNOWNED,
+        "parameters",
+        "that have received gradients, have not moved, and belong to no optimizer; absent where there are none",
+        "",
+        True,
+    ),
     _step(OBSERVED_ONLY, "1", "no optimizer takes the step: it is observed, and never acted on", ""),
 )
 """Every column, in the order in which they are listed to users."""
@@ -278,7 +286,7 @@ COUNT_COLUMNS = frozenset({"nonfinite", "nan_count", "inf_count", "norm_overflow
 """Columns filled on suspicion only: when absent and the norms are finite, they are zero."""
 
 ALWAYS = frozenset(one.name for one in CATALOGUE if one.always)
-"""Columns that every step has, so that a rule on one of them is never without data."""
+"""Columns that every step has, or whose absence says as much: a rule on one of them is never without data."""
 
 FREE_COLUMNS = ALWAYS | _SCALARS
 """Columns that a step has without being asked for them."""

@@ -24,6 +24,10 @@ OFF = (
     "file silences this, --strict-rules (strict_rules=True) refuses it"
 )
 NO_OPTIMIZER = "no optimizer steps {}: gradients are observed only, and no action is carried out"
+UNOWNED = (
+    "{} receive gradients and belong to no optimizer, so that nothing trains them: give them to the optimizer, or "
+    "freeze them with requires_grad_(False), which also saves computing these gradients"
+)
 NO_LOSS = "rules on the loss have no value for such a step: {}; give them one with observe(loss=…)"
 
 
@@ -33,7 +37,7 @@ class Notices:
     def __init__(self, sinks: Sequence[Breaker], health: Health) -> None:
         self._sinks = sinks
         self._health = health
-        self._incomplete = self._captured = self._no_loss = self._no_optimizer = False
+        self._incomplete = self._captured = self._no_loss = self._no_optimizer = self._unowned = False
 
     def say(self, component: str, error: BaseException) -> None:
         """Give this sentence to every sink that takes one."""
@@ -53,6 +57,12 @@ class Notices:
         if not self._no_optimizer:
             self._no_optimizer = True
             self.say("capture", AttachError(NO_OPTIMIZER.format(shortened(names))))
+
+    def unowned(self, names: Sequence[str]) -> None:
+        """These parameters receive gradients, do not move and belong to no optimizer."""
+        if not self._unowned:
+            self._unowned = True
+            self.say("coverage", AttachError(UNOWNED.format(shortened(names))))
 
     def unmeasured(self, missing: Sequence[str]) -> None:
         """The parameters that nothing measures as of this step; said again only after there were none."""

@@ -31,6 +31,7 @@ from gradwatch.engine.engine_state import NONE_ACTIVE
 from gradwatch.engine.turns import NONE_IN_TURN
 from gradwatch.errors import GradwatchError, TrainingStopped
 from gradwatch.reading.device import host_value, start_copy
+from gradwatch.records.columns import UNOWNED
 from gradwatch.records.decision import Decision, Order
 from gradwatch.records.event import Event
 from gradwatch.records.finding import Finding
@@ -142,6 +143,9 @@ class StepPipeline:
         if bound_rules.micro is not None:
             bound_rules.micro.collect_into(window)
         measurement = self._extra_columns.measure(ctx, bound_rules, window)
+        unowned = self._sources.capture.in_no_optimizer
+        if unowned is not None and not (measurement.captured.index or measurement.captured.without_optimizer):
+            measurement.scalars[UNOWNED] = float(unowned)
         if ctx.membership is not None and ctx.membership.cadences:
             extras, values = measurement.extras, measurement.values
             measurement.exchange = self._ranks.begin(ctx.membership, window, extras, values)

@@ -270,6 +270,8 @@ def _fields(event: Event, done: _Done) -> Iterator[tuple[str, Any]]:
         yield "optimizer", event.optimizer
     if event.sites:
         yield "param", event.sites[0]
+    elif event.first_cause:
+        yield "first_cause", event.first_cause
     yield from _numbers(event)
     if event.count > 1:
         yield "params", event.count

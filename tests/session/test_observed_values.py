@@ -180,7 +180,9 @@ def test_the_advice_names_the_kinds_that_take_one() -> None:
     assert kinds == {word.strip(",") for word in TAKEN_BY.split() if word.strip(",") in DETECTORS}
 
 
-@pytest.mark.parametrize("kind", ["above", "below", "spike", "drift", "loss_spike", "loss_nonfinite"])
+@pytest.mark.parametrize(
+    "kind", ["above", "below", "above_recent_max", "spike", "drift", "loss_spike", "loss_nonfinite"]
+)
 def test_its_alert_claims_nothing_of_gradients(kind: str) -> None:
     """The alert of such a rule is the general one, as is its runbook."""
     assert alert_name(kind, "observed.accuracy") == FALLBACK

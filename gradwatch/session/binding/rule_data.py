@@ -24,7 +24,7 @@ from gradwatch.engine.columns_needed import first_step
 from gradwatch.engine.rule_plan import RulePlan
 from gradwatch.engine.snapshot_reader import Reader
 from gradwatch.engine.turns import InTurn, Turns
-from gradwatch.records.columns import ALWAYS, RANK_COLUMNS, is_observed
+from gradwatch.records.columns import ALWAYS, RANK_COLUMNS, is_observed, is_scalar
 from gradwatch.records.snapshot import Snapshot
 from gradwatch.rules.rule_set import HistogramOf
 from gradwatch.session.optimizer_context import OptimizerContext
@@ -129,6 +129,8 @@ def _has_value(one: RulePlan, snapshot: Snapshot, in_turn: InTurn) -> bool | Non
     """True if a rule judged a value on a Snapshot, False if what it judged had none, None if it judged nothing."""
     if one.series.key not in in_turn if one.rule.staggered else snapshot.step % one.rule.every:
         return None
+    if one.series.column in ALWAYS and is_scalar(one.series.column):
+        return True
     sample = Reader(snapshot, in_turn).sample(one.series)
     if sample is None or not sample.present.any():
         return False

@@ -75,7 +75,9 @@ class Boundary:
         self._notices = notices
         self._reset = reset
         self._in_backward = InBackward(capture, binder, pipeline, self._judging_failed)
-        self._without_optimizer = LoopsWithoutOptimizer(capture, binder, pipeline, self._judging_failed)
+        self._without_optimizer = LoopsWithoutOptimizer(
+            capture, binder, pipeline, notices, self._judging_failed
+        )
         self._current = CurrentContexts(
             capture, contexts, binder, self._without_optimizer, self._judging_failed
         )

@@ -30,11 +30,13 @@ from gradwatch.reading.device import Number
 from gradwatch.session.binding.bind_optimizer import Binder
 from gradwatch.session.boundary.moved_weights import PROBED, Probed, other_than, probe, probe_at
 from gradwatch.session.boundary.replaced_parameters import ReplacedParameters
+from gradwatch.session.logged_once import Notices
 from gradwatch.session.step_pipeline import StepPipeline
 from gradwatch.taps import backward_entry, clip_functions
 from gradwatch.taps.clip_functions import Clip
-from gradwatch.taps.optimizers.param_groups import params_of
+from gradwatch.taps.optimizers.param_groups import in_any_optimizer, params_of
 
+FEW = 16  # backwards after which these weights are said to belong to no optimizer
 STILL = 64  # backwards after which weights that have not moved are taken to be trained by nothing
 
 
@@ -49,8 +51,10 @@ class LoopsWithoutOptimizer:
         capture: Capture,
         binder: Binder,
         pipeline: StepPipeline,
+        notices: Notices,
         failed: Callable[[Exception], None],
     ) -> None:
+        self._notices = notices
         self._capture = capture
         self._binder = binder
         self._pipeline = pipeline
@@ -115,6 +119,21 @@ class LoopsWithoutOptimizer:
                 self._capture.cleared(loop.captured)
             if loop.still == STILL:
                 self._capture.mute(loop.captured, keep=mine[-1])
+            if loop.still == FEW:
+                self._report_unowned()
+
+    def _report_unowned(self) -> None:
+        """Report which parameters receive gradients and are trained by nothing, of those known by now."""
+        slots = {
+            slot for loop in self._loops if loop.still >= FEW and not loop.claimed for slot in loop.reached
+        }
+        if slots:
+            owned = in_any_optimizer()  # one that has not stepped yet is not known to the capture
+            slots = {slot for slot in slots if id(self._capture.params[slot]) not in owned}
+        names = tuple(self._capture.names[slot] for slot in sorted(slots))
+        self._capture.trained_by_nothing(len(names))
+        if names and any(captured.optimizer is not None for captured in self._capture.captures):
+            self._notices.unowned(names)
 
     def _registered(self, module: nn.Module, name: str, value: Any) -> bool:
         """A watched module is about to get a value under a name; True if nothing else need take notice of it."""
@@ -207,6 +226,8 @@ class LoopsWithoutOptimizer:
             for loop in tuple(self._loops):
                 if not self._stands(loop.captured):
                     self._loops.remove(loop)
+            if self._capture.in_no_optimizer:
+                self._report_unowned()
         return [loop for loop in self._loops if loop.captured.backwards]
 
     def _stands(self, captured: OptimizerCapture) -> bool:
@@ -221,6 +242,8 @@ class LoopsWithoutOptimizer:
         if not loop.claimed:
             loop.still = 0
             self._bind(captured, claim=True)
+            if self._capture.in_no_optimizer:
+                self._report_unowned()
         loop.ends()
         if captured.unread:  # updated by the script's own code after all: from the next backward on
             self._capture.cleared(captured)
@@ -258,6 +281,7 @@ class _Loop:
         self.captured = captured
         self._weights: list[Probed] = []
         self.still = 0  # backwards since the weights were first looked at, while they have not moved
+        self.reached: set[int] = set()  # slots that received a gradient in these
 
     @property
     def claimed(self) -> bool:
@@ -271,6 +295,7 @@ class _Loop:
         if not (self.claimed and captured.backwards):
             captured.begins()
             captured.add_arrivals(touched, root)
+            self.reached.update(touched)
             self.still += 1
             if self.still > STILL:
                 return True  # the weights are compared with those of then

@@ -1,0 +1,65 @@
+"""The parameter that moved most against its own past: what an Event about the total of all of them names.
+
+Axes: P parameters that have a baseline of their own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.detectors import State
+from gradwatch.engine.baseline_bounds import part_of
+from gradwatch.engine.rule_plan import Plan, RulePlan
+from gradwatch.engine.series import Series
+from gradwatch.records.snapshot import Snapshot
+
+OF_ALL = frozenset({"total_norm", "norm", "rms"})
+"""Columns whose total is made of all parameters' norms."""
+APART = 2.0
+"""Named is what moved by this factor more than the median parameter: else all of them moved, and none is at fault."""
+PART = 0.01
+"""Least share in the sum of squares, now or usually, of a parameter that can have moved the total."""
+
+
+def culprit(plan: Plan, baselines: tuple[State, ...], one: RulePlan, snapshot: Snapshot) -> str:
+    """The parameter whose norm moved most against its usual level, in the direction of the total; "" = none does.
+
+    Usual levels are those of a rule that learns one for each parameter's norm (`spike` at `scope: param`), if any.
+    """
+    if one.series.column not in OF_ALL or one.series.scope not in ("total", "scalar"):
+        return ""
+    for series, level in _levels(plan, baselines):
+        norm = snapshot.norm[slice(None) if series.index is None else series.index].astype(np.float64)
+        found = _most_moved(norm, level)
+        if found is not None:
+            return series.names[found]
+    return ""
+
+
+def _levels(plan: Plan, baselines: tuple[State, ...]) -> Iterator[tuple[Series, NDArray[np.float64]]]:
+    """The series of parameters' norms that some baseline knows, and the usual level of each."""
+    for bank, state in zip(plan.banks, baselines, strict=True):
+        for series, part in zip(bank.segments, bank.parts, strict=True):
+            if series.column == "norm" and series.scope == "param" and bank.detector.elementwise:
+                level = bank.detector.usual(part_of(bank.detector, state, part), 0.0)
+                if level is not None:
+                    yield series, level
+
+
+def _most_moved(norm: NDArray[np.float64], level: NDArray[np.float64]) -> int | None:
+    known = np.isfinite(level) & np.isfinite(norm) & (level > 0)
+    if not known.any():
+        return None
+    usual, now = np.where(known, level, 0.0), np.where(known, norm, 0.0)
+    before, after = float(np.dot(usual, usual)), float(np.dot(now, now))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        moved = np.log(now / usual)
+    moved = np.where(known, moved if after > before else -moved, -np.inf)
+    shares = np.square(now) / after if after > before else np.square(usual) / before
+    best = int(np.argmax(np.where(shares >= PART, moved, -np.inf)))
+    apart = float(moved[best]) - float(np.median(moved[known]))
+    return best if moved[best] > math.log(APART) and apart > math.log(APART) else None
