@@ -29,7 +29,6 @@ SYNONYMS = {
     "per_group": "groups",
     "stat": "of",
     "warn": "warning",
-    "window": "half_life",
 }
 """Words of other tools, and what they are called here."""
 
