@@ -1,15 +1,18 @@
-"""A rule file judging a recording: the alarms that the engine would have given while it was made."""
+"""What judges a recording: a rule file with the engine of gradwatch, or a rival's check; and the alarms it gives.
+
+A judge can be copied at any step, so that a fault is replayed from there on without the steps before it.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple, Protocol
 
 from gradwatch.engine import Engine
 from gradwatch.engine.bound_engine import BoundEngine
 from gradwatch.engine.engine_state import EngineState
 from gradwatch.records.event import Severity
-from gradwatch.records.snapshot import Sites
+from gradwatch.records.snapshot import Sites, Snapshot
 from gradwatch.rules.rule_set import RuleSet
 from tests.benchmarks.detection.recording import Recording
 
@@ -21,40 +24,66 @@ class Alarm(NamedTuple):
     step: int
     rule: str
     severity: Severity
-    sites: tuple[str, ...]
+    sites: tuple[str, ...] = ()
     first_cause: str = ""
 
 
-class Bound(NamedTuple):
-    """The rules bound to the sites of one optimizer, and what they have learned of it."""
+class Judge(Protocol):
+    """Judges Snapshots one after the other."""
+
+    def judge(self, place: int, snapshot: Snapshot) -> Iterable[Alarm]:
+        """The alarms of one step."""
+
+    def copy(self) -> Judge:
+        """A judge with what this one has learned; neither learns of the other."""
+
+
+class _Bound(NamedTuple):
+    """Rules bound to the sites of one optimizer, and what they have learned of it."""
 
     sites: Sites
     engine: BoundEngine
     state: EngineState
 
 
-def alarms(ruleset: RuleSet, recording: Recording) -> list[Alarm]:
-    """The alarms of all rules on a recording, in order. What rules would have done is not carried out."""
-    return list(_alarms(Engine(ruleset), recording))
+class RuleFile:
+    """The rules of a file. What they would have done is not carried out: the recording goes on as it was made."""
 
+    def __init__(self, ruleset: RuleSet) -> None:
+        self._engine = Engine(ruleset)
+        self._bound: dict[int, _Bound] = {}
 
-def _alarms(engine: Engine, recording: Recording) -> Iterator[Alarm]:
-    bound: dict[int, Bound] = {}
-    for place, snapshot in enumerate(recording.snapshots):
-        one = bound.get(snapshot.optimizer)
+    def judge(self, place: int, snapshot: Snapshot) -> Iterator[Alarm]:
+        """Every rule that begins to fire; not where it is the same incident as a short while ago."""
+        one = self._bound.get(snapshot.optimizer)
         if one is None or one.sites is not snapshot.sites:
-            one = _bind(engine, snapshot.sites, one)
+            one = self._bind(snapshot.sites, one)
         verdict, state = one.engine.evaluate(one.state, snapshot)
         if verdict.acting:
             _, state = one.engine.decide(state, verdict, snapshot)
-        bound[snapshot.optimizer] = one._replace(state=state)
+        self._bound[snapshot.optimizer] = one._replace(state=state)
         for event in verdict.events:
-            if event.kind == "firing":
+            if event.kind == "firing" and event.notify:
                 yield Alarm(place, snapshot.step, event.rule, event.severity, event.sites, event.first_cause)
 
+    def copy(self) -> RuleFile:
+        """The states are immutable: only who holds them is copied."""
+        other = RuleFile.__new__(RuleFile)
+        other._engine, other._bound = self._engine, dict(self._bound)
+        return other
 
-def _bind(engine: Engine, sites: Sites, before: Bound | None) -> Bound:
-    """The rules on these sites; what they learned of others of the same optimizer is carried over by name."""
-    rules = engine.bind(sites)
-    state = rules.init() if before is None else rules.adopt(before.state, before.engine)
-    return Bound(sites, rules, state)
+    def _bind(self, sites: Sites, before: _Bound | None) -> _Bound:
+        """The rules on these sites; what they learned of others of the same optimizer is carried over by name."""
+        rules = self._engine.bind(sites)
+        state = rules.init() if before is None else rules.adopt(before.state, before.engine)
+        return _Bound(sites, rules, state)
+
+
+def judged(judge: Judge, snapshots: Sequence[Snapshot], first: int = 0) -> list[Alarm]:
+    """The alarms on Snapshots, of which the first has the number `first`."""
+    return [alarm for place, one in enumerate(snapshots, first) for alarm in judge.judge(place, one)]
+
+
+def alarms(ruleset: RuleSet, recording: Recording) -> list[Alarm]:
+    """The alarms of a rule file on a recording, in order."""
+    return judged(RuleFile(ruleset), recording.snapshots)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import itertools
+
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 
 
 def mlp(*widths: int, activation: type[nn.Module] = nn.ReLU) -> nn.Sequential:
     """Linear layers with an activation between them."""
     layers: list[nn.Module] = []
-    for before, after in zip(widths, widths[1:], strict=False):
+    for before, after in itertools.pairwise(widths):
         layers += [nn.Linear(before, after), activation()]
     return nn.Sequential(*layers[:-1])
 
@@ -25,9 +27,9 @@ class CNN(nn.Module):
         self.fc1, self.fc2 = nn.Linear(256, 64), nn.Linear(64, classes)
 
     def forward(self, x: Tensor) -> Tensor:
-        x = F.relu(self.conv2(F.relu(self.conv1(x))))
-        x = self.dropout(F.max_pool2d(x, 2)).flatten(1)
-        out: Tensor = self.fc2(self.dropout(F.relu(self.fc1(x))))
+        x = functional.relu(self.conv2(functional.relu(self.conv1(x))))
+        x = self.dropout(functional.max_pool2d(x, 2)).flatten(1)
+        out: Tensor = self.fc2(self.dropout(functional.relu(self.fc1(x))))
         return out
 
 
@@ -42,7 +44,7 @@ class ResidualBlock(nn.Module):
         self.bn2 = nn.BatchNorm2d(channels)
 
     def forward(self, x: Tensor) -> Tensor:
-        return F.relu(x + self.bn2(self.conv2(F.relu(self.bn1(self.conv1(x))))))
+        return functional.relu(x + self.bn2(self.conv2(functional.relu(self.bn1(self.conv1(x))))))
 
 
 class ResNet(nn.Module):
@@ -55,7 +57,7 @@ class ResNet(nn.Module):
         self.head = nn.Linear(channels * 4, 10)
 
     def forward(self, x: Tensor) -> Tensor:
-        out: Tensor = self.head(F.adaptive_avg_pool2d(self.blocks(self.stem(x)), 2).flatten(1))
+        out: Tensor = self.head(functional.adaptive_avg_pool2d(self.blocks(self.stem(x)), 2).flatten(1))
         return out
 
 
@@ -70,7 +72,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, memory: Tensor | None = None) -> Tensor:
         source = x if memory is None else memory
         q, k, v = (self._split(part) for part in (self.q(x), *self.kv(source).chunk(2, -1)))
-        mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
+        mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=self.causal)
         out: Tensor = self.o(mixed.transpose(1, 2).flatten(2))
         return out
 
@@ -81,7 +83,9 @@ class Attention(nn.Module):
 class Block(nn.Module):
     """Pre-norm attention and MLP; `mlp` may be another module of the same shape."""
 
-    def __init__(self, width: int, heads: int = 4, causal: bool = True, feed: nn.Module | None = None) -> None:
+    def __init__(
+        self, width: int, heads: int = 4, causal: bool = True, feed: nn.Module | None = None
+    ) -> None:
         super().__init__()
         self.ln_1, self.ln_2 = nn.LayerNorm(width), nn.LayerNorm(width)
         self.attention = Attention(width, heads, causal)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,9 +20,9 @@ import gradwatch
 from gradwatch.records.record import Record
 from gradwatch.records.run_info import RunInfo
 from gradwatch.records.snapshot import Column, Sites, Snapshot
-from gradwatch.runtime.internal_errors import Health
 from gradwatch.rules.files import load_rules
 from gradwatch.rules.rule_set import RuleSet
+from gradwatch.runtime.internal_errors import Health
 from tests.benchmarks.detection.split import TRAININGS
 from tests.benchmarks.detection.training import Fault, Loop
 
@@ -49,13 +49,15 @@ class Key(NamedTuple):
 class Recording:
     """The Snapshots of a training, of all its optimizers in the order in which these stepped.
 
-    `onset` is the step of the loop at which the fault began, `first` the number of Snapshots before it, `culprits` the
-    parameters that are at fault (none: the whole model, or none). `error` is what ended the training early.
+    `onset` is the step of the loop at which the fault began, `horizon` the steps in which it has to be found, `first`
+    the number of Snapshots before it, `culprits` the parameters that are at fault (none: the whole model, or none).
+    `error` is what ended the training early.
     """
 
     key: Key
     snapshots: Sequence[Snapshot]
     onset: int = 0
+    horizon: int = 0
     first: int = 0
     culprits: frozenset[str] = frozenset()
     error: str = ""
@@ -90,11 +92,14 @@ def record(
     key: Key,
     steps: int,
     fault: Fault | None = None,
-    culprits: frozenset[str] = frozenset(),
+    culprits: Callable[[], frozenset[str]] = frozenset,
     rules: RuleSet | None = None,
     memory: Memory | None = None,
 ) -> Recording:
-    """Train under watch, and keep what was measured. One thread, and the same numbers every time."""
+    """Train under watch, and keep what was measured. One thread, and the same numbers every time.
+
+    `culprits` is asked when the fault is in place.
+    """
     torch.manual_seed(key.seed)
     fault, memory = fault or Fault(), memory or Memory()
     training = TRAININGS[key.training](key.seed)
@@ -111,14 +116,17 @@ def record(
                     watch.flush()
                     first = len(memory.snapshots)
                 loop.step(step)
-    except (ValueError, RuntimeError) as raised:  # a fault may end a training: a distribution of NaN, no gradient
+    except (
+        ValueError,
+        RuntimeError,
+    ) as raised:  # a fault may end a training: a distribution of NaN, no gradient
         if not key.fault:
             raise
         error = f"{type(raised).__name__}: {raised}"
     finally:
         if training.close is not None:
             training.close()
-    return Recording(key, memory.snapshots, fault.onset, first, culprits, error)
+    return Recording(key, memory.snapshots, fault.onset, fault.horizon, first, culprits(), error)
 
 
 # -- files ----------------------------------------------------------------------------------------------------
@@ -130,7 +138,11 @@ def save(recording: Recording, folder: Path) -> None:
     order = []
     for snapshot in recording.snapshots:
         number = next(
-            (n for n, one in enumerate(segments) if one[0] == snapshot.optimizer and one[1] is snapshot.sites),
+            (
+                n
+                for n, one in enumerate(segments)
+                if one[0] == snapshot.optimizer and one[1] is snapshot.sites
+            ),
             None,
         )
         if number is None:
@@ -144,6 +156,7 @@ def save(recording: Recording, folder: Path) -> None:
     meta = {
         "key": recording.key,
         "onset": recording.onset,
+        "horizon": recording.horizon,
         "first": recording.first,
         "culprits": sorted(recording.culprits),
         "error": recording.error,
@@ -199,6 +212,7 @@ def load(path: Path) -> Recording:
         Key(*meta["key"]),
         [next(parts[number]) for number in arrays["order"]],
         meta["onset"],
+        meta.get("horizon", 0),
         meta["first"],
         frozenset(meta["culprits"]),
         meta["error"],
@@ -233,7 +247,11 @@ def _snapshots(arrays: Arrays, optimizer: int, sites: Sites) -> Iterator[Snapsho
             float(arrays["total_norm"][t]),
             float(arrays["total_norm_applied"][t]),
             values.pop(_LOSS_SCALE, None),
-            {name: Column(one[t], present[name][t]) for name, one in columns.items() if present[name][t].any()},
+            {
+                name: Column(one[t], present[name][t])
+                for name, one in columns.items()
+                if present[name][t].any()
+            },
             values,
             int(arrays["micro"][t]),
             bool(arrays["provisional"][t]),

@@ -68,9 +68,17 @@ def single(
 
 
 class Fault:
-    """What goes wrong in a loop; this one is none. `onset`: the first step at which something does."""
+    """What goes wrong in a loop; this one is none.
+
+    `onset`: the first step at which something does. `horizon`: the steps from there in which it has to be found.
+    """
 
     onset = 0
+
+    @property
+    def horizon(self) -> int:
+        """None."""
+        return 0
 
     def attach(self, training: Training) -> None:
         """Change what is built, before it is watched."""
@@ -124,7 +132,9 @@ class Loop:
         batches = [fault.batch(step, training.batch(step)) for _ in range(training.micro)]
         loss = 0.0
         for phase in training.phases:
-            loss = self._closure(phase, step, batches) if training.closure else self._phase(phase, step, batches)
+            loss = (
+                self._closure(phase, step, batches) if training.closure else self._phase(phase, step, batches)
+            )
         fault.after_step(step)
         training.after(step)
         return loss

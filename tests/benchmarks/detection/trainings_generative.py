@@ -6,7 +6,7 @@ import math
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 from torch.optim import Adam, AdamW, RMSprop
 
 from tests.benchmarks.detection.data import draw_digits
@@ -31,10 +31,10 @@ def gan_ring(seed: int) -> Training:
 
     def of_discriminator(batch: Batch) -> Tensor:
         real, fake = discriminator(batch[0]), discriminator(generator(batch[1]).detach())
-        return F.softplus(-real).mean() + F.softplus(fake).mean()
+        return functional.softplus(-real).mean() + functional.softplus(fake).mean()
 
     def of_generator(batch: Batch) -> Tensor:
-        return F.softplus(-discriminator(generator(batch[1]))).mean()
+        return functional.softplus(-discriminator(generator(batch[1]))).mean()
 
     phases = [
         Phase(Adam(discriminator.parameters(), lr=1e-3, betas=(0.5, 0.999)), of_discriminator),
@@ -88,7 +88,7 @@ def vae_summed(seed: int) -> Training:
         mean, log_variance = model["encoder"](images).chunk(2, 1)
         made = model["decoder"](mean + (log_variance / 2).exp() * noise)
         divergence = -0.5 * (1 + log_variance - mean**2 - log_variance.exp()).sum()
-        return F.binary_cross_entropy_with_logits(made, images, reduction="sum") + divergence
+        return functional.binary_cross_entropy_with_logits(made, images, reduction="sum") + divergence
 
     return single(model, Adam(model.parameters(), lr=1e-3), loss, batch)
 
@@ -111,7 +111,7 @@ def autoencoder_summed(seed: int) -> Training:
         return images + 0.5 * torch.randn(images.shape, generator=random), images
 
     def loss(batch: Batch) -> Tensor:
-        return F.mse_loss(model(batch[0]), batch[1], reduction="sum")
+        return functional.mse_loss(model(batch[0]), batch[1], reduction="sum")
 
     return single(model, RMSprop(model.parameters(), lr=1e-3), loss, batch)
 
@@ -133,7 +133,7 @@ def diffusion(seed: int) -> Training:
         angles = times[:, None] * waves
         share = kept[times][:, None]
         noisy = share.sqrt() * images + (1 - share).sqrt() * noise
-        return F.mse_loss(model(torch.cat([noisy, angles.sin(), angles.cos()], 1)), noise)
+        return functional.mse_loss(model(torch.cat([noisy, angles.sin(), angles.cos()], 1)), noise)
 
     return single(model, AdamW(model.parameters(), lr=1e-3), loss, batch)
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from tests.benchmarks.detection.data import characters, draw_text, words
@@ -25,13 +25,11 @@ STEPS = 1000
 TOKENS = 24
 
 
-def _next_token(
-    model: nn.Module, optimizer: Optimizer, ids: Tensor, seed: int, rows: int = 12
-) -> Training:
+def _next_token(model: nn.Module, optimizer: Optimizer, ids: Tensor, seed: int, rows: int = 12) -> Training:
     random = torch.Generator().manual_seed(seed)
 
     def loss(batch: Batch) -> Tensor:
-        return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+        return functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
     return single(model, optimizer, loss, lambda step: draw_text(random, ids, rows, TOKENS))
 
@@ -133,7 +131,7 @@ def _rewriting(
     def loss(batch: Batch) -> Tensor:
         source, target = batch
         shifted = torch.cat([torch.full((len(target), 1), 10), target[:, :-1]], 1)
-        return F.cross_entropy(model(source, shifted).flatten(0, 1), target.flatten())
+        return functional.cross_entropy(model(source, shifted).flatten(0, 1), target.flatten())
 
     return single(model, optimizer, loss, batch)
 
@@ -193,7 +191,7 @@ def masked_words(seed: int) -> Training:
         return tokens.masked_fill(hidden, kinds), tokens.masked_fill(~hidden, -100)
 
     def loss(batch: Batch) -> Tensor:
-        return F.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
+        return functional.cross_entropy(model(batch[0]).flatten(0, 1), batch[1].flatten())
 
     training = single(model, AdamW(model.parameters(), lr=1e-3, weight_decay=0.01), loss, batch)
     training.rate = warm_cosine(STEPS)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 from torch import distributed as dist
-from torch.nn import functional as F
+from torch.nn import functional
 from torch.optim import LBFGS, SGD, Adagrad, Adam, AdamW
 
 from tests.benchmarks.detection.data import draw_clusters, draw_regression, graph
@@ -24,7 +24,9 @@ class GCN(nn.Module):
         self.first, self.second = nn.Linear(16, width), nn.Linear(width, out)
 
     def forward(self, x: Tensor, adjacency: Tensor) -> Tensor:
-        out: Tensor = adjacency @ self.second(F.dropout(F.relu(adjacency @ self.first(x)), 0.5, self.training))
+        out: Tensor = adjacency @ self.second(
+            functional.dropout(functional.relu(adjacency @ self.first(x)), 0.5, self.training)
+        )
         return out
 
 
@@ -34,7 +36,7 @@ def gcn(seed: int) -> Training:
     model = GCN()
 
     def loss(batch: Batch) -> Tensor:
-        return F.cross_entropy(model(batch[0], adjacency)[:24], batch[1][:24])
+        return functional.cross_entropy(model(batch[0], adjacency)[:24], batch[1][:24])
 
     optimizer = Adam(model.parameters(), lr=1e-2, weight_decay=5e-4)
     return single(model, optimizer, loss, lambda step: (features, blocks))
@@ -53,13 +55,13 @@ def link_prediction(seed: int) -> Training:
     def loss(batch: Batch) -> Tensor:
         nodes = model(features, adjacency)
         near, far = ((nodes[pairs[:, 0]] * nodes[pairs[:, 1]]).sum(1) for pairs in batch)
-        return F.softplus(-near).mean() + F.softplus(far).mean()
+        return functional.softplus(-near).mean() + functional.softplus(far).mean()
 
     return single(model, Adam(model.parameters(), lr=5e-3), loss, batch)
 
 
 def lbfgs(seed: int) -> Training:
-    """The time sequence example: sine waves learned with LBFGS, the whole set a batch; its closure is called several times a step."""
+    """The time sequence example: sine waves learned with LBFGS, the whole set a batch."""
     random = torch.Generator().manual_seed(seed)
     model = mlp(4, 16, 1, activation=nn.Tanh)
     waves = torch.sin(torch.arange(40) / 4 + 6 * torch.rand(16, 1, generator=random))
@@ -67,7 +69,7 @@ def lbfgs(seed: int) -> Training:
     windows = windows + 0.05 * torch.randn(windows.shape, generator=random)
 
     def loss(batch: Batch) -> Tensor:
-        return F.mse_loss(model(batch[0]), batch[1])
+        return functional.mse_loss(model(batch[0]), batch[1])
 
     training = single(
         model,
@@ -127,7 +129,7 @@ def recommender(seed: int) -> Training:
         return user, item, ((user * 7 + item * 3) % 5 < 2).float()
 
     def loss(batch: Batch) -> Tensor:
-        return F.binary_cross_entropy_with_logits(model(batch[0], batch[1]), batch[2])
+        return functional.binary_cross_entropy_with_logits(model(batch[0], batch[1]), batch[2])
 
     return single(model, Adagrad(model.parameters(), lr=0.05), loss, batch)
 
@@ -139,7 +141,7 @@ def ddp(seed: int) -> Training:
     random = torch.Generator().manual_seed(seed)
 
     def loss(batch: Batch) -> Tensor:
-        return F.cross_entropy(model(batch[0]), batch[1])
+        return functional.cross_entropy(model(batch[0]), batch[1])
 
     optimizer = SGD(model.parameters(), lr=0.05, momentum=0.9)
     training = single(model, optimizer, loss, lambda step: draw_clusters(random, 64, 2.0))
@@ -160,8 +162,8 @@ def multitask(seed: int) -> Training:
         x, classes, task = batch
         features = trunk(x).relu()
         if task:
-            return F.mse_loss(heads[1](features).squeeze(1), x[:, 0])
-        return F.cross_entropy(heads[0](features), classes)
+            return functional.mse_loss(heads[1](features).squeeze(1), x[:, 0])
+        return functional.cross_entropy(heads[0](features), classes)
 
     return single(model, Adam(model.parameters(), lr=1e-3), loss, batch)
 
@@ -174,7 +176,7 @@ def tabular(seed: int) -> Training:
     model, random = nn.Sequential(*layers, nn.Linear(48, 1)), torch.Generator().manual_seed(seed)
 
     def loss(batch: Batch) -> Tensor:
-        return F.mse_loss(model(batch[0]), batch[1])
+        return functional.mse_loss(model(batch[0]), batch[1])
 
     training = single(
         model, AdamW(model.parameters(), lr=3e-3), loss, lambda step: draw_regression(random, 64)

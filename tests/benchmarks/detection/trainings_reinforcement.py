@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+from torch.nn import functional
 from torch.optim import Adam, RMSprop
 
 from tests.benchmarks.detection.models import mlp
@@ -68,7 +68,7 @@ def dqn(seed: int) -> Training:
         before, action, reward, after, fell = batch
         with torch.no_grad():
             wanted = reward + 0.98 * target(after).max(1).values * (~fell)
-        return F.smooth_l1_loss(model(before).gather(1, action[:, None]).squeeze(1), wanted)
+        return functional.smooth_l1_loss(model(before).gather(1, action[:, None]).squeeze(1), wanted)
 
     def after(step: int) -> None:
         if step % 100 == 0:
@@ -102,7 +102,7 @@ def a2c(seed: int) -> Training:
         value, chances = out[:, 2], out[:, :2].log_softmax(1)
         gain = (chances.gather(1, actions[:, None]).squeeze(1) * (returns - value.detach())).mean()
         entropy = -(chances.exp() * chances).sum(1).mean()
-        return -gain + 0.5 * F.mse_loss(value, returns) - 0.01 * entropy
+        return -gain + 0.5 * functional.mse_loss(value, returns) - 0.01 * entropy
 
     training = single(model, RMSprop(model.parameters(), lr=1e-3, alpha=0.99, eps=1e-5), loss, batch)
     training.max_norm = 0.5
@@ -143,7 +143,7 @@ def ppo(seed: int) -> Training:
         gain = (gain - gain.mean()) / (gain.std() + 1e-6)
         ratio = (logits.gather(1, actions).squeeze(1) - before).exp()
         clipped = torch.minimum(ratio * gain, ratio.clamp(0.8, 1.2) * gain).mean()
-        return -clipped + 0.5 * F.mse_loss(value, returns)
+        return -clipped + 0.5 * functional.mse_loss(value, returns)
 
     training = single(model, Adam(model.parameters(), lr=1e-3), loss, batch)
     training.max_norm = 0.5
@@ -159,7 +159,7 @@ def reinforce_sparse(seed: int) -> Training:
         places, actions = [], []
         with torch.no_grad():
             for _ in range(14):
-                chances = model(F.one_hot(place, 8).float()).softmax(1)
+                chances = model(functional.one_hot(place, 8).float()).softmax(1)
                 action = torch.multinomial(chances, 1, generator=random).squeeze(1)
                 places.append(place)
                 actions.append(action)
@@ -169,7 +169,7 @@ def reinforce_sparse(seed: int) -> Training:
 
     def loss(batch: Batch) -> Tensor:
         places, actions, reached = batch
-        logits = model(F.one_hot(places, 8).float()).log_softmax(2)
+        logits = model(functional.one_hot(places, 8).float()).log_softmax(2)
         taken = logits.gather(2, actions[..., None]).squeeze(2).sum(0)
         return -(taken * reached).mean()
 

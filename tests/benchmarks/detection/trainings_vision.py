@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
+from torch.nn import functional
 from torch.optim import SGD, Adadelta, Adam, AdamW
 
 from tests.benchmarks.detection.data import draw_digits
@@ -20,7 +20,7 @@ def _classifying(model: nn.Module, optimizer: torch.optim.Optimizer, seed: int, 
     random = torch.Generator().manual_seed(seed)
 
     def loss(batch: Batch) -> Tensor:
-        return F.cross_entropy(model(batch[0]), batch[1])
+        return functional.cross_entropy(model(batch[0]), batch[1])
 
     return single(model, optimizer, loss, lambda step: draw_digits(random, rows))
 
@@ -124,7 +124,7 @@ def siamese(seed: int) -> Training:
     def loss(batch: Batch) -> Tensor:
         left, right, same = batch
         both = torch.cat([tower(left), tower(right)], 1)
-        return F.binary_cross_entropy_with_logits(model["head"](both).squeeze(1), same)
+        return functional.binary_cross_entropy_with_logits(model["head"](both).squeeze(1), same)
 
     training = single(model, Adadelta(model.parameters(), lr=1.0), loss, batch)
     training.rate = stepped(60, 0.7)
@@ -142,9 +142,9 @@ def simclr(seed: int) -> Training:
         return tuple(views)
 
     def loss(batch: Batch) -> Tensor:
-        features = F.normalize(model(torch.cat(batch)), dim=1)
+        features = functional.normalize(model(torch.cat(batch)), dim=1)
         logits = (features @ features.T / 0.2).masked_fill(torch.eye(64, dtype=torch.bool), -1e4)
-        return F.cross_entropy(logits, (torch.arange(64) + 32) % 64)
+        return functional.cross_entropy(logits, (torch.arange(64) + 32) % 64)
 
     return single(model, Adam(model.parameters(), lr=1e-3), loss, batch)
 
@@ -156,7 +156,7 @@ def _pretrained(seed: int) -> CNN:
     for _ in range(150):
         images, classes = draw_digits(random, 32)
         optimizer.zero_grad()
-        F.cross_entropy(model(images), classes % 2).backward()
+        functional.cross_entropy(model(images), classes % 2).backward()
         optimizer.step()
     model.fc2 = nn.Linear(64, 10)
     return model
@@ -198,7 +198,7 @@ def amp_scaler(seed: int) -> Training:
         return images.flatten(1), classes
 
     def loss(batch: Batch) -> Tensor:
-        return F.cross_entropy(model(batch[0]).float(), batch[1])
+        return functional.cross_entropy(model(batch[0]).float(), batch[1])
 
     training = single(model, SGD(model.parameters(), lr=0.05, momentum=0.9), loss, batch)
     training.autocast, training.max_norm = torch.float16, 1.0

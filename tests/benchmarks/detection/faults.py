@@ -1,0 +1,79 @@
+"""All live faults by name, and the recording of one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from random import Random
+
+from tests.benchmarks.detection import faults_gradients as gradients
+from tests.benchmarks.detection import faults_loop as loop
+from tests.benchmarks.detection.live import LiveFault
+from tests.benchmarks.detection.recording import Key, Recording, record
+from tests.benchmarks.detection.split import HALF, names_of
+
+LIVE: Mapping[str, type[LiveFault]] = {
+    "nan-gradient": gradients.NanInGradient,
+    "inf-gradient": gradients.InfInGradient,
+    "bit-flip": gradients.BitFlip,
+    "layer-x10": gradients.SpikeTen,
+    "layer-x30": gradients.SpikeThirty,
+    "layer-x100": gradients.SpikeHundred,
+    "layer-vanishes": gradients.VanishingLayer,
+    "layer-drifts": gradients.DriftingLayer,
+    "layer-sign-flipped": gradients.FlippedLayer,
+    "layer-zeroed": gradients.ZeroedLayer,
+    "altered-x0.1": gradients.AltersLater,
+    "altered-x10": gradients.AmplifiesLater,
+    "cleared-unseen": gradients.ClearedUnseen,
+    "no-zero-grad": gradients.NoZeroGrad,
+    "all-zero": gradients.AllZero,
+    "frozen": gradients.Frozen,
+    "detached": gradients.Detached,
+    "unowned": gradients.NotOwned,
+    "optimizer-of-copies": gradients.OptimizerOfCopies,
+    "dead-units": gradients.DeadUnits,
+    "lr-x10": loop.RateTen,
+    "lr-x100": loop.RateHundred,
+    "lr-0": loop.RateZero,
+    "lr-too-high": loop.RateTooHighFromStart,
+    "nan-loss": loop.NanLoss,
+    "loss-x10": loop.LossSpike,
+    "loss-x100": loop.LossSpikeHundred,
+    "total-falls": loop.LossFalls,
+    "total-vanishes": loop.LossVanishes,
+    "total-drifts": loop.LossDrifts,
+    "sign-flipped": loop.LossFlipped,
+    "never-unscaled": loop.NeverUnscaled,
+    "clip-before-backward": loop.ClipBeforeBackward,
+    "clip-after-step": loop.ClipAfterStep,
+    "clip-always-bites": loop.ClipAlwaysBites,
+    "clip-never-bites": loop.ClipNeverBites,
+    "clip-of-scaled": loop.ClipOfScaled,
+    "nan-batch": loop.NanInBatch,
+    "batch-x100": loop.BatchHundred,
+    "inputs-0": loop.EmptyInputs,
+    "labels-shuffled": loop.LabelsShuffled,
+    "same-batch": loop.SameBatch,
+    "init-x20": loop.LargeInit,
+    "weights-collapse": loop.WeightsCollapse,
+    "weights-x10": loop.WeightsOverwritten,
+    "moments-corrupted": loop.MomentsCorrupted,
+}
+
+
+def record_fault(key: Key) -> Recording:
+    """Train with the fault, as long as it may take to be found. Raises `UnfitError` where there is no place for it."""
+    fault = LIVE[key.fault](Random(f"{key}"))
+    return record(key, fault.onset + fault.horizon, fault, lambda: fault.culprits)
+
+
+def live_keys(half: str, width: int) -> list[Key]:
+    """Each fault in so many trainings of a half, chosen anew for each and once for all, with a seed each."""
+    names = [name for name in names_of(None) if HALF[name] == half]
+    keys = []
+    for fault in LIVE:
+        random = Random(fault)
+        keys += [
+            Key(name, random.randrange(3), fault) for name in random.sample(names, min(width, len(names)))
+        ]
+    return keys
