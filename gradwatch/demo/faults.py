@@ -92,7 +92,7 @@ def make_plan(seconds: float) -> Plan:
     flags = {"--steps": steps, "--vanish-at": vanish, "--vanish-for": restored - vanish}
     flags |= {"--nan-batch-at": nan, "--explode-lr-at": explode}
     if seconds * STEPS_PER_SECOND < SHORTEST:
-        flags |= {"--width": 64}
+        flags |= {"--width": 32, "--layers": 2}
     return Plan(steps, faults, tuple(word for flag, value in flags.items() for word in (flag, str(value))))
 
 

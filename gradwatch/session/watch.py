@@ -15,6 +15,7 @@ from gradwatch.rules.rule_set import RuleSet
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.runtime.json_numbers import json_number
 from gradwatch.session.session import Session
+from gradwatch.taps.dynamo import untraced
 
 T = TypeVar("T")
 
@@ -194,6 +195,7 @@ class Watch:
         """Wait until everything seen so far is where it belongs (journal on disk); False if it is not."""
         return self._session.flush(timeout)
 
+    @untraced  # a script may close it in a function that is compiled: it took seconds to trace
     def close(self) -> None:
         """Remove every hook, flush and close every sink; model and optimizer are as found. Idempotent."""
         self._session.close()

@@ -57,7 +57,7 @@ if __name__ == "__main__":
     assert run(tmp_path, script, options=("--quiet",)).stderr == ""
 
 
-@pytest.mark.parametrize("flag", ["-I", "-E"])
+@pytest.mark.parametrize("flag", ["-I", pytest.param("-E", marks=pytest.mark.soak)])
 def test_a_launch_whose_training_is_left_to_an_isolated_python_says_that_nothing_was_seen(
     flag: str, tmp_path: Path
 ) -> None:

@@ -42,6 +42,7 @@ SENTINELS = 15
 X = torch.randn(64, 3, generator=torch.Generator().manual_seed(3))
 
 Deed = Callable[[nn.Module], None]
+Runs = Callable[[str, int], tuple[list[Record], list[int]]]
 
 
 def build(layers: int = 2) -> tuple[nn.Module, torch.optim.Optimizer]:
@@ -134,6 +135,12 @@ def run(case: str, layers: int, path: Path, steps_of: int = STEPS) -> tuple[list
     return sink.records, judged
 
 
+@pytest.fixture(scope="module")
+def late(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    """The runs of cases whose steps may wait, each once: several tests look at the same."""
+    return cache(lambda case, layers: run(case, layers, tmp_path_factory.mktemp("late")))
+
+
 @pytest.mark.parametrize(
     ("layers", "case"),
     [
@@ -142,22 +149,22 @@ def run(case: str, layers: int, path: Path, steps_of: int = STEPS) -> tuple[list
     ],
 )
 def test_put_off_or_not_the_records_are_the_same(
-    case: str, layers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, layers: int, late: Runs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever happens in a calm loop, every number and every Event is what judging at once would give."""
-    late, judged = run(case, layers, tmp_path / "late")
+    records, judged = late(case, layers)
     assert any(count < step + 1 for step, count in enumerate(judged)), "nothing was put off"
     with monkeypatch.context() as patch:
         patch.setattr(extra_columns, "ORDINARY", 10**9)
         patch.setattr(step_pipeline, "ORDINARY", 10**9)
-        at_once, judged = run(case, layers, tmp_path / "at_once")
+        at_once, judged = run(case, layers, tmp_path)
     assert judged == list(range(1, STEPS + 1))
-    assert told(late) == told(at_once)
+    assert told(records) == told(at_once)
 
 
-def test_no_more_than_a_few_steps_wait(tmp_path: Path) -> None:
+def test_no_more_than_a_few_steps_wait(late: Runs) -> None:
     """At most a few steps are not judged yet, and all are once the run is closed."""
-    records, judged = run("nothing", 2, tmp_path)
+    records, judged = late("nothing", 2)
     assert all(step + 1 - count < MOST for step, count in enumerate(judged))
     assert [record.snapshot.step for record in records] == list(range(STEPS))
 
@@ -271,9 +278,9 @@ def totals(layers: int, jumps: bool) -> list[float]:
     ]
 
 
-def test_a_loop_that_was_calm_is_soon_calm_again(tmp_path: Path) -> None:
+def test_a_loop_that_was_calm_is_soon_calm_again(late: Runs) -> None:
     """One odd step has those after it judged at once; not for as long as a loop that is new, though."""
-    _, judged = run("a gradient of zeros", 2, tmp_path)
+    _, judged = late("a gradient of zeros", 2)
     at_once = [step for step, count in enumerate(judged) if count == step + 1]
     assert set(range(90, 90 + ORDINARY_AGAIN)) <= set(at_once)
     waited = [step for step in range(90, 90 + ORDINARY) if step not in at_once]
@@ -426,9 +433,9 @@ def test_who_asks_gets_the_present(asking: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("layers", [2, SENTINELS], ids=["every mark", "sentinels"])
 @pytest.mark.parametrize("case", ["a gradient that vanishes", "a gradient of zeros", "zeros from then on"])
-def test_a_second_look_is_never_too_late(case: str, layers: int, tmp_path: Path) -> None:
+def test_a_second_look_is_never_too_late(case: str, layers: int, late: Runs) -> None:
     """A gradient of zeros, or so small that its squares underflow, has its exact norm and is learned at once."""
-    records, judged = run(case, layers, tmp_path)
+    records, judged = late(case, layers)
     assert any(count < step + 1 for step, count in enumerate(judged[:90])), "the loop was not calm"
     assert judged[90] == 91
     assert not any(record.snapshot.provisional for record in records)

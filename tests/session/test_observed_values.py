@@ -20,6 +20,7 @@ from gradwatch.rules.files import parse_rules
 from gradwatch.rules.files.pydantic_models import detector_model
 from gradwatch.rules.files.validation import TAKEN_BY
 from gradwatch.rules.rule_set import Rule, RuleSet
+from gradwatch.session import extra_columns
 from gradwatch.session.binding.rule_data import reads_of
 from gradwatch.session.watch import session_of
 from gradwatch.sinks.alert_names import FALLBACK, alert_name
@@ -194,8 +195,9 @@ def test_one_form() -> None:
     assert (rule.detect.of, rule.scope) == ("observed.val/acc", "total")
 
 
-def test_names_without_end_take_no_room() -> None:
+def test_names_without_end_take_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
     """A name of its own at each step: what is kept of them is bounded, and a rule on a late one has its value."""
+    monkeypatch.setattr(extra_columns, "MOST_KEPT", 100)
     ruleset = rules(known="kind: below, of: observed.last, threshold: 0.5")
     model, sink = nn.Linear(4, 1), Last()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
@@ -207,17 +209,19 @@ def test_names_without_end_take_no_room() -> None:
         optimizer.step()
 
     with gradwatch.watch(model, optimizer, rules=ruleset, sinks=[sink]) as gw:
-        for number in range(2000):
+        for number in range(700):
             step(**{f"value {number}": number})
         assert "observed: value 0, value 1, " in session_of(gw).account().no_data["known"]
-        gc.collect()
         tracemalloc.start()
-        for number in range(2000, 4000):
-            step(**{f"value {number}": number})
-        gc.collect()
-        grown, _ = tracemalloc.get_traced_memory()
+        taken = []
+        for end in (1000, 1300):  # what is kept has been replaced once by the first end
+            for number in range(end - 300, end):
+                step(**{f"value {number}": number})
+            gw.flush()
+            gc.collect()
+            taken.append(tracemalloc.get_traced_memory()[0])
         tracemalloc.stop()
-        assert grown < 2000 * 150  # of a dictionary of which half is replaced: it was 480 a step
+        assert taken[1] - taken[0] < 300 * 50, taken  # one that is kept takes more than 100
         step(last=0.1)
         gw.flush()
         assert session_of(gw).account().no_data == {}

@@ -21,7 +21,7 @@ from tests.support.on_device import gradients_on_device
 
 PACKAGE = os.path.dirname(gradwatch.__file__) + os.sep
 STEPS = (
-    8 * deferred_steps.MOST
+    4 * deferred_steps.MOST
 )  # whole blocks of steps that are judged together, and one look at the generators
 PHASES = {  # by the file and the function that torch calls
     ("taps/module_calls.py", "__get__"): "forward",

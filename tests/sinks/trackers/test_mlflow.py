@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import random
-import subprocess
 import sys
 import uuid
 from collections.abc import Iterator
@@ -18,6 +17,7 @@ from gradwatch.records.decision import Decision
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.sinks.trackers import mlflow as sink_module
 from gradwatch.sinks.trackers.mlflow import MLflowSink
+from tests.support import warm
 from tests.support.sink_records import make_event, make_record, make_run, make_sites, skip
 
 SITES = make_sites(4)
@@ -106,7 +106,7 @@ def test_mlflow_imported_for_us_alone_tells_nobody(
         surroundings["MLFLOW_DISABLE_TELEMETRY"] = said
     # A database, of which nothing is asked before there is a point: telemetry that nobody answers ends itself.
     command = [sys.executable, "-c", TELEMETRY, who, f"sqlite:///{tmp_path / 'runs.db'}"]
-    done = subprocess.run(command, env=surroundings, capture_output=True, text=True, timeout=250, check=False)
+    done = warm.run(command, tmp_path, surroundings)
     assert done.stdout.split() == [str(sends), "True"], done.stderr
 
 
