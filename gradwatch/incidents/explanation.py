@@ -82,10 +82,16 @@ def page(finding: Finding) -> Iterator[str]:
     )
     said += [f"forward call {finding.call} of the step"] if finding.call else []
     said += [f"batch {finding.batch}"] if finding.batch is not None else []
-    said += [f"not finite in {finding.carriers} alone"] if finding.carriers else []
+    said += [_carried(finding)] if finding.share or finding.carriers else []
     said += [f"{finding.others} further operations did the same"] if finding.others else []
     said += [finding.note] if finding.note else []
     yield from (f"- {one}" for one in said)
+
+
+def _carried(finding: Finding) -> str:
+    if not finding.share:
+        return f"not finite in {finding.carriers} alone"
+    return f"carried by {finding.carriers or f'its batch, {min(finding.share, 1):.1%} of the gradient'}"
 
 
 def _way(finding: Finding) -> str:

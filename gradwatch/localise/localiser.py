@@ -25,7 +25,7 @@ from gradwatch.localise.hold.nonfinite_losses import NonFiniteLosses
 from gradwatch.localise.hold.recorded_call import Call
 from gradwatch.localise.hold.step_recorder import StepRecorder
 from gradwatch.localise.replay.fsdp2_all_gather import is_spread
-from gradwatch.records.finding import Finding
+from gradwatch.records.finding import GAINS, Finding
 from gradwatch.taps import backward, step_hooks
 
 if TYPE_CHECKING:
@@ -87,6 +87,9 @@ class Localiser:
         self._ask = Ask()
         self._recorded: list[tuple[int, Finding]] = []  # steps taken when the recording ended
         self._closure: ReplayableClosure | None = None
+        self._made: float | None = (
+            None  # of the gradient, by the calls of this rank (`DiagnosedReplay.growing`)
+        )
         self._last: tuple[int, Finding] | None = None
         self._incidents: dict[str, int] = {}
         self._agreement: RankAgreement | None = None
@@ -191,7 +194,7 @@ class Localiser:
         `agreement`: the ranks, where all of them localise this step. Then they report the cause of the rank that has
         it.
         """
-        self._agreement = agreement
+        self._agreement, self._made = agreement, None
         newest = self._newest()
         if self._last is not None and self._last[0] == newest >= 0 and ask.way == "replay":
             self._incidents[ask.incident] = TRIES
@@ -273,7 +276,10 @@ class Localiser:
 
         refusal = self.refusal(held)
         step = DiagnosedReplay(self.models(), held, refusal, self._agreement, self._fault, self._max_bytes)
-        return step.nonfinite() if suspicion == "nonfinite" else step.growing(suspicion == "exploding")
+        if suspicion == "nonfinite":
+            return step.nonfinite()
+        finding, self._made = step.growing(suspicion == "exploding")
+        return finding
 
     def _of_loop(self, held: list[tuple[nn.Module, Call]], finding: Finding) -> Finding:
         """The cause in the loop's own code, run again, where the calls of the models do not show it."""
@@ -291,7 +297,7 @@ class Localiser:
         from gradwatch.localise.replay.live_recording import Live
 
         try:
-            finding = agreement.share(own)
+            finding = agreement.share(own, self._made)
         except Exception as error:
             self._failed("localise", error)
             return own
@@ -333,8 +339,9 @@ class Localiser:
 
             held, models = self.held(), self.models()
             batch = batch_at_fault(finding, held, models)
-            rows = samples_at_fault(finding, held, models) if finding.found and not finding.profile else ()
-            return finding.amended(batch=batch, samples=rows)
+            if finding.phase in GAINS or not finding.found:
+                return finding.amended(batch=batch)
+            return finding.amended(batch=batch, samples=samples_at_fault(finding, held, models))
         except Exception as error:
             self._failed("localise", error)
             return finding

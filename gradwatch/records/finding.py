@@ -32,6 +32,7 @@ By = Literal["replay", "record", "closure"]
 """How it was found: the step run again, the next steps recorded as they ran, or `Watch.step(closure)`."""
 
 PHASES: tuple[str, ...] = get_args(Phase)
+GAINS = ("exploding", "vanishing")  # phases of gradients that are finite
 MOST_SHOWN = 16  # positions of samples named in a sentence
 LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "\\site-packages\\")
 
@@ -145,9 +146,10 @@ class Finding:
     left out. `operands` and `result` describe the tensors, on this rank. `profile` is the gradient by depth, in
     the order of the forward, where it explodes or vanishes. `call` is the index of the model's forward call among
     those of the step (micro-batch) and `batch` what went into it, None where that was not held. `samples` are the rows
-    of that batch which alone were not finite, or whose gradients at the model's outputs alone were not; () where all
-    were, or it is not known. `others` is how many
-    further operations did the same, and `first_parameter` the first parameter in backward order that the rule named.
+    of that batch which alone were not finite, or whose gradients at the model's outputs alone were not, or which
+    carry most of a gradient that explodes; () where all are, or it is not known. `share` is the part that they
+    carry of such a gradient (that call for `samples` of ()), 0 where it is not known. `others` is how many further
+    operations did the same, and `first_parameter` the first parameter in backward order that the rule named.
     `note` says what else is to be said, or why nothing was found.
     """
 
@@ -167,6 +169,7 @@ class Finding:
     call: int = 0
     batch: Batch | None = None
     samples: tuple[int, ...] = ()
+    share: float = 0.0
     others: int = 0
     first_parameter: str = ""
     rule: str = ""
@@ -191,7 +194,10 @@ class Finding:
 
     @property
     def carriers(self) -> str:
-        """`rows 3, 17 of the batch (dimension 0; positions 1043, 88 in the dataset)`, "" where they are not known."""
+        """`rows 3, 17 of the batch (dimension 0; positions 1043, 88 in the dataset)`, "" where they are not known.
+
+        Of a gradient that explodes with their part of it: `…, 99.7% of the gradient`.
+        """
         if not self.samples:
             return ""
         shown = self.samples[:MOST_SHOWN]
@@ -199,8 +205,10 @@ class Finding:
         said = f"row{'s' if len(self.samples) > 1 else ''} {', '.join(map(str, shown))}{more} of the batch"
         known = None if self.batch is None else self.batch.indices
         if known is None or max(shown) >= len(known):
-            return f"{said} (dimension 0)"
-        return f"{said} (dimension 0; positions {', '.join(str(known[row]) for row in shown)} in the dataset)"
+            said += " (dimension 0)"
+        else:
+            said += f" (dimension 0; positions {', '.join(str(known[row]) for row in shown)} in the dataset)"
+        return f"{said}, {min(self.share, 1):.1%} of the gradient" if self.share else said
 
     @property
     def where(self) -> str:

@@ -75,3 +75,8 @@ def _positions(indices: Any) -> tuple[int, ...]:
     if isinstance(indices, Tensor):
         return tuple(map(int, indices.detach().reshape(-1).tolist()))
     return tuple(map(int, indices))
+
+
+def count_of(indices: Any) -> int:
+    """The number of samples that `Watch.batch` was told of."""
+    return indices.numel() if isinstance(indices, Tensor) else len(indices)

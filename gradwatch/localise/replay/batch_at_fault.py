@@ -8,13 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.localise.diagnosis.tensor_values import readable, tensors
-from gradwatch.localise.hold.batch_hash import fingerprint
+from gradwatch.localise.hold.batch_hash import count_of, fingerprint
 from gradwatch.localise.hold.inner_model import inner
 from gradwatch.localise.hold.module_attributes import Refused
 from gradwatch.localise.hold.recorded_call import Call
 from gradwatch.localise.replay.step_replay import refuse, within
 from gradwatch.reading.layouts import dense
-from gradwatch.records.finding import Batch, Finding
+from gradwatch.records.finding import GAINS, Batch, Finding
 
 
 def batch_at_fault(
@@ -36,11 +36,8 @@ def samples_at_fault(
     -inf is none. Where its rows and those of the gradients differ, its first dimension is not that of the samples.
     """
     call = _call_at_fault(finding, calls, models)
-    if call is None:
-        return ()
-    given = [one for one in tensors((call.args, call.kwargs)) if one.dim()]
-    size = given[0].shape[0] if given else 0
-    if not size or (call.indices is not None and len(call.indices) != size):
+    size = 0 if call is None else batch_size(call)
+    if call is None or not size:
         return ()
     returned = [one for one in call.gradients.values() if one.dim()]
     came_back = _rows(returned, size, (_nonfinite,))
@@ -48,9 +45,17 @@ def samples_at_fault(
         return came_back
     if returned and not any(one.shape[0] == size for one in returned):
         return ()
+    given = tensors((call.args, call.kwargs))
     data = [one for one in given if id(one) not in call.computed]
     went_in = _rows(data, size, (torch.isnan, torch.isinf))
     return went_in if not came_back or came_back == went_in else ()
+
+
+def batch_size(call: Call) -> int:
+    """The rows of what the model was given; 0 where it has none, or not as many as the samples it is said to hold."""
+    given = [one for one in tensors((call.args, call.kwargs)) if one.dim()]
+    size = given[0].shape[0] if given else 0
+    return size if call.indices is None or count_of(call.indices) == size else 0
 
 
 def _nonfinite(tensor: Tensor) -> Tensor:
@@ -76,10 +81,11 @@ def _call_at_fault(
     finding: Finding, calls: list[tuple[nn.Module, Call]], models: list[nn.Module]
 ) -> Call | None:
     held = [(model, call, within(inner(model), models)) for model, call in calls]
-    at = finding.call if finding.by == "replay" and finding.found else len(held) - 1
+    known = finding.by == "replay" and finding.found and (finding.share > 0 or finding.phase not in GAINS)
+    at = finding.call if known else len(held) - 1
     # Of a criterion the batch is that of the model's call before it.
     given = [(model, call) for model, call, watched in held[: at + 1] if watched]
-    if not given or (len(given) > 1 and not (finding.by == "replay" and finding.found)):
+    if not given or (len(given) > 1 and not known):
         return None
     model, call = given[-1]
     try:

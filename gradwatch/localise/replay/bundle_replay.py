@@ -26,8 +26,8 @@ from gradwatch.incidents.bundle.incident_json import (
     GeneratorStates,
     ModelDocument,
 )
-from gradwatch.localise.diagnosis.diagnose import diagnose, warned
-from gradwatch.localise.diagnosis.module_gain import Profile, suspect
+from gradwatch.localise.diagnosis.diagnose import diagnose
+from gradwatch.localise.diagnosis.module_gain import Profile
 from gradwatch.localise.diagnosis.python_frames import OURS, TORCH
 from gradwatch.localise.diagnosis.tensor_values import finite, tensors
 from gradwatch.localise.hold.batch_hash import fingerprint
@@ -37,8 +37,9 @@ from gradwatch.localise.hold.random_generators import CPU, NUMPY, PYTHON, Genera
 from gradwatch.localise.hold.recorded_call import Call
 from gradwatch.localise.replay.arguments_json import DTYPES, TreeError, decode
 from gradwatch.localise.replay.bundle_evidence import NO_GRADIENT
+from gradwatch.localise.replay.diagnosed_replay import diagnosed_gain
 from gradwatch.localise.replay.step_replay import replay
-from gradwatch.records.finding import Finding
+from gradwatch.records.finding import GAINS, Finding
 
 LossFn = Callable[[Any], Tensor]
 BUILT = (
@@ -177,21 +178,19 @@ class Rerun:
             return diagnose(replay(held, models, faults.append, None, max_bytes))
         profile = Profile(models, faults.append)
         traces = replay(held, models, faults.append, profile, max_bytes)
-        finding = diagnose(traces)
-        layers = profile.layers()
-        found = None if finding.found else suspect(layers, self.document.suspicion == "exploding")
-        return finding if found is None else warned(found, traces)
+        return diagnosed_gain(traces, profile, self.document.suspicion == "exploding")
 
     def _signed(self, finding: Finding) -> Finding:
         incident, calls = self.document.incident, self._ran
         event = incident.event
+        known = len(calls) == 1 or finding.phase not in GAINS  # which of the calls it is of
         return finding.amended(
             rule="" if event is None else event.rule,
             incident=incident.name,
             step=incident.step,
             rank=incident.rank,
             first_parameter="" if event is None else event.first_cause,
-            batch=calls[finding.call].batch if finding.call < len(calls) else None,
+            batch=calls[finding.call].batch if known and finding.call < len(calls) else None,
             note="; ".join(filter(None, (finding.note, *self.notes))),
         )
 

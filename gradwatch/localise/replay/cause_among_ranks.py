@@ -12,8 +12,10 @@ from collections.abc import Sequence
 
 from gradwatch.distributed.process_group import AloneError, meet
 from gradwatch.localise.hold.module_attributes import Refused
-from gradwatch.records.finding import Finding
+from gradwatch.localise.replay.gradient_shares import CARRIED, STANDS_OUT
+from gradwatch.records.finding import GAINS, Finding
 
+MADE = "made"  # beside the fields of a Finding
 SURE = ("unknown", "loss")  # from the least sure; every other phase names an operation, a tensor or a module
 MET = "the ranks could not compare causes: {why}; this is the cause found on rank {rank} alone"
 
@@ -35,19 +37,36 @@ class RankAgreement:
             if report["refusal"]:
                 raise Refused(f"on rank {rank}: {report['refusal']}")
 
-    def share(self, finding: Finding) -> Finding:
-        """The Finding of the rank that knows most, on all ranks; this rank's own where they do not meet."""
+    def share(self, finding: Finding, made: float | None = None) -> Finding:
+        """The Finding of the rank that knows most, on all ranks; this rank's own where they do not meet.
+
+        `made`: how much of a gradient that explodes this rank made, None where that is not known.
+        """
         try:
-            reports = meet(f"{self._name}/found", finding.to_dict(), {}).hellos
+            reports = meet(f"{self._name}/found", {**finding.to_dict(), MADE: made}, {}).hellos
         except AloneError as error:
-            return finding.amended(note=_joined(finding.note, MET.format(why=error, rank=self._rank)))
-        return chosen([Finding.from_dict(report) for report in reports])
+            alone = finding.amended(samples=(), share=0.0) if finding.phase in GAINS else finding
+            return alone.amended(note=_joined(finding.note, MET.format(why=error, rank=self._rank)))
+        found = [Finding.from_dict(report) for report in reports]
+        return chosen(found, [report[MADE] for report in reports])
 
 
-def chosen(findings: Sequence[Finding]) -> Finding:
-    """The surest of what the ranks found, the lowest rank's where several are; it says what became of the others'."""
-    rank = max(range(len(findings)), key=lambda k: (_sureness(findings[k]), -k))
+def chosen(findings: Sequence[Finding], made: Sequence[float | None] = ()) -> Finding:
+    """The surest of what the ranks found, the lowest rank's where several are; it says what became of the others'.
+
+    Of a gradient that explodes that of the rank which `made` most of it; the lowest where that is not known of all.
+    """
+    known = [one for one in made if one is not None]
+    whole = sum(known) if len(known) == len(findings) else 0.0
+    of = known if whole > 0 else [0.0] * len(findings)
+    rank = max(range(len(findings)), key=lambda k: (_sureness(findings[k]), of[k], -k))
     best = findings[rank]
+    if best.share:
+        # What carries this rank's part may be little of the whole, to which every rank contributes.
+        next_most = max((abs(one) for k, one in enumerate(of) if k != rank), default=0.0)
+        share = best.share * of[rank] / whole if whole > 0 else 0.0
+        sure = share >= CARRIED and of[rank] >= STANDS_OUT * next_most
+        best = best.amended(**({"share": share} if sure else {"share": 0.0, "samples": ()}))
     alike = [k for k, one in enumerate(findings) if _sureness(one) == _sureness(best)]
     others = [k for k in range(len(findings)) if k not in alike]
     if not best.found:

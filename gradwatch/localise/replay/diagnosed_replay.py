@@ -7,15 +7,20 @@ from dataclasses import dataclass
 
 from torch import Tensor, nn
 
+from gradwatch.distributed.process_group import place
 from gradwatch.localise.diagnosis.diagnose import diagnose, warned
 from gradwatch.localise.diagnosis.module_gain import Profile, suspect
 from gradwatch.localise.hold.inner_model import inner
 from gradwatch.localise.hold.module_attributes import Refused
 from gradwatch.localise.hold.recorded_call import Call
+from gradwatch.localise.replay.batch_at_fault import batch_size
 from gradwatch.localise.replay.cause_among_ranks import RankAgreement
 from gradwatch.localise.replay.fsdp2_all_gather import gather, is_spread, refuse_gathering
-from gradwatch.localise.replay.step_replay import Trace, replay
-from gradwatch.records.finding import Finding
+from gradwatch.localise.replay.gradient_shares import CARRIED, Directions, PartsOfCalls, RowsOfCall
+from gradwatch.localise.replay.step_replay import CallListener, Trace, replay
+from gradwatch.records.finding import GAINS, Finding
+
+NO_GAIN = "no gradient passed through a module, so it is not known by how much any multiplies it"
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,17 +41,52 @@ class DiagnosedReplay:
         """The operation that made the first NaN or Inf. Raises Refused."""
         return _unless_skipped(self._run(None))
 
-    def growing(self, exploding: bool) -> Finding:
-        """The module at which gradients grow, or vanish; a NaN before that. Raises Refused."""
-        profile = Profile(self.models, self.fault)
-        traces = self._run(profile)
-        finding = diagnose(traces)
-        found = None if finding.found else suspect(profile.layers(), exploding)
-        return finding if found is None else warned(found, traces)
+    def growing(self, exploding: bool) -> tuple[Finding, float | None]:
+        """The module at which gradients grow, or vanish; a NaN before that. Raises Refused.
 
-    def _run(self, profile: Profile | None) -> list[Trace]:
+        Where they explode also the rows of the batch that carry them, and how much of the gradient this rank's calls
+        made (`PartsOfCalls`), None where that is not known.
+        """
+        profile, parts = Profile(self.models, self.fault), None
+        if exploding and not any(map(is_spread, self.models)):
+            parts = PartsOfCalls(Directions(self.models))
+        traces = self._run(profile, parts)
+        finding = diagnosed_gain(traces, profile, exploding)
+        unsure = finding.phase not in GAINS and finding.found
+        if parts is None or unsure or not parts.directions.usable or any(trace.skipped for trace in traces):
+            return finding, None
+        return self._carried(finding, parts), parts.whole
+
+    def _carried(self, finding: Finding, parts: PartsOfCalls) -> Finding:
+        """The finding with the call that carries the gradient, and the rows of its batch, where they are few."""
+        number, call = max(enumerate(call for _, call in self.held), key=lambda pair: parts.of(pair[1]))
+        share = parts.of(call) / parts.whole if parts.whole > 0 else 0.0
+        if share < CARRIED:
+            return finding
+        finding = finding.amended(phase="exploding", call=number, share=share)
+        size, total = batch_size(call), self._rows()
+        if not size or total < 2:
+            return finding
+        rows = RowsOfCall(parts, call, size, total)
+        running = any(call.buffers for _, call in self.held)  # which the calls before it have changed
+        try:
+            again = self.held[0 if running else number : number + 1]
+            replay(again, self.models, self.fault, None, self.max_bytes, None, rows)
+        except Exception as error:  # such as of a graph that cannot be gone through twice
+            note = f"which rows of the batch carry the gradient is not known: {type(error).__name__}: {error}"
+            return finding.amended(note="; ".join(filter(None, (finding.note, note))))
+        if not rows.rows:
+            return finding
+        return finding.amended(samples=rows.rows, share=rows.part / parts.whole)
+
+    def _rows(self) -> int:
+        """The rows of all calls on this rank; 0 where other ranks made some of the gradient, and cannot be asked."""
+        alone = place()[1] == 1 or self.agreement is not None
+        return sum(batch_size(call) for _, call in self.held) if alone else 0
+
+    def _run(self, profile: Profile | None, listener: CallListener | None = None) -> list[Trace]:
         whole = self._gathered()
-        return replay(self.held, self.models, self.fault, profile, self.max_bytes, whole)
+        return replay(self.held, self.models, self.fault, profile, self.max_bytes, whole, listener)
 
     def _gathered(self) -> dict[int, dict[str, Tensor]]:
         """The whole parameters of models that are spread over ranks, if all ranks can run their step again."""
@@ -72,6 +112,15 @@ class DiagnosedReplay:
     def _check(self) -> None:
         if self.refusal:
             raise Refused(self.refusal)
+
+
+def diagnosed_gain(traces: list[Trace], profile: Profile, exploding: bool) -> Finding:
+    """The module at which gradients grow, or vanish; a NaN before that."""
+    finding = diagnose(traces)
+    if finding.found:
+        return finding
+    found = suspect(profile.layers(), exploding)
+    return Finding("unknown", "replay", note=NO_GAIN) if found is None else warned(found, traces)
 
 
 def _unless_skipped(traces: list[Trace]) -> Finding:

@@ -62,6 +62,34 @@ class Trace:
         return self.origin is not None or bool(self.culprits)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Replayed:
+    """One call that was run again, its backward still to come: from `roots`, where `seeds` had come back.
+
+    `given` are the stand-ins of the parameters and buffers of `base`, by name.
+    """
+
+    base: nn.Module
+    call: Call
+    given: Mapping[str, Tensor]
+    roots: Sequence[Tensor]
+    seeds: Sequence[Tensor]
+
+
+class CallListener:
+    """Listens to each call that is run again; does nothing of itself."""
+
+    def forward(self, call: Call, inputs: Any) -> AbstractContextManager[Any]:
+        """Entered around its forward; gives its (args, kwargs)."""
+        return nullcontext(inputs)
+
+    def begins(self, replayed: Replayed) -> None:
+        """Its backward is about to start."""
+
+    def ended(self, replayed: Replayed, gradients: Mapping[int, Tensor]) -> None:
+        """Its backward gave these gradients, by the id of the leaf."""
+
+
 def replay(
     held: Sequence[tuple[nn.Module, Call]],
     models: Sequence[nn.Module],
@@ -69,6 +97,7 @@ def replay(
     around: AbstractContextManager[Any] | None = None,
     max_bytes: int = MAX_BYTES,
     whole: Mapping[int, Mapping[str, Tensor]] | None = None,
+    listener: CallListener | None = None,
 ) -> list[Trace]:
     """Run the calls of one step again, in their order: (the model called, its call).
 
@@ -89,7 +118,7 @@ def replay(
         base = inner(model)
         given = aliases(base, buffers.get(id(base), call.buffers), (whole or {}).get(id(base)))
         recorder = Recorder(models if within(base, models) else [base], failed)
-        traces.append(_again(base, call, given, recorder, around or nullcontext(), max_bytes))
+        traces.append(_again(base, call, given, recorder, around or nullcontext(), max_bytes, listener))
         buffers[id(base)] = {name: given[name] for name, _ in base.named_buffers(remove_duplicate=False)}
     return traces
 
@@ -138,21 +167,30 @@ def _again(
     recorder: Recorder,
     around: AbstractContextManager[Any],
     max_bytes: int,
+    listener: CallListener | None,
 ) -> Trace:
-    trace = Trace(frame_of(call.caller))
+    trace, listener = Trace(frame_of(call.caller)), listener or CallListener()
     recorder.expect((*given.values(), *written_in_place(model)[0]))
 
     def run(substitute: nn.Module) -> None:
         args, kwargs = _fresh((call.args, call.kwargs))
         trace.sources = sources(given, args, kwargs)
         call.generators.restore()
-        with call.recorded_modes(), recorder.forward(), around:
+        with (
+            listener.forward(call, (args, kwargs)) as (args, kwargs),
+            call.recorded_modes(),
+            recorder.forward(),
+            around,
+        ):
             outputs = _outputs(substitute, args, kwargs)
         if len(outputs) != call.outputs:
             raise Refused(f"the forward gave {len(outputs)} tensors, and {call.outputs} when it ran")
         used = [outputs[position] for position in call.gradients]
         blame_outputs(trace, used or outputs, recorder)
-        _backward(trace, used, list(call.gradients.values()), recorder)
+        replayed = Replayed(model, call, given, used, list(call.gradients.values()))
+        _check_seeds(replayed)
+        listener.begins(replayed)
+        listener.ended(replayed, _backward(trace, replayed, recorder))
 
     named = {f"model.{name}": tensor for name, tensor in given.items()}
     with state_restored(model, max_bytes), without_fsdp(model), eager(), unchecked():
@@ -204,20 +242,35 @@ def blame_outputs(trace: Trace, outputs: Sequence[Tensor], recorder: Recorder) -
         trace.origin = min(found, key=lambda one: one[:2])[2]
 
 
-def _backward(trace: Trace, roots: list[Tensor], seeds: list[Tensor], recorder: Recorder) -> None:
-    for root, seed in zip(roots, seeds, strict=True):
+def _check_seeds(replayed: Replayed) -> None:
+    for root, seed in zip(replayed.roots, replayed.seeds, strict=True):
         if not root.requires_grad or root.shape != seed.shape:
             raise Refused("the outputs are not those that the loss was computed from")
-        # An output computed from another one: what reached it, all told, is what was held.
-        root.register_hook(lambda grad, seed=seed: seed)
+
+
+@contextlib.contextmanager
+def seeded(roots: Sequence[Tensor], seeds: Sequence[Tensor]) -> Iterator[None]:
+    """An output computed from another one: what reached it, all told, is its seed."""
+    with contextlib.ExitStack() as hooks:
+        for root, seed in zip(roots, seeds, strict=True):
+            handle = root.register_hook(lambda grad, seed=seed: seed)
+            hooks.callback(handle.remove)
+        yield
+
+
+def _backward(trace: Trace, replayed: Replayed, recorder: Recorder) -> dict[int, Tensor]:
+    """The gradients of the leaves, by id."""
+    roots, seeds = replayed.roots, replayed.seeds
+    grads: Sequence[Tensor | None] = ()
     broken = [seed for seed in seeds if not finite((seed,))]
     if broken:
         trace.incoming, trace.gradient = False, describe("gradient at the outputs", broken[0])
-    with recorder.backward(roots) as leaves:
+    with seeded(roots, seeds), recorder.backward(roots) as leaves:
         if leaves:
             with uncounted():
-                torch.autograd.grad(roots, leaves, seeds, allow_unused=True)
+                grads = torch.autograd.grad(roots, leaves, seeds, allow_unused=True)
     blame_nodes(trace, recorder)
+    return {id(leaf): grad for leaf, grad in zip(leaves, grads, strict=False) if grad is not None}
 
 
 def blame_nodes(trace: Trace, recorder: Recorder) -> None:

@@ -1,7 +1,7 @@
 """`python -m tests.benchmarks.cause [GROUP …]`: run the faults, print the table and the totals.
 
-`frozen`: the faults written after the code was. `--only NAME` runs one; `--digests` trains each with and without
-`localise`, and compares what comes of it.
+`frozen`: the faults written after the code was. `samples`: bad samples instead, and which rows of the batch are named.
+`--only NAME` runs one; `--digests` trains each with and without `localise`, and compares what comes of it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
+from tests.benchmarks.cause import bad_samples
 from tests.benchmarks.cause.digests import digests
 from tests.benchmarks.cause.fault import Fault, faults
 from tests.benchmarks.cause.score import run, totals
@@ -21,6 +22,8 @@ def main() -> int:
     parser.add_argument("--only", action="append", default=[])
     parser.add_argument("--digests", action="store_true")
     options = parser.parse_args()
+    if options.groups == ["samples"]:
+        return (bad_samples.compared if options.digests else bad_samples.score)(options.only)
     chosen = [one for one in faults(options.groups) if not options.only or one.name in options.only]
     return _compared(chosen) if options.digests else _scored(chosen)
 

@@ -72,7 +72,7 @@ def run(fault: Fault) -> Score:
     if done.returncode:
         raise RuntimeError(f"{fault.name} failed:\n{done.stderr}")
     lines = done.stderr.splitlines()
-    causes = tuple(_fields(one) for one in lines if "gradwatch cause" in one)
+    causes = tuple(fields_of(one) for one in lines if "gradwatch cause" in one)
     return Score(fault, any("gradwatch firing rule=non-finite" in one for one in lines), causes)
 
 
@@ -85,7 +85,8 @@ def totals(scores: Sequence[Score]) -> dict[str, int]:
     }
 
 
-def _fields(line: str) -> dict[str, str]:
+def fields_of(line: str) -> dict[str, str]:
+    """The fields of a line of the log on a cause."""
     words = shlex.split(line.partition("gradwatch cause ")[2])
     return dict(word.partition("=")[::2] for word in words if "=" in word)
 

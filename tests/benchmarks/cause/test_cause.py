@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.benchmarks.cause import bad_samples
 from tests.benchmarks.cause.digests import digests
 from tests.benchmarks.cause.fault import Fault, faults
 from tests.benchmarks.cause.score import run
@@ -26,6 +27,11 @@ SLICE = (
     ),
     "grad_divided_by_zero",
 )
+SAMPLES = (
+    *("accumulated_input_times_1000_clipped", "ddp_target_in_other_units", "token_weight_out_of_range"),
+    *("ddp_every_rank_alike", "penalty_on_the_weights", "time_comes_first"),
+)
+PLANTED = [one for file in ("planted", "unknown") for one in bad_samples.planted(file) if one.name in SAMPLES]
 CHOSEN = [fault for fault in faults() if fault.name in SLICE]
 
 
@@ -42,3 +48,16 @@ def test_looking_for_the_cause_changes_no_bit(fault: Fault) -> None:
     """Weights and generator end as they do where the step is only skipped."""
     without, with_cause = digests(fault)
     assert without == with_cause
+
+
+@pytest.mark.parametrize("planted", PLANTED, ids=lambda planted: planted.name)
+def test_the_log_names_the_bad_samples(planted: bad_samples.Planted) -> None:
+    """With their positions in the dataset, where they can be known, else none."""
+    named = bad_samples.run(planted)
+    assert (named.right, named.wrong) == (True, False), named.row()
+
+
+def test_looking_for_bad_samples_changes_no_bit() -> None:
+    """Weights and generator end as they do without a search, on each rank."""
+    planted = PLANTED[0]
+    assert bad_samples.run(planted).digest == bad_samples.run(planted, localise=False).digest

@@ -1,0 +1,242 @@
+"""The rows of a batch that carry a gradient which is finite but large, of all micro-batches of a step.
+
+A gradient is linear in what came back to the model's outputs. So what some rows of the outputs make of it is known
+exactly: the backward of the call that was run again, once more, with zeros for all other rows. Each part is measured
+along the gradient that the optimizer is about to use, so that parts add up: those of rows, of calls, of ranks.
+Halving finds the rows in few backwards where they are few; where they are many, none is named.
+
+A row of the outputs is a sample of the batch only if nothing but that row of the inputs led to it. That is looked
+at, too: of time that comes first, rows that were shuffled or that attend to each other none is named.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook
+
+from gradwatch.localise.diagnosis.tensor_values import finite, tensors
+from gradwatch.localise.hold.recorded_call import Call
+from gradwatch.localise.replay.forward_operations import key_of
+from gradwatch.localise.replay.step_replay import CallListener, Replayed, seeded
+from gradwatch.taps import nested_containers
+from gradwatch.taps.process_totals import uncounted
+
+CARRIED = 0.9
+"""The part of the gradient that rows must carry to be named, and the least cosine between theirs and the whole."""
+
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+FEW = 8  # at most one row in so many is named, or a single one
+STANDS_OUT = 10
+"""How many times the part of a row that is named must be that of any other row, half or call that is not."""
+
+OF_FEW = 400  # divided by the rows of a step: among few, one of a healthy step may be that many times larger
+SMALL = 0.02  # part of the gradient below which rows are not divided further
+MIXED = 0.25
+"""Of the gradient of a named row, how much any other may have in a model with BatchNorm, which mixes all of them."""
+
+
+class Directions:
+    """The gradients that the optimizer is about to use, as directions along which parts of them are measured."""
+
+    def __init__(self, models: Iterable[nn.Module]) -> None:
+        params = [param for model in models for param in model.parameters() if param.grad is not None]
+        grads = [param.grad for param in params if param.grad is not None]
+        self._grads = dict(zip(map(_place, params), grads, strict=True))
+        self.usable = bool(grads) and finite(grads)
+        self.length = math.sqrt(sum(_dot(one, one) for one in self._grads.values())) if self.usable else 0.0
+
+    def of(self, replayed: Replayed) -> list[tuple[Tensor, Tensor]]:
+        """(stand-in, gradient) of each parameter of a model that is run again."""
+        leaves = {id(one): one for one in replayed.given.values() if one.requires_grad}
+        found = ((leaf, self._grads.get(_place(leaf))) for leaf in leaves.values())
+        return [(leaf, grad) for leaf, grad in found if grad is not None]
+
+
+def _place(param: Tensor) -> tuple[int, Any, torch.Size]:
+    """The memory of a parameter, which its stand-in shares."""
+    return key_of(param), param.storage_offset(), param.shape
+
+
+class PartsOfCalls(CallListener):
+    """The part of the gradient that each call of a step made; `whole` is that of all of them."""
+
+    def __init__(self, directions: Directions) -> None:
+        self.directions = directions
+        self._parts: dict[int, float] = {}
+
+    def of(self, call: Call) -> float:
+        """The part of one call."""
+        return self._parts.get(id(call), 0.0)
+
+    @property
+    def whole(self) -> float:
+        """All parts."""
+        return sum(self._parts.values())
+
+    def largest_but(self, call: Call) -> float:
+        """The size of the largest part of another call."""
+        return max((abs(part) for key, part in self._parts.items() if key != id(call)), default=0.0)
+
+    def ended(self, replayed: Replayed, gradients: Mapping[int, Tensor]) -> None:
+        """The backward of a call has given these gradients, by the id of the stand-in."""
+        pairs = self.directions.of(replayed) if self.directions.usable else []
+        self._parts[id(replayed.call)] = sum(
+            _dot(gradients[id(leaf)], grad) for leaf, grad in pairs if id(leaf) in gradients
+        )
+
+
+class RowsOfCall(CallListener):
+    """The `rows` of one call that carry the gradient, and the `part` of it that is theirs.
+
+    () where they are many, do not stand out, or are no samples. `size` is the number of rows, `total` that of the step.
+    """
+
+    def __init__(self, parts: PartsOfCalls, call: Call, size: int, total: int) -> None:
+        self._directions = parts.directions
+        self._call = call
+        self._size = size
+        self._whole = parts.whole
+        self._most = max(1, size // FEW)
+        self._next = parts.largest_but(call)  # the largest part that a row is compared with
+        self._stands_out = max(STANDS_OUT, OF_FEW / total)
+        self._seen: list[Tensor] = []  # whose rows show what led to a row of the outputs
+        self._as_given = True
+        self._budget = 4 * math.ceil(math.log2(max(size, 2))) + 8  # backwards
+        self.rows: tuple[int, ...] = ()
+        self.part = 0.0
+
+    @contextmanager
+    def forward(self, call: Call, inputs: Any) -> Iterator[Any]:
+        """Inputs of which a gradient is known, and an eye on what modules make of them."""
+        if call is not self._call:
+            yield inputs
+            return
+        given = {one.untyped_storage().data_ptr() for one in tensors(inputs)}
+        tracked = nested_containers.replaced(self._tracked, inputs)
+
+        def after(module: nn.Module, args: Any, output: Any) -> None:
+            self._seen += (one for one in tensors(output) if one.grad_fn is not None)
+            if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+                rows = (one for one in tensors(args) if self._has_rows(one))
+                self._as_given &= all(one.untyped_storage().data_ptr() in given for one in rows)
+
+        handle = register_module_forward_hook(after)
+        try:
+            yield tracked
+        finally:
+            handle.remove()
+
+    def _tracked(self, leaf: Any) -> Any:
+        if not (isinstance(leaf, Tensor) and leaf.is_floating_point() and self._has_rows(leaf)):
+            return leaf
+        tracked = leaf.detach().requires_grad_()
+        self._seen.append(tracked)
+        with torch.enable_grad():
+            return tracked.clone()  # may be written into
+
+    def _has_rows(self, tensor: Tensor) -> bool:
+        return tensor.dim() > 0 and tensor.shape[0] == self._size
+
+    def begins(self, replayed: Replayed) -> None:
+        """Divide the gradient of the call among its rows, before its backward takes the graph away."""
+        if replayed.call is not self._call:
+            return
+        pairs = self._directions.of(replayed)
+        rows = self._largest(replayed, pairs)
+        if rows:
+            part, length, samples = self._checked(replayed, pairs, rows)
+            if samples and part >= CARRIED * max(self._whole, length * self._directions.length):
+                self.rows, self.part = rows, part
+
+    def _largest(self, replayed: Replayed, pairs: list[tuple[Tensor, Tensor]]) -> tuple[int, ...]:
+        """The fewest rows that carry it, found by dividing the largest part in halves; () where they are many."""
+
+        def part(rows: range) -> float:
+            gradients = self._backward(replayed, rows, [leaf for leaf, _ in pairs])
+            return sum(
+                _dot(one, grad) for one, (_, grad) in zip(gradients, pairs, strict=True) if one is not None
+            )
+
+        whole = part(range(self._size))
+        parts = [(-abs(whole), 0, self._size, whole)]
+        found: dict[int, float] = {}
+        while parts and sum(found.values()) < CARRIED * self._whole:
+            _, low, high, whole = heapq.heappop(parts)
+            if abs(whole) < SMALL * self._whole or not self._budget or len(found) == self._most:
+                return ()
+            if high - low == 1:
+                found[low] = whole
+                continue
+            self._budget -= 1
+            middle = (low + high) // 2
+            left = part(range(low, middle))
+            heapq.heappush(parts, (-abs(left), low, middle, left))
+            heapq.heappush(parts, (-abs(whole - left), middle, high, whole - left))
+        others = max([self._next, *(abs(one) for *_, one in parts)])
+        stand_out = min(map(abs, found.values()), default=0.0) >= self._stands_out * others
+        return tuple(sorted(found)) if stand_out else ()
+
+    def _checked(
+        self, replayed: Replayed, pairs: list[tuple[Tensor, Tensor]], rows: Sequence[int]
+    ) -> tuple[float, float, bool]:
+        """Of these rows: their part, the length of their gradient, and whether they are samples of the batch."""
+        leaves, seen = [leaf for leaf, _ in pairs], [one for one in self._seen if self._has_rows(one)]
+        gradients = self._backward(replayed, rows, [*leaves, *seen])
+        own = [(one, grad) for one, (_, grad) in zip(gradients, pairs, strict=False) if one is not None]
+        reached = [one for one in gradients[len(leaves) :] if one is not None]
+        samples = self._as_given and self._are_samples(replayed, reached, rows)
+        return (
+            sum(_dot(one, grad) for one, grad in own),
+            math.sqrt(sum(_dot(one, one) for one, _ in own)),
+            samples,
+        )
+
+    def _are_samples(self, replayed: Replayed, reached: Sequence[Tensor], rows: Sequence[int]) -> bool:
+        """True if nothing but the same rows led to these rows of the outputs, but for what BatchNorm mixes."""
+        mixes = any(isinstance(one, BATCH_NORMS) and one.training for one in replayed.base.modules())
+        others = torch.ones(self._size, dtype=torch.bool)
+        others[list(rows)] = False
+        for gradient in reached:
+            lengths = row_lengths(gradient)
+            allowed = MIXED * float(lengths[~others].min()) if mixes else 0.0
+            if bool((lengths[others] > allowed).any()):
+                return False
+        return bool(reached)
+
+    def _backward(
+        self, replayed: Replayed, rows: Iterable[int], leaves: Sequence[Tensor]
+    ) -> tuple[Tensor | None, ...]:
+        """The gradients that only these rows of the outputs make."""
+        kept, seeds = list(rows), []
+        for seed in replayed.seeds:
+            seeds.append(torch.zeros_like(seed))
+            if self._has_rows(seed):
+                seeds[-1][kept] = seed[kept]
+        with seeded(replayed.roots, seeds), uncounted():
+            return torch.autograd.grad(replayed.roots, leaves, seeds, retain_graph=True, allow_unused=True)
+
+
+@torch.no_grad()
+def row_lengths(tensor: Tensor) -> Tensor:
+    """The L2 norm of each row, on the host."""
+    rows = _plain(tensor).reshape(tensor.shape[0], -1).double()
+    lengths: Tensor = torch.linalg.vector_norm(rows, dim=1).cpu()
+    return lengths
+
+
+@torch.no_grad()
+def _dot(one: Tensor, other: Tensor) -> float:
+    return float(torch.dot(_plain(one).reshape(-1).double(), _plain(other).reshape(-1).double()))
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    found = tensor.detach()
+    found = found if found.layout is torch.strided else found.to_dense()
+    return torch.view_as_real(found.resolve_conj()) if found.is_complex() else found
