@@ -12,6 +12,9 @@ A checkpoint taken now is *healthy* unless
 - a gradient of the last step was not finite, even if that step was skipped: the next one is looked at first;
 - the total norm of a step that was taken was 100 times the largest so far or more, and the weights have not been
   checked since;
+- the total norm of a step that was taken was 10 times the largest so far or more, and that step made a parameter twice
+  as large as the larger of its own and sqrt(numel) times the root mean square of all weights before it: for 100 steps,
+  in which the training shows what became of it;
 - training was stopped by a rule;
 - a fault of gradwatch's own kept the last step from being judged, or has paused the watch;
 - running statistics of a normalisation layer are not finite: a skipped step does not take them back;
@@ -35,7 +38,7 @@ import re
 from collections.abc import Iterable, Mapping, Sequence
 from math import isfinite
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from gradwatch.records.columns import CONFIRMED_JUMP, CONFIRMED_NORM
 from gradwatch.records.decision import Decision
@@ -50,6 +53,21 @@ _NAME = re.compile(r"checkpoint-health-rank\d+\.json")
 
 JUMP = 100.0
 """A total norm of this many times the largest so far may have ruined the weights: they are looked at."""
+SURGE = 10.0
+"""One of this many times may have, where its step made a parameter LEAP times as large."""
+LEAP = 2.0
+STEPS_TO_SHOW = 100
+"""Steps after such a leap before weights are vouched for again."""
+
+
+class Growth(NamedTuple):
+    """From one look to the next a parameter became `factor` times the larger of its own and the model's weights."""
+
+    factor: float
+    name: str
+
+
+NO_GROWTH = Growth(0.0, "")
 
 
 class CheckpointHealthTracker:
@@ -60,14 +78,17 @@ class CheckpointHealthTracker:
         "_jump",
         "_largest",
         "_last",
+        "_looked_at",
         "_step",
         "confirmed",
         "critical",
+        "leapt",
         "looked",
         "nonfinite_statistics",
         "now",
         "poisoned_at",
         "ruin",
+        "surged",
         "suspected",
     )
 
@@ -82,6 +103,10 @@ class CheckpointHealthTracker:
         self.suspected: int | None = (
             None  # a step that jumped, and was taken, and the weights were not looked at since
         )
+        self.surged: int | None = None  # as `suspected`, of a lesser jump, which by itself says nothing
+        # The step from which on weights are vouched for again, and why not before it.
+        self.leapt: tuple[int, str] | None = None
+        self._looked_at: int | None = None  # the step before the last look
         # Of the suspected step: how many times the largest before it its total norm was, and that norm.
         self._jump = 0.0, 0.0
         # The jump that a look at the weights has confirmed, as scalars of a Snapshot.
@@ -103,10 +128,13 @@ class CheckpointHealthTracker:
         self._step = snapshot.step
         if not (decision.skip or decision.stop):
             self._note_size(snapshot)
+        if self.leapt is not None and snapshot.step >= self.leapt[0]:
+            self.leapt = None
         if (
             judged
             and self.poisoned_at is None
             and self.suspected is None
+            and self.leapt is None
             and not (verdict.firing or decision.stop or self.nonfinite_statistics or self.ruin)
             and isfinite(snapshot.total_norm)
         ):
@@ -137,14 +165,24 @@ class CheckpointHealthTracker:
             self.confirmed
             or self.ruin
             or self.nonfinite_statistics
-            or self.suspected is not None
+            or self.awaits_a_look
+            or self.leapt is not None
             or self.poisoned_at is not None
         )
+
+    @property
+    def awaits_a_look(self) -> bool:
+        """True if the weights are to be looked at after a step that jumped."""
+        return self.suspected is not None or self.surged is not None
+
+    def surges(self, total_norm: float) -> bool:
+        """True if a step with this total norm may make a parameter leap: it is to be known what they were before."""
+        return 0 < SURGE * self._largest <= total_norm
 
     def after_all(self, snapshots: Sequence[Snapshot], verdict: Verdict) -> list[CheckpointHealth]:
         """As `after` each of these steps in turn, which had the same verdict and were taken."""
         largest = max(snapshot.total_norm for snapshot in snapshots)
-        if verdict.firing or not self.untroubled or not largest < JUMP * self._largest:
+        if verdict.firing or not self.untroubled or not largest < SURGE * self._largest:
             decision = Decision()
             return [self.after(snapshot, verdict, decision) for snapshot in snapshots]
         self._largest = max(self._largest, largest)
@@ -159,10 +197,18 @@ class CheckpointHealthTracker:
         self._step, self._found = step, (f"step {step} could not be judged",)
         self._renew()
 
-    def seen(self, ruin: tuple[str, ...], step: int) -> None:
-        """The weights were looked at as they were after `step` (-1 = before any); `ruin` is what was found."""
+    def seen(self, ruin: tuple[str, ...], step: int, growth: Growth = NO_GROWTH) -> None:
+        """The weights were looked at as they were after `step` (-1 = before any); `ruin` is what was found.
+
+        `growth` is that of the weights since the look before.
+        """
         if ruin and not self.ruin and self.now.healthy:
             self._last = self.looked  # no step since is suspected
+        if self.surged is not None and step >= self.surged:
+            if growth.factor >= LEAP and self._looked_at == self.surged - 1:
+                self._leapt(self.surged, growth)
+            self.surged = None
+        self._looked_at = step
         self.ruin = ruin
         if not ruin:
             self.looked = step if step >= 0 else None
@@ -172,6 +218,15 @@ class CheckpointHealthTracker:
                 self.confirmed = dict(zip((CONFIRMED_JUMP, CONFIRMED_NORM), self._jump, strict=True))
         self._renew()
 
+    def _leapt(self, step: int, growth: Growth) -> None:
+        if self._last is not None and self._last >= step:
+            self._last = step - 1 if step else None  # it was vouched for until the look
+        self.leapt = (
+            step + STEPS_TO_SHOW,
+            f"at step {step} the total norm jumped, and {growth.name} became {growth.factor:.3g} times as large: less"
+            f" than {STEPS_TO_SHOW} steps have shown what became of it",
+        )
+
     def take_confirmed(self) -> Mapping[str, float]:
         """`confirmed`, which is told once."""
         found, self.confirmed = self.confirmed, {}
@@ -180,13 +235,16 @@ class CheckpointHealthTracker:
     def carry_on(self, before: CheckpointHealthTracker) -> None:
         """Go on from the Vitals of the same optimizer under other sites or rules."""
         self.load(before.to_dict())
-        self.suspected, self.looked = before.suspected, before.looked
+        self.suspected, self.surged, self.looked = before.suspected, before.surged, before.looked
+        self._looked_at = before._looked_at
         self._jump, self.confirmed = before._jump, before.confirmed
 
     def _note_size(self, snapshot: Snapshot) -> None:
         total = snapshot.total_norm
         if total <= self._largest or not isfinite(total):
             return
+        if self.surges(total):
+            self.surged = snapshot.step
         if self._largest and total >= JUMP * self._largest:
             self._jump = total / self._largest, total
             self.suspected, total = snapshot.step, JUMP * self._largest
@@ -197,6 +255,8 @@ class CheckpointHealthTracker:
         if self.suspected is not None and not self.ruin:
             jumped = f"the total norm jumped at step {self.suspected}"
             reasons.append(f"{jumped}, and the weights have not been checked since")
+        if self.leapt is not None:
+            reasons.append(self.leapt[1])
         if self.poisoned_at is not None:
             reasons.append(f"a non-finite gradient reached the optimizer at step {self.poisoned_at}")
         self._last = self._last if reasons or self._step is None else self._step
@@ -210,6 +270,7 @@ class CheckpointHealthTracker:
             "poisoned_at": self.poisoned_at,
             "ruin": list(self.ruin),
             "largest": self._largest,
+            "leapt": None if self.leapt is None else list(self.leapt),
         }
 
     def load(self, saved: Mapping[str, Any] | None) -> None:
@@ -218,7 +279,9 @@ class CheckpointHealthTracker:
         last, poisoned = saved.get("last_healthy_step"), saved.get("poisoned_at")
         self.poisoned_at = None if poisoned is None else int(poisoned)
         self.ruin = tuple(map(str, saved.get("ruin", ())))  # until the next look
-        self.suspected, self.looked, self._found = None, None, ()
+        self.suspected, self.surged, self.looked, self._looked_at, self._found = None, None, None, None, ()
+        leapt = saved.get("leapt")
+        self.leapt = None if leapt is None else (int(leapt[0]), str(leapt[1]))
         self._largest = float(saved.get("largest", 0.0))
         self._last = self._step = None if last is None else int(last)
         self._renew()

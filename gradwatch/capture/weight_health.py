@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwatch.capture.unoptimized_weights import UnoptimizedWeights
+from gradwatch.checkpoint import NO_GROWTH, Growth
 from gradwatch.reading import device
 from gradwatch.reading.batched import CpuReader, inspect
 from gradwatch.reading.layouts import dense
@@ -66,6 +67,7 @@ class Weights:
         self._reference: dict[str, float] = {}
         self._level = 0.0
         self._latest: Looked | None = None
+        self._before: Looked | None = None  # the look before the latest
         self._met: list[Callable[[], Looked]] = []  # taken, and maybe still on their way from a device
         self._known: set[str] = set()
         self._copies: tuple[Steps, Callable[[], bool], Callable[[], Looked]] | None = None
@@ -103,12 +105,9 @@ class Weights:
         kept = self._reference if only_new else {}
         fresh = {name: float(rms) for name, rms in zip(looked.names, looked.rms, strict=True)}
         self._reference = {**{name: rms for name, rms in fresh.items() if math.isfinite(rms)}, **kept}
-        finite = np.isfinite(looked.rms)
-        count = float(looked.numels[finite].sum())
-        if count and not (only_new and self._level):
-            with np.errstate(over="ignore"):
-                squares = float((np.square(looked.rms[finite]) * looked.numels[finite]).sum())
-            self._level = math.sqrt(squares / count)
+        level = _level(looked)
+        if math.isfinite(level) and not (only_new and self._level):
+            self._level = level
 
     def to_dict(self) -> dict[str, Any]:
         """The reference, JSON-safe, for a checkpoint."""
@@ -124,6 +123,19 @@ class Weights:
             self._reference = {str(name): float(rms) for name, rms in saved["rms"].items()}
             self._known = set(self._reference)
             self._level = float(saved["level"])
+
+    def growth(self) -> Growth:
+        """The largest from the look before the latest to the latest, of parameters that both have seen."""
+        with self._lock.held:
+            before, latest = self._before, self._latest
+        if before is None or latest is None:
+            return NO_GROWTH
+        own = dict(zip(before.names, before.rms.tolist(), strict=True))  # sync: numpy
+        was = np.array([own.get(name, math.nan) for name in latest.names])
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            factors = np.nan_to_num(latest.rms / np.maximum(was, _level(before)), nan=0.0, posinf=math.inf)
+        most = int(factors.argmax()) if len(factors) else -1
+        return NO_GROWTH if most < 0 else Growth(float(factors[most]), latest.names[most])
 
     # -- looking -----------------------------------------------------------------------------------------
 
@@ -186,7 +198,7 @@ class Weights:
 
     def _judged(self, looked: Looked) -> tuple[str, ...]:
         self._arrive()
-        self._latest = looked
+        self._before, self._latest = self._latest, looked
         broken = ~np.isfinite(looked.rms)
         if broken.any():
             return (f"weights are not finite: {_listed(looked.names, broken)}",)
@@ -221,6 +233,15 @@ def _stored(param: Tensor) -> bool:
     part = dense(param)
     # FSDP frees the storage of what is gathered.
     return not part.numel() or part.untyped_storage().nbytes() > 0
+
+
+def _level(looked: Looked) -> float:
+    """The root mean square of all weights of a look that are finite; NaN where there are none."""
+    finite = np.isfinite(looked.rms)
+    count = float(looked.numels[finite].sum())
+    with np.errstate(over="ignore"):
+        squares = float((np.square(looked.rms[finite]) * looked.numels[finite]).sum())
+    return math.sqrt(squares / count) if count else math.nan
 
 
 def _looked(names: tuple[str, ...], norms: NDArray[np.float64], numels: NDArray[np.float64]) -> Looked:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import isfinite
 
 from gradwatch.capture.weight_health import Weights
 from gradwatch.checkpoint import joined
@@ -47,14 +48,15 @@ class Checkpoints:
         except Exception as error:
             self._activity.failed("checkpoint", error)
 
-    def check_if_due(self, bound_rules: OptimizerRules, broken: bool) -> None:
-        """Look at the weights where a step that jumped was taken, or where the last look is long ago.
+    def check_if_due(self, bound_rules: OptimizerRules, total_norm: float = 0.0) -> None:
+        """Look at the weights before and after a step that jumped, and where the last look is long ago.
 
-        `broken`: the total norm of the step of `bound_rules` is not finite.
+        `total_norm` is that of the step of `bound_rules` which is about to be taken, 0 where that is as usual.
         """
-        urgent = broken and not bound_rules.health_tracker.now.reasons
+        tracker = bound_rules.health_tracker
+        urgent = tracker.surges(total_norm) or not (isfinite(total_norm) or tracker.now.reasons)
         for one in self._contexts.bound():
-            urgent = urgent or one.health_tracker.suspected is not None
+            urgent = urgent or one.health_tracker.awaits_a_look
         try:
             found = self._weights.check_if_due(self._steps, urgent)
         except Exception as error:
@@ -70,8 +72,9 @@ class Checkpoints:
         }
 
     def _seen(self, ruin: tuple[str, ...], steps: Mapping[int, int]) -> None:
+        growth = self._weights.growth()
         for bound_rules in self._rule_bindings:
             if bound_rules.captured.index in steps:
-                bound_rules.health_tracker.seen(ruin, steps[bound_rules.captured.index])
+                bound_rules.health_tracker.seen(ruin, steps[bound_rules.captured.index], growth)
         if not ruin and self.now().healthy:
             self._weights.renew()

@@ -153,7 +153,7 @@ class OrdinarySteps:
         bound_rules.block_backoff = 0
         bound_rules.ordinary_steps += len(left)
         self._notices.unmeasured(self._capture.coverage.missing)
-        self._checkpoints.check_if_due(bound_rules, broken=False)
+        self._checkpoints.check_if_due(bound_rules)
         for snapshot, _ in left:
             captured.know_total(snapshot.total_norm, ordinary=True)
         health = bound_rules.health_tracker.after_all([snapshot for snapshot, _ in left], verdict)

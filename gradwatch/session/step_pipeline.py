@@ -261,7 +261,7 @@ class StepPipeline:
             self._judging_failed(measurement, error)
             found = of_norms(*about, shared.values)
         step = StepContext(ctx, captured, bound_rules, measurement.window, measurement.clock, shared, found)
-        self._sources.checkpoints.check_if_due(bound_rules, not math.isfinite(found.total_norm))
+        self._sources.checkpoints.check_if_due(bound_rules, found.total_norm)
         return self._with_confirmed(step) if bound_rules.health_tracker.confirmed else step
 
     def _judged(self, step: StepContext, verdict: Verdict, decision: Decision, grads_present: bool) -> Judged:

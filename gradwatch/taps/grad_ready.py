@@ -30,6 +30,8 @@ class GradReadyHooks:
         self.spared: set[int] = set()  # ids of parameters that must not be hooked
         self._handles: dict[int, RemovableHandle] = {}
         self._marked_as: dict[int, tuple[int, int]] = {}  # contents and hook id of a slot's last hook
+        # The function of each slot, for whatever parameter is in it: what comes and goes takes slots again.
+        self._noting: dict[int, Callable[[torch.Tensor], None]] = {}
 
     def __len__(self) -> int:
         return len(self._handles)
@@ -43,7 +45,9 @@ class GradReadyHooks:
             stands_for, last = self._marked_as.get(slot, (now, 0))
             if stands_for != now:
                 revive(param, "_post_accumulate_grad_hooks", last)
-            handle = param.register_post_accumulate_grad_hook(_noting(slot, self._ready, self._arm))
+            if slot not in self._noting:
+                self._noting[slot] = _noting(slot, self._ready, self._arm)
+            handle = param.register_post_accumulate_grad_hook(self._noting[slot])
             self._handles[slot] = handle
             self._marked_as[slot] = now, handle.id
 
@@ -77,6 +81,7 @@ class GradReadyHooks:
     def close(self) -> None:
         """Remove every hook."""
         self.remove(list(self._handles))
+        self._noting.clear()
 
 
 def _noting(
