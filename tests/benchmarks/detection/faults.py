@@ -68,12 +68,13 @@ def record_fault(key: Key) -> Recording:
 
 
 def live_keys(half: str, width: int) -> list[Key]:
-    """Each fault in so many trainings of a half, chosen anew for each and once for all, with a seed each."""
-    names = [name for name in names_of(None) if HALF[name] == half]
-    keys = []
+    """Each fault in so many trainings of a half, chosen by lot, with a seed each; first one of each fault.
+
+    A larger width adds to those of a smaller one.
+    """
+    chosen = []
     for fault in LIVE:
-        random = Random(fault)
-        keys += [
-            Key(name, random.randrange(3), fault) for name in random.sample(names, min(width, len(names)))
-        ]
-    return keys
+        names, random = [name for name in names_of(None) if HALF[name] == half], Random(fault)
+        random.shuffle(names)
+        chosen.append([Key(name, random.randrange(3), fault) for name in names[:width]])
+    return [keys[k] for k in range(width) for keys in chosen if k < len(keys)]

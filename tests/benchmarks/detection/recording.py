@@ -8,7 +8,9 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -100,11 +102,40 @@ def record(
 
     `culprits` is asked when the fault is in place.
     """
+    with one_thread():
+        return _record(key, steps, fault, culprits, rules, memory)
+
+
+@cache
+def recording_rules() -> RuleSet:
+    """The rules by which nothing is judged and everything measured."""
+    return load_rules(os.fspath(RULES))
+
+
+@contextmanager
+def one_thread() -> Iterator[None]:
+    """Sums of one thread have one order, and small tensors need no second."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+
+
+def _record(
+    key: Key,
+    steps: int,
+    fault: Fault | None,
+    culprits: Callable[[], frozenset[str]],
+    rules: RuleSet | None,
+    memory: Memory | None,
+) -> Recording:
     torch.manual_seed(key.seed)
     fault, memory = fault or Fault(), memory or Memory()
     training = TRAININGS[key.training](key.seed)
     loop = Loop(training, fault)
-    chosen = load_rules(os.fspath(RULES)) if rules is None else rules
+    chosen = recording_rules() if rules is None else rules
     first, error = 0, ""
     watch = gradwatch.watch(
         training.model, training.optimizers, rules=chosen, sinks=[memory], listen="off", strict=True

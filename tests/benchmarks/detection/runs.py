@@ -38,7 +38,6 @@ Result = TypeVar("Result")
 
 def make(folder: Path, key: Key) -> str:
     """Record one training; returns what went wrong, "" for nothing."""
-    torch.set_num_threads(1)
     try:
         save(record_fault(key) if key.fault else record(key, STEPS), folder)
     except UnfitError as error:
