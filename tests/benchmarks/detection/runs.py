@@ -19,7 +19,7 @@ import torch
 from gradwatch.rules.files import load_rules
 from gradwatch.rules.rule_set import RuleSet
 from tests.benchmarks.detection.faults import record_fault
-from tests.benchmarks.detection.judging import Judge, RuleFile
+from tests.benchmarks.detection.judging import Alarm, Judge, RuleFile
 from tests.benchmarks.detection.live import UnfitError
 from tests.benchmarks.detection.recording import Key, load, record, save
 from tests.benchmarks.detection.rivals import RIVALS, Rival
@@ -94,25 +94,33 @@ def judge_training(
     folder: Path, names: Sequence[str], replay: bool, training: tuple[str, int]
 ) -> dict[str, Scores]:
     """The scores of every judge on all recordings of one training and seed."""
-    whole = load(Key(*training).path(folder))
-    faults = [load(path) for path in sorted(folder.glob(f"{training[0]}.{training[1]}.*.npz"))]
-    placed = plan(whole) if replay else []
+    path = Key(*training).path(folder)
+    whole = load(path) if path.exists() else None
+    faults = [load(one) for one in _live(folder, training)]
+    placed = plan(whole) if whole is not None and replay else []
     found = {}
     for name in names:
         made = functools.partial(judge_of, name)
-        scores, usual = healthy(made, whole)
-        scores.add(replayed(made, whole, placed, usual))
+        scores, usual = Scores(), list[Alarm]()
+        if whole is not None:
+            scores, usual = healthy(made, whole)
+            scores.add(replayed(made, whole, placed, usual))
         for one in faults:
             scores.add(live(made, one, usual))
         found[name] = scores
     return found
 
 
+def _live(folder: Path, training: tuple[str, int]) -> list[Path]:
+    """The recordings of faults in a training."""
+    return sorted(folder.glob(f"{training[0]}.{training[1]}.*.npz"))
+
+
 def judge_all(
     trainings: Sequence[tuple[str, int]], folder: Path, names: Sequence[str], jobs: int, replay: bool = True
 ) -> Mapping[str, Scores]:
     """The scores of every judge on what is recorded of these trainings."""
-    here = [one for one in trainings if Key(*one).path(folder).exists()]
+    here = [one for one in trainings if Key(*one).path(folder).exists() or _live(folder, one)]
     total = {name: Scores() for name in names}
     work = functools.partial(judge_training, folder, names, replay)
     for found in several(work, here, jobs, "judged"):

@@ -16,7 +16,7 @@ from tests.benchmarks.detection.replayed import REPLAYED, Placed, Replayed, plac
 MakeJudge = Callable[[], Judge]
 NAMED_WITHIN = 5
 """Steps after the first alarm in which a parameter may be named."""
-ONCE, LASTING = 3, 2
+ONCE, LASTING = 3, 1
 """Places of a recording at which a fault of one step, and one that lasts, is replayed."""
 
 
