@@ -4,12 +4,24 @@ from __future__ import annotations
 
 import json
 import socket
+import urllib.request
 from pathlib import Path
 
 import pytest
+import torch
+from torch import nn
 
+import gradwatch
 from gradwatch.cli import main
+from gradwatch.cli.doctor_last_run import newest_account
 from gradwatch.launch import torch_probes
+from gradwatch.rules.files import parse_rules
+
+RUNNING = """version: 1
+rules:
+  nan: {detect: {kind: nonfinite}, do: [skip_step]}
+  off: {detect: {kind: above, of: norm, threshold: 1}, exclude: ["*"]}
+"""
 
 FACTORY = """
 import torch
@@ -107,3 +119,31 @@ def test_the_report_for_a_person(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert told.splitlines()[0] == "versions"
     assert "✓ torch" in told
     assert "next: gradwatch run" in told
+
+
+def test_a_running_run_is_told_as_its_status_tells_it(tmp_path: Path) -> None:
+    """Steps, coverage, firings, actions and rules that are off: status, metrics and doctor say the same meanwhile."""
+    torch.manual_seed(0)
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    rules = parse_rules(RUNNING)
+    with gradwatch.watch(model, optimizer, rules=rules, run_dir=tmp_path, listen="127.0.0.1:0") as gw:
+        for step in range(6):
+            optimizer.zero_grad()
+            (model(torch.ones(2, 4)).pow(2).mean() * (float("nan") if step == 3 else 1.0)).backward()
+            optimizer.step()
+        assert gw.flush()
+        status = gw.status()
+        found = newest_account(tmp_path)
+        assert gw.url is not None
+        with urllib.request.urlopen(gw.url) as page:
+            metrics = page.read().decode()
+    assert (status["steps"], status["coverage"]) == (6, 1.0)
+    assert status["inactive"] == {"off": "matches no parameter"}
+    assert 'gradwatch_rule_inactive{rule="off",reason="matches no parameter"} 1' in metrics
+    assert found is not None
+    line = found[1][0]
+    assert line.startswith("running: 6 of ")  # of all steps of this process
+    for said in ("coverage 100%", "fired: nan ×1", "done: skip_step ×1", "no data for 1 of 2 rules"):
+        assert said in line
+    assert "(matches no parameter)" in line

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import gradwatch
 from gradwatch.capture.columns.loss import Losses
+from gradwatch.rules.files import parse_rules
 from gradwatch.rules.rule_set import RuleSet
 from gradwatch.session.watch import session_of
 from tests.support.kept import Kept
@@ -194,6 +196,65 @@ def test_rules_on_the_loss_work_in_a_script_that_observes_nothing() -> None:
             (loss_of(model) + (math.nan if step == 3 else 0.0)).backward()
             optimizer.step()
     assert "loss-non-finite" in kept.records[3].verdict.firing
+
+
+class Packed:
+    """What a graph holds in the place of a tensor that its backward needs."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = tensor
+
+
+def alive_after_backwards(watched: bool) -> list[tuple[bool, int]]:
+    """After each of three backwards that keep their graph: whether the loss is gone, how much graphs still hold."""
+    model, optimizer = make()
+    saved: list[weakref.ref[Packed]] = []
+    found = []
+
+    def pack(tensor: Tensor) -> Packed:
+        packed = Packed(tensor)
+        saved.append(weakref.ref(packed))
+        return packed
+
+    rules = parse_rules("version: 1\nrules: {l: {detect: {kind: above, of: loss, threshold: 1e9}}}")
+    gw = gradwatch.watch(model, optimizer, rules=rules, sinks=[Kept()])
+    if not watched:
+        gw.close()
+    for _ in range(3):
+        optimizer.zero_grad()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda packed: packed.tensor):
+            loss = loss_of(model)
+        loss.backward(retain_graph=True)
+        gone = weakref.ref(loss)
+        del loss
+        found.append((gone() is None, sum(ref() is not None for ref in saved)))
+        optimizer.step()
+    gw.close()
+    return found
+
+
+def test_what_is_kept_of_a_loss_holds_no_graph() -> None:
+    """The loss, and what its graph has saved, are freed as in a bare loop, while the step waits to be judged."""
+    bare = alive_after_backwards(watched=False)
+    assert [gone for gone, _ in bare] == [True] * 3
+    assert alive_after_backwards(watched=True) == bare
+
+
+def test_a_loss_with_a_tensor_exponent_is_no_internal_error() -> None:
+    """`** torch.tensor([1.5])`, whose backward has a logarithm and a mask of its own: healthy, each loss is heard."""
+    model, optimizer = make()
+    kept = Kept()
+    with gradwatch.watch(model, optimizer, rules="default", sinks=[kept]) as gw:
+        losses = []
+        for _ in range(20):
+            optimizer.zero_grad()
+            loss = ((model(torch.randn(8, 4)).abs() + 1) ** torch.tensor([1.5])).mean()
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+        assert gw.status()["internal_errors"] == {}
+    assert [record.snapshot.scalars["loss"] for record in kept.records] == pytest.approx(losses)
+    assert not any(record.findings for record in kept.records)
 
 
 def test_a_root_that_is_no_scalar_is_said_once() -> None:
