@@ -23,9 +23,11 @@ from gradwatch.localise.hold.module_attributes import Refused
 from gradwatch.localise.hold.random_generators import CPU, NUMPY, PYTHON, Generators, of_cuda
 from gradwatch.localise.hold.recorded_call import Call
 from gradwatch.localise.replay.arguments_json import encode, missing
+from gradwatch.localise.replay.batch_at_fault import batch_size
 from gradwatch.localise.replay.fsdp2_all_gather import is_spread
 from gradwatch.localise.replay.step_replay import refuse
 from gradwatch.reading.layouts import local
+from gradwatch.records.finding import Finding
 from gradwatch.runtime.json_numbers import utf8
 
 DTYPES = frozenset(
@@ -121,11 +123,15 @@ def gather(
     *,
     batch: bool,
     parameters: bool,
+    finding: Finding | None = None,
 ) -> None:
     """Put into `evidence` the calls of the step `held`, the `gradients` named and, if asked, inputs and weights.
 
-    `watched` are the models that the function of a replay is to build.
+    `watched` are the models that the function of a replay is to build. Where inputs are kept, the rows that `finding`
+    names come first: a batch may be too large.
     """
+    if batch and finding is not None:
+        _rows(evidence, held, finding)
     bases = list({id(inner(model)): inner(model) for model, _ in held}.values())
     states = [_generators(evidence, n, call.generators) for n, (_, call) in enumerate(held)]
     trees = [_arguments(evidence, n, call, batch) for n, (_, call) in enumerate(held)]
@@ -153,6 +159,17 @@ def gather(
     )
     evidence.obstacle = _obstacle(evidence, held)
     evidence.release()
+
+
+def _rows(evidence: Evidence, held: list[tuple[nn.Module, Call]], finding: Finding) -> None:
+    """The rows at fault of each input of the call that they are of, as `sample.CALL.INPUT`."""
+    call = held[finding.call][1] if finding.by == "replay" and finding.call < len(held) else None
+    if call is None or not finding.samples or not _intact(call):
+        return
+    size = batch_size(call)
+    for number, tensor in enumerate(tensors((call.args, call.kwargs))):
+        if tensor.dim() and tensor.shape[0] == size and not _unfit(tensor):
+            evidence.keep(f"sample.{finding.call}.{number}", tensor.detach()[list(finding.samples)])
 
 
 def _generators(evidence: Evidence, n: int, found: Generators) -> GeneratorStates:

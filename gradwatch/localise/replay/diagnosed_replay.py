@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -16,7 +17,14 @@ from gradwatch.localise.hold.recorded_call import Call
 from gradwatch.localise.replay.batch_at_fault import batch_size
 from gradwatch.localise.replay.cause_among_ranks import RankAgreement
 from gradwatch.localise.replay.fsdp2_all_gather import gather, is_spread, refuse_gathering
-from gradwatch.localise.replay.gradient_shares import CARRIED, Directions, PartsOfCalls, RowsOfCall
+from gradwatch.localise.replay.gradient_shares import (
+    CARRIED,
+    OF_FEW,
+    STANDS_OUT,
+    Directions,
+    PartsOfCalls,
+    RowsOfCall,
+)
 from gradwatch.localise.replay.step_replay import CallListener, Trace, replay
 from gradwatch.records.finding import GAINS, Finding
 
@@ -59,25 +67,51 @@ class DiagnosedReplay:
 
     def _carried(self, finding: Finding, parts: PartsOfCalls) -> Finding:
         """The finding with the call that carries the gradient, and the rows of its batch, where they are few."""
-        number, call = max(enumerate(call for _, call in self.held), key=lambda pair: parts.of(pair[1]))
-        share = parts.of(call) / parts.whole if parts.whole > 0 else 0.0
-        if share < CARRIED:
+        if parts.whole <= 0:
             return finding
-        finding = finding.amended(phase="exploding", call=number, share=share)
-        size, total = batch_size(call), self._rows()
+        calls = parts.carriers([call for _, call in self.held])
+        numbers = [n for n, (_, call) in enumerate(self.held) if call in calls]
+        if not self._are_of_one_batch(numbers):
+            return finding
+        share = sum(map(parts.of, calls)) / parts.whole
+        finding = finding.amended(phase="exploding", call=numbers[0], share=share)
+        size, total = batch_size(calls[0]), self._rows()
         if not size or total < 2:
             return finding
-        rows = RowsOfCall(parts, call, size, total)
-        running = any(call.buffers for _, call in self.held)  # which the calls before it have changed
+        times = max(STANDS_OUT, OF_FEW * len(calls) / total)
+        others = parts.largest_but(calls)
         try:
-            again = self.held[0 if running else number : number + 1]
-            replay(again, self.models, self.fault, None, self.max_bytes, None, rows)
+            rows = [
+                self._rows_of(
+                    n, RowsOfCall(parts.directions, call, size, parts.of(call) / share, others, times)
+                )
+                for n, call in zip(numbers, calls, strict=True)
+            ]
         except Exception as error:  # such as of a graph that cannot be gone through twice
             note = f"which rows of the batch carry the gradient is not known: {type(error).__name__}: {error}"
             return finding.amended(note="; ".join(filter(None, (finding.note, note))))
-        if not rows.rows:
+        part, length = sum(one.part for one in rows), math.hypot(*(one.length for one in rows))
+        alike = all(one.rows == rows[0].rows for one in rows)
+        if (
+            not alike
+            or not rows[0].rows
+            or part < CARRIED * max(parts.whole, length * parts.directions.length)
+        ):
             return finding
-        return finding.amended(samples=rows.rows, share=rows.part / parts.whole)
+        return finding.amended(samples=rows[0].rows, share=part / parts.whole)
+
+    def _are_of_one_batch(self, numbers: list[int]) -> bool:
+        """True for one call, and for those of several models (an encoder, a decoder) on the same samples."""
+        calls, models = [self.held[n][1] for n in numbers], {id(inner(self.held[n][0])) for n in numbers}
+        sizes, indices = {batch_size(one) for one in calls}, {id(one.indices) for one in calls}
+        return len(calls) == 1 or (len(models) == len(calls) and len(sizes) == len(indices) == 1)
+
+    def _rows_of(self, number: int, rows: RowsOfCall) -> RowsOfCall:
+        """Run a call once more, to divide its gradient."""
+        running = any(call.buffers for _, call in self.held)  # which the calls before it have changed
+        again = self.held[0 if running else number : number + 1]
+        replay(again, self.models, self.fault, None, self.max_bytes, None, rows)
+        return rows
 
     def _rows(self) -> int:
         """The rows of all calls on this rank; 0 where other ranks made some of the gradient, and cannot be asked."""

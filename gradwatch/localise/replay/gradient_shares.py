@@ -80,9 +80,18 @@ class PartsOfCalls(CallListener):
         """All parts."""
         return sum(self._parts.values())
 
-    def largest_but(self, call: Call) -> float:
-        """The size of the largest part of another call."""
-        return max((abs(part) for key, part in self._parts.items() if key != id(call)), default=0.0)
+    def carriers(self, calls: Sequence[Call]) -> list[Call]:
+        """The fewest calls that carry the gradient, in their order."""
+        found: list[Call] = []
+        for call in sorted(calls, key=self.of, reverse=True):
+            if sum(map(self.of, found)) < CARRIED * self.whole:
+                found.append(call)
+        return [call for call in calls if call in found]
+
+    def largest_but(self, calls: Sequence[Call]) -> float:
+        """The size of the largest part of any other call."""
+        kept = set(map(id, calls))
+        return max((abs(part) for key, part in self._parts.items() if key not in kept), default=0.0)
 
     def ended(self, replayed: Replayed, gradients: Mapping[int, Tensor]) -> None:
         """The backward of a call has given these gradients, by the id of the stand-in."""
@@ -93,24 +102,28 @@ class PartsOfCalls(CallListener):
 
 
 class RowsOfCall(CallListener):
-    """The `rows` of one call that carry the gradient, and the `part` of it that is theirs.
+    """The `rows` of one call that carry its gradient, the `part` of it that is theirs, and the `length` of their own.
 
-    () where they are many, do not stand out, or are no samples. `size` is the number of rows, `total` that of the step.
+    () where they are many, do not stand out, or are no samples. `size` is the number of rows, `whole` the part of the
+    gradient that they are to carry most of; each has to be so many times as large as any other, and as `others`.
     """
 
-    def __init__(self, parts: PartsOfCalls, call: Call, size: int, total: int) -> None:
-        self._directions = parts.directions
+    def __init__(
+        self, directions: Directions, call: Call, size: int, whole: float, others: float, times: float
+    ) -> None:
+        self._directions = directions
         self._call = call
         self._size = size
-        self._whole = parts.whole
+        self._whole = whole
         self._most = max(1, size // FEW)
-        self._next = parts.largest_but(call)  # the largest part that a row is compared with
-        self._stands_out = max(STANDS_OUT, OF_FEW / total)
-        self._seen: list[Tensor] = []  # whose rows show what led to a row of the outputs
-        self._as_given = True
+        self._others = others
+        self._times = times
+        self._inputs: list[Tensor] = []
+        self._made: list[Tensor] = []  # by modules, of these
+        self._looked_up: list[bool] = []  # what was, in the order of what was given
         self._budget = 4 * math.ceil(math.log2(max(size, 2))) + 8  # backwards
         self.rows: tuple[int, ...] = ()
-        self.part = 0.0
+        self.part = self.length = 0.0
 
     @contextmanager
     def forward(self, call: Call, inputs: Any) -> Iterator[Any]:
@@ -122,10 +135,10 @@ class RowsOfCall(CallListener):
         tracked = nested_containers.replaced(self._tracked, inputs)
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
-            self._seen += (one for one in tensors(output) if one.grad_fn is not None)
+            self._made += (one for one in tensors(output) if one.grad_fn is not None and self._has_rows(one))
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
                 rows = (one for one in tensors(args) if self._has_rows(one))
-                self._as_given &= all(one.untyped_storage().data_ptr() in given for one in rows)
+                self._looked_up += (one.untyped_storage().data_ptr() in given for one in rows)
 
         handle = register_module_forward_hook(after)
         try:
@@ -137,7 +150,7 @@ class RowsOfCall(CallListener):
         if not (isinstance(leaf, Tensor) and leaf.is_floating_point() and self._has_rows(leaf)):
             return leaf
         tracked = leaf.detach().requires_grad_()
-        self._seen.append(tracked)
+        self._inputs.append(tracked)
         with torch.enable_grad():
             return tracked.clone()  # may be written into
 
@@ -151,9 +164,8 @@ class RowsOfCall(CallListener):
         pairs = self._directions.of(replayed)
         rows = self._largest(replayed, pairs)
         if rows:
-            part, length, samples = self._checked(replayed, pairs, rows)
-            if samples and part >= CARRIED * max(self._whole, length * self._directions.length):
-                self.rows, self.part = rows, part
+            self.part, self.length, samples = self._checked(replayed, pairs, rows)
+            self.rows = rows if samples else ()
 
     def _largest(self, replayed: Replayed, pairs: list[tuple[Tensor, Tensor]]) -> tuple[int, ...]:
         """The fewest rows that carry it, found by dividing the largest part in halves; () where they are many."""
@@ -179,36 +191,41 @@ class RowsOfCall(CallListener):
             left = part(range(low, middle))
             heapq.heappush(parts, (-abs(left), low, middle, left))
             heapq.heappush(parts, (-abs(whole - left), middle, high, whole - left))
-        others = max([self._next, *(abs(one) for *_, one in parts)])
-        stand_out = min(map(abs, found.values()), default=0.0) >= self._stands_out * others
+        others = max([self._others, *(abs(one) for *_, one in parts)])
+        stand_out = min(map(abs, found.values()), default=0.0) >= self._times * others
         return tuple(sorted(found)) if stand_out else ()
 
     def _checked(
         self, replayed: Replayed, pairs: list[tuple[Tensor, Tensor]], rows: Sequence[int]
     ) -> tuple[float, float, bool]:
         """Of these rows: their part, the length of their gradient, and whether they are samples of the batch."""
-        leaves, seen = [leaf for leaf, _ in pairs], [one for one in self._seen if self._has_rows(one)]
-        gradients = self._backward(replayed, rows, [*leaves, *seen])
-        own = [(one, grad) for one, (_, grad) in zip(gradients, pairs, strict=False) if one is not None]
-        reached = [one for one in gradients[len(leaves) :] if one is not None]
-        samples = self._as_given and self._are_samples(replayed, reached, rows)
-        return (
-            sum(_dot(one, grad) for one, grad in own),
-            math.sqrt(sum(_dot(one, one) for one, _ in own)),
-            samples,
-        )
+        gradients = self._backward(replayed, rows, [*(leaf for leaf, _ in pairs), *self._inputs, *self._made])
+        of_leaves, of_rows = gradients[: len(pairs)], gradients[len(pairs) :]
+        own = [(one, grad) for one, (_, grad) in zip(of_leaves, pairs, strict=True) if one is not None]
+        part, square = sum(_dot(one, grad) for one, grad in own), sum(_dot(one, one) for one, _ in own)
+        return part, math.sqrt(square), self._are_samples(replayed, of_rows, rows)
 
-    def _are_samples(self, replayed: Replayed, reached: Sequence[Tensor], rows: Sequence[int]) -> bool:
-        """True if nothing but the same rows led to these rows of the outputs, but for what BatchNorm mixes."""
+    def _are_samples(
+        self, replayed: Replayed, gradients: Sequence[Tensor | None], rows: Sequence[int]
+    ) -> bool:
+        """True if nothing but the same rows led to these rows of the outputs, but for what BatchNorm mixes.
+
+        `gradients` are those of the inputs, then those of what modules made of them.
+        """
+        from_inputs = any(one is not None and bool(one.any()) for one in gradients[: len(self._inputs)])
+        if not (all(self._looked_up) and (from_inputs or self._looked_up)):
+            return False
         mixes = any(isinstance(one, BATCH_NORMS) and one.training for one in replayed.base.modules())
         others = torch.ones(self._size, dtype=torch.bool)
         others[list(rows)] = False
-        for gradient in reached:
+        for gradient in gradients:
+            if gradient is None:
+                continue
             lengths = row_lengths(gradient)
             allowed = MIXED * float(lengths[~others].min()) if mixes else 0.0
             if bool((lengths[others] > allowed).any()):
                 return False
-        return bool(reached)
+        return True
 
     def _backward(
         self, replayed: Replayed, rows: Iterable[int], leaves: Sequence[Tensor]

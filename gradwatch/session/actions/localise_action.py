@@ -73,7 +73,7 @@ class Causes:
 
     def set_indices(self, indices: Any) -> None:
         """Set the dataset indices of the forward calls that follow, until a step is taken."""
-        self._localiser.set_indices(indices)
+        self._localiser.set_indices(indices if hasattr(indices, "__len__") else tuple(indices))
 
     def held(self) -> list[tuple[nn.Module, Call]]:
         """The forward calls of the present step, in their order."""

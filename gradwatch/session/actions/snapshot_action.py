@@ -132,16 +132,21 @@ class Bundles:
             self._incidents.pop(next(iter(self._incidents)))
         if self._kept >= int(action.params["keep"]):
             return False
-        evidence = self._gathered(captured, event, snapshot, action)
+        finding = next((one for one in findings if one.incident == event.incident), None)
+        evidence = self._gathered(captured, event, snapshot, action, finding)
         waiting = self._waiting.setdefault(captured.index, _Waiting())
         if waiting.step != snapshot.step:  # what was left by a step whose Record never came
             waiting.step, waiting.taken = snapshot.step, []
-        finding = next((one for one in findings if one.incident == event.incident), None)
         waiting.taken.append(Taken(event, finding, evidence, int(action.params["keep"])))
         return True
 
     def _gathered(
-        self, captured: OptimizerCapture, event: Event, snapshot: Snapshot, action: Action
+        self,
+        captured: OptimizerCapture,
+        event: Event,
+        snapshot: Snapshot,
+        action: Action,
+        finding: Finding | None,
     ) -> Evidence:
         """The copies; where they cannot be had the bundle says why, and is written all the same."""
         evidence = Evidence(int(action.params["max_bytes"]))
@@ -157,6 +162,7 @@ class Bundles:
                 _gradients(captured, event),
                 batch=bool(action.params["batch"]),
                 parameters=bool(action.params["parameters"]),
+                finding=finding,
             )
             evidence.obstacle = self._causes.refusal(held) or evidence.obstacle
             if self._causes.dropped:

@@ -19,6 +19,7 @@ from tests.benchmarks.cause.score import fields_of
 from tests.support import warm
 
 FOLDER = Path(__file__).parent / "samples"
+FILES = ("planted", "unknown", "later")
 SECONDS = 240
 BEFORE = """import os
 from contextlib import nullcontext
@@ -179,7 +180,7 @@ def score(names: Sequence[str]) -> int:
     """Print the table and the totals; 1 where a claim is wrong."""
     print("| planted | position | right | wrong | said |\n|---|---|---|---|---|")
     wrong = 0
-    for file in ("planted", "unknown"):
+    for file in FILES:
         found = list(_scored(one for one in planted(file) if not names or one.name in names))
         wrong += sum(one.wrong for one in found)
         print(
@@ -197,9 +198,7 @@ def _scored(chosen: Iterable[Planted]) -> Iterator[Named]:
 
 def compared(names: Sequence[str]) -> int:
     """Train each with and without `localise`; 1 where one ends otherwise."""
-    chosen = [
-        one for file in ("planted", "unknown") for one in planted(file) if not names or one.name in names
-    ]
+    chosen = [one for file in FILES for one in planted(file) if not names or one.name in names]
     other = [one.name for one in chosen if run(one).digest != run(one, localise=False).digest]
     print(f"equal with and without localise: {len(chosen) - len(other)} of {len(chosen)}", *other)
     return int(bool(other))

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 import gradwatch
 from gradwatch.errors import AttachError
@@ -21,7 +21,7 @@ from gradwatch.rules.files import parse_rules
 from gradwatch.session.actions import snapshot_action
 from gradwatch.session.watch import session_of
 from gradwatch.taps import module_calls
-from tests.incidents.bundle.cases import RULES, Fragile, Run, batch, rules
+from tests.incidents.bundle.cases import BAD, RULES, Fragile, Run, batch, rules
 from tests.promises.test_bit_identity import train, unwatched
 from tests.support.bare_torch import by_bare_torch
 from tests.support.kept import Kept
@@ -128,6 +128,32 @@ def test_the_cap_holds_and_what_is_left_out_is_named(max_bytes: int, tmp_path: P
     assert all(f"max_bytes = {max_bytes:,}" in one.why for one in told.left_out)
     needed = [name for name in missing if name.startswith(("input", "generator", "gradient_at"))]
     assert bool(told.obstacle) == bool(needed)
+
+
+def nan_in_row_three(model: nn.Module, x: Tensor) -> Tensor:
+    """A call with a batch that is too large for a bundle, and bad in one row at the step at fault."""
+    wide = x.repeat(1, 1000)
+    wide[3, 7] = float("nan") if x[0, 0] == BAD else 0.0
+    return model(wide)
+
+
+def test_the_rows_at_fault_are_kept_of_a_batch_that_is_too_large(tmp_path: Path) -> None:
+    """Those of each input, before anything else; the batch is left out."""
+    model = nn.Sequential(nn.Linear(4000, 2), nn.Tanh())
+    run = Run(tmp_path, rules("batch: true, max_bytes: 40000"), model=model, call=nan_in_row_three)
+    assert run.document.incident.finding is not None
+    assert run.document.incident.finding.samples == (3,)
+    kept = run.tensors["sample.0.0"]
+    assert kept.shape == (1, 4000)
+    assert torch.isnan(kept[0]).nonzero().tolist() == [[7]]
+    assert "input.0.0" in [one.name for one in run.document.left_out]
+
+
+def test_rows_are_not_kept_where_inputs_were_not_asked_for(tmp_path: Path) -> None:
+    """They are inputs."""
+    model = nn.Sequential(nn.Linear(4000, 2), nn.Tanh())
+    run = Run(tmp_path, rules("batch: false"), model=model, call=nan_in_row_three)
+    assert not [name for name in run.tensors if name.startswith(("sample", "input"))]
 
 
 def test_one_bundle_per_incident_and_no_more_than_keep(tmp_path: Path) -> None:

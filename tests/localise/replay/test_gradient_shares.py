@@ -117,6 +117,14 @@ class Shuffled(nn.Module):
         return self.head(self.embed(tokens.flip(0)))
 
 
+class Indexed(Shuffled):
+    """Looks them up where no module shows it."""
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Rows of the outputs are those of other samples."""
+        return self.head(self.embed.weight[tokens.flip(0)])
+
+
 def of_tokens(net: nn.Module, bad: bool) -> Tensor:
     """One target is in other units."""
     y = torch.randn(ROWS, 1)
@@ -138,7 +146,9 @@ class Attending(nn.Module):
         return self.head(torch.softmax(h @ h.t(), -1) @ h)
 
 
-@pytest.mark.parametrize(("net", "loss_of"), [(Shuffled, of_tokens), (Attending, target)])
+@pytest.mark.parametrize(
+    ("net", "loss_of"), [(Shuffled, of_tokens), (Indexed, of_tokens), (Attending, target)]
+)
 def test_a_row_of_the_outputs_that_is_no_sample(net: type[nn.Module], loss_of: LossOf) -> None:
     """None is named."""
     finding, _ = trained(net(), loss_of)
