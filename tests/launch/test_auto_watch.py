@@ -105,6 +105,22 @@ for t in range(40):
     assert "rule=scale-collapse" in done.stderr
 
 
+def test_the_scaling_of_the_loss_attaches(tmp_path: Path) -> None:
+    """`scaler.scale` comes before the backward, and what starts that one may not be Python: it is watched already."""
+    script = """
+import torch
+from gradwatch.session.live_sessions import LIVE
+net = torch.nn.Linear(4, 1)
+opt = torch.optim.SGD(net.parameters(), 0.01)
+scaler = torch.amp.GradScaler("cpu")
+loss = net(torch.ones(8, 4)).pow(2).mean()
+print(len(LIVE.all()))
+scaler.scale(loss)
+print(len(LIVE.all()))
+"""
+    assert ended(run(tmp_path, script)) == "0\n1\n"
+
+
 def test_a_forked_child_that_trains_is_an_attempt_of_its_own(tmp_path: Path) -> None:
     """Hogwild: the parent's steps in one journal, the child's in another, and the same numbers as unwatched."""
     script = (
