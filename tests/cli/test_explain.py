@@ -12,10 +12,18 @@ import torch
 
 import gradwatch
 from gradwatch.cli import main
+from gradwatch.rules.files import parse_rules
 from tests.localise.models import SqrtAtZero
 from tests.localise.test_in_the_loop import broken, rules
 from tests.promises.launched import execute
 from tests.support.launch_cases import GRADWATCH
+
+
+TWO = """version: 1
+rules:
+  nan: {{detect: {{kind: nonfinite}}, severity: critical, do: [skip_step, localise]}}
+  {name}: {{detect: {{kind: above, of: total_norm, threshold: 1e4}}, for: 1}}
+"""
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +69,34 @@ def test_every_incident_as_json(runs: Path, capsys: pytest.CaptureFixture[str]) 
     assert [one["incident"] for one in found] == ["non-finite-0-2", "non-finite-0-29"]
     assert {one["remedy"]["id"] for one in found} == {"sqrt-at-zero"}
     assert found[0]["where"].endswith("models.py:" + found[0]["where"].rsplit(":", 1)[1])
+
+
+def test_without_arguments_all_that_fired_in_the_last_run_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a cause and without one, by `explain` and by `audit`; not what fired in the run before it."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("large", "huge"):
+        torch.manual_seed(0)
+        model = SqrtAtZero()
+        optimizer = torch.optim.SGD(model.parameters(), 0.01)
+        with gradwatch.watch(
+            model, optimizer, rules=parse_rules(TWO.format(name=name)), listen="127.0.0.1:0"
+        ):
+            for step in range(4):
+                optimizer.zero_grad()
+                x = torch.randn(5, 4)
+                (model(broken(x) if step == 2 else x).sum() * (1e6 if step == 1 else 1.0)).backward()
+                optimizer.step()
+    capsys.readouterr()
+    for command in ("explain", "audit"):
+        assert main([command]) == 0
+        told = capsys.readouterr().out
+        rows = [line.split() for line in told.splitlines()]
+        assert ["huge", "warning", "1", "1", "1", "not", "known"] in rows
+        (cause,) = [" ".join(row) for row in rows if row[:2] == ["nan", "critical"]]
+        assert cause.startswith("nan critical 1 2 2 the backward of sqrt in SqrtAtZero")
+        assert "large" not in told
 
 
 def test_an_incident_that_is_not_there(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
