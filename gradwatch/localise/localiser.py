@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from gradwatch.localise.replay.cause_among_ranks import RankAgreement
     from gradwatch.localise.replay.closure_replay import ReplayableClosure
     from gradwatch.localise.replay.live_recording import Live
+    from gradwatch.localise.replay.step_replay import CallListener
 
 Suspicion = Literal["nonfinite", "exploding", "vanishing"]
 Way = Literal["replay", "record", "detect_anomaly"]
@@ -341,10 +342,25 @@ class Localiser:
             batch = batch_at_fault(finding, held, models)
             if finding.phase in GAINS or not finding.found:
                 return finding.amended(batch=batch)
-            return finding.amended(batch=batch, samples=samples_at_fault(finding, held, models))
+            return finding.amended(
+                batch=batch, samples=samples_at_fault(finding, held, models, self._again(finding))
+            )
         except Exception as error:
             self._failed("localise", error)
             return finding
+
+    def _again(self, finding: Finding) -> Callable[[nn.Module, Call, CallListener], None] | None:
+        """A call of this step run again with a listener; None where it cannot be, or other ranks would have to help."""
+        from gradwatch.localise.replay.step_replay import replay
+
+        models = self.models()
+        if finding.by != "replay" or self._recordings.refused or any(map(is_spread, models)):
+            return None
+
+        def again(model: nn.Module, call: Call, listener: CallListener) -> None:
+            replay([(model, call)], models, self._fault, None, self._max_bytes, None, listener)
+
+        return again
 
     def _signed(self, finding: Finding, ask: Ask) -> Finding:
         return finding.amended(

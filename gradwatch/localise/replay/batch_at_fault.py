@@ -12,7 +12,8 @@ from gradwatch.localise.hold.batch_hash import count_of, fingerprint
 from gradwatch.localise.hold.inner_model import inner
 from gradwatch.localise.hold.module_attributes import Refused
 from gradwatch.localise.hold.recorded_call import Call
-from gradwatch.localise.replay.step_replay import refuse, within
+from gradwatch.localise.replay.gradient_shares import RowsMixed
+from gradwatch.localise.replay.step_replay import CallListener, refuse, within
 from gradwatch.reading.layouts import dense
 from gradwatch.records.finding import GAINS, Batch, Finding
 
@@ -23,30 +24,49 @@ def batch_at_fault(
     """The batch of the call at fault; None where that is not held, or it is not known which call it was."""
     if finding.batch is not None:
         return finding.batch
-    call = _call_at_fault(finding, calls, models)
-    return None if call is None else fingerprint(call.args, call.kwargs, call.indices)
+    at_fault = _call_at_fault(finding, calls, models)
+    if at_fault is None:
+        return None
+    call = at_fault[1]
+    return fingerprint(call.args, call.kwargs, call.indices)
 
 
 def samples_at_fault(
-    finding: Finding, calls: list[tuple[nn.Module, Call]], models: list[nn.Module]
+    finding: Finding,
+    calls: list[tuple[nn.Module, Call]],
+    models: list[nn.Module],
+    again: Callable[[nn.Module, Call, CallListener], None] | None,
 ) -> tuple[int, ...]:
     """The rows of that batch which are at fault: those of the gradients that came back, of an input its own as well.
 
     () where all rows are, as where the loss is NaN, or none. An input is asked only where it is the cause: a mask of
-    -inf is none. Where its rows and those of the gradients differ, its first dimension is not that of the samples.
+    -inf is none. Where its rows and those of the gradients differ, its first dimension is not that of the samples; nor
+    is it where other rows of the batch lead to a row of the outputs: `again` runs the call for that (None = it cannot).
     """
-    call = _call_at_fault(finding, calls, models)
-    size = 0 if call is None else batch_size(call)
-    if call is None or not size:
+    at_fault = _call_at_fault(finding, calls, models)
+    size = 0 if at_fault is None else batch_size(at_fault[1])
+    if at_fault is None or not size:
         return ()
+    model, call = at_fault
+    rows = _rows_at_fault(finding, call, size)
+    if not rows or again is None:
+        return rows
+    mixed = RowsMixed(call, size, rows)
+    try:
+        again(model, call, mixed)
+    except Exception:
+        return ()
+    return () if mixed.found else rows
+
+
+def _rows_at_fault(finding: Finding, call: Call, size: int) -> tuple[int, ...]:
     returned = [one for one in call.gradients.values() if one.dim()]
     came_back = _rows(returned, size, (_nonfinite,))
     if finding.phase != "input":
         return came_back
     if returned and not any(one.shape[0] == size for one in returned):
         return ()
-    given = tensors((call.args, call.kwargs))
-    data = [one for one in given if id(one) not in call.computed]
+    data = [one for one in tensors((call.args, call.kwargs)) if id(one) not in call.computed]
     went_in = _rows(data, size, (torch.isnan, torch.isinf))
     return went_in if not came_back or came_back == went_in else ()
 
@@ -79,7 +99,7 @@ def _rows(of: list[Tensor], size: int, kinds: Sequence[Callable[[Tensor], Tensor
 
 def _call_at_fault(
     finding: Finding, calls: list[tuple[nn.Module, Call]], models: list[nn.Module]
-) -> Call | None:
+) -> tuple[nn.Module, Call] | None:
     held = [(model, call, within(inner(model), models)) for model, call in calls]
     known = finding.by == "replay" and finding.found and (finding.share > 0 or finding.phase not in GAINS)
     at = finding.call if known else len(held) - 1
@@ -92,4 +112,4 @@ def _call_at_fault(
         refuse(inner(model), call)
     except Refused:  # what is held is no longer what went in
         return None
-    return call
+    return model, call

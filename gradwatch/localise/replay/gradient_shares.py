@@ -101,29 +101,17 @@ class PartsOfCalls(CallListener):
         )
 
 
-class RowsOfCall(CallListener):
-    """The `rows` of one call that carry its gradient, the `part` of it that is theirs, and the `length` of their own.
+class _RowsTraced(CallListener):
+    """One call run again so that it is known which rows of its inputs led to which rows of its outputs."""
 
-    () where they are many, do not stand out, or are no samples. `size` is the number of rows, `whole` the part of the
-    gradient that they are to carry most of; each has to be so many times as large as any other, and as `others`.
-    """
+    alone = True
 
-    def __init__(
-        self, directions: Directions, call: Call, size: int, whole: float, others: float, times: float
-    ) -> None:
-        self._directions = directions
+    def __init__(self, call: Call, size: int) -> None:
         self._call = call
         self._size = size
-        self._whole = whole
-        self._most = max(1, size // FEW)
-        self._others = others
-        self._times = times
         self._inputs: list[Tensor] = []
         self._made: list[Tensor] = []  # by modules, of these
         self._looked_up: list[bool] = []  # what was, in the order of what was given
-        self._budget = 4 * math.ceil(math.log2(max(size, 2))) + 8  # backwards
-        self.rows: tuple[int, ...] = ()
-        self.part = self.length = 0.0
 
     @contextmanager
     def forward(self, call: Call, inputs: Any) -> Iterator[Any]:
@@ -132,7 +120,7 @@ class RowsOfCall(CallListener):
             yield inputs
             return
         given = {one.untyped_storage().data_ptr() for one in tensors(inputs)}
-        tracked = nested_containers.replaced(self._tracked, inputs)
+        traced = nested_containers.replaced(self._traced, inputs)
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
             self._made += (one for one in tensors(output) if one.grad_fn is not None and self._has_rows(one))
@@ -142,20 +130,108 @@ class RowsOfCall(CallListener):
 
         handle = register_module_forward_hook(after)
         try:
-            yield tracked
+            yield traced
         finally:
             handle.remove()
 
-    def _tracked(self, leaf: Any) -> Any:
+    def _traced(self, leaf: Any) -> Any:
         if not (isinstance(leaf, Tensor) and leaf.is_floating_point() and self._has_rows(leaf)):
             return leaf
-        tracked = leaf.detach().requires_grad_()
-        self._inputs.append(tracked)
+        traced = self._numbers(leaf.detach()).requires_grad_()
+        self._inputs.append(traced)
         with torch.enable_grad():
-            return tracked.clone()  # may be written into
+            return traced.clone()  # may be written into
+
+    def _numbers(self, given: Tensor) -> Tensor:
+        """The numbers of an input."""
+        return given
 
     def _has_rows(self, tensor: Tensor) -> bool:
         return tensor.dim() > 0 and tensor.shape[0] == self._size
+
+    def _mixed(
+        self,
+        replayed: Replayed,
+        gradients: Iterable[Tensor | None],
+        rows: Sequence[int],
+        unknown: Sequence[int] = (),
+    ) -> bool:
+        """True if other rows led to these rows of the outputs, beyond what BatchNorm mixes.
+
+        `gradients` are those of inputs and of what modules made of them; those of `unknown` rows are not looked at.
+        """
+        if not all(self._looked_up):
+            return True
+        norms = any(isinstance(one, BATCH_NORMS) and one.training for one in replayed.base.modules())
+        others = torch.ones(self._size, dtype=torch.bool)
+        others[[*rows, *unknown]] = False
+        for gradient in gradients:
+            if gradient is None:
+                continue
+            lengths = row_lengths(gradient)
+            allowed = MIXED * float(lengths[list(rows)].min()) if norms else 0.0
+            if not bool((lengths[others] <= allowed).all()):
+                return True
+        return False
+
+
+class RowsMixed(_RowsTraced):
+    """A look at whether the rows of a call's outputs come of other rows than their own: `found`, as far as is seen.
+
+    Looked at from the first row and the last, and not at `unknown` ones, which are not finite.
+    """
+
+    def __init__(self, call: Call, size: int, unknown: Sequence[int]) -> None:
+        super().__init__(call, size)
+        self._unknown = list(unknown)
+        self.found = False
+
+    def _numbers(self, given: Tensor) -> Tensor:
+        sound = given.clone()
+        sound[self._unknown] = torch.nan_to_num(given[self._unknown], 0.0, 0.0, 0.0)
+        return sound
+
+    def begins(self, replayed: Replayed) -> None:
+        """Look at it."""
+        finite_rows = [row for row in range(self._size) if row not in self._unknown]
+        if (
+            replayed.call is not self._call or len(finite_rows) < 3
+        ):  # first, last, and one that may have led to them
+            return
+        rows = [finite_rows[0], finite_rows[-1]]
+        roots = [root for root in replayed.roots if self._has_rows(root)]
+        seeds = [torch.zeros_like(root) for root in roots]
+        for seed in seeds:
+            waves = torch.arange(
+                seed[rows].numel(), device=seed.device
+            ).cos()  # the same would cancel in a softmax
+            seed[rows] = waves.reshape(seed[rows].shape).to(seed.dtype)
+        traced = [*self._inputs, *self._made]
+        if roots and traced:
+            with uncounted():
+                gradients = torch.autograd.grad(roots, traced, seeds, allow_unused=True)
+            self.found = self._mixed(replayed, gradients, rows, self._unknown)
+
+
+class RowsOfCall(_RowsTraced):
+    """The `rows` of one call that carry its gradient, the `part` of it that is theirs, and the `length` of their own.
+
+    () where they are many, do not stand out, or are no samples. `size` is the number of rows, `whole` the part of the
+    gradient that they are to carry most of; each has to be so many times as large as any other, and as `others`.
+    """
+
+    def __init__(
+        self, directions: Directions, call: Call, size: int, whole: float, others: float, times: float
+    ) -> None:
+        super().__init__(call, size)
+        self._directions = directions
+        self._whole = whole
+        self._most = max(1, size // FEW)
+        self._others = others
+        self._times = times
+        self._budget = 4 * math.ceil(math.log2(max(size, 2))) + 8  # backwards
+        self.rows: tuple[int, ...] = ()
+        self.part = self.length = 0.0
 
     def begins(self, replayed: Replayed) -> None:
         """Divide the gradient of the call among its rows, before its backward takes the graph away."""
@@ -203,29 +279,9 @@ class RowsOfCall(CallListener):
         of_leaves, of_rows = gradients[: len(pairs)], gradients[len(pairs) :]
         own = [(one, grad) for one, (_, grad) in zip(of_leaves, pairs, strict=True) if one is not None]
         part, square = sum(_dot(one, grad) for one, grad in own), sum(_dot(one, one) for one, _ in own)
-        return part, math.sqrt(square), self._are_samples(replayed, of_rows, rows)
-
-    def _are_samples(
-        self, replayed: Replayed, gradients: Sequence[Tensor | None], rows: Sequence[int]
-    ) -> bool:
-        """True if nothing but the same rows led to these rows of the outputs, but for what BatchNorm mixes.
-
-        `gradients` are those of the inputs, then those of what modules made of them.
-        """
-        from_inputs = any(one is not None and bool(one.any()) for one in gradients[: len(self._inputs)])
-        if not (all(self._looked_up) and (from_inputs or self._looked_up)):
-            return False
-        mixes = any(isinstance(one, BATCH_NORMS) and one.training for one in replayed.base.modules())
-        others = torch.ones(self._size, dtype=torch.bool)
-        others[list(rows)] = False
-        for gradient in gradients:
-            if gradient is None:
-                continue
-            lengths = row_lengths(gradient)
-            allowed = MIXED * float(lengths[~others].min()) if mixes else 0.0
-            if bool((lengths[others] > allowed).any()):
-                return False
-        return True
+        from_inputs = any(one is not None and bool(one.any()) for one in of_rows[: len(self._inputs)])
+        samples = (from_inputs or bool(self._looked_up)) and not self._mixed(replayed, of_rows, rows)
+        return part, math.sqrt(square), samples
 
     def _backward(
         self, replayed: Replayed, rows: Iterable[int], leaves: Sequence[Tensor]

@@ -77,7 +77,9 @@ class Replayed:
 
 
 class CallListener:
-    """Listens to each call that is run again; does nothing of itself."""
+    """Listens to each call that is run again; does nothing of itself. `alone`: nothing is recorded beside it."""
+
+    alone = False
 
     def forward(self, call: Call, inputs: Any) -> AbstractContextManager[Any]:
         """Entered around its forward; gives its (args, kwargs)."""
@@ -179,15 +181,19 @@ def _again(
         with (
             listener.forward(call, (args, kwargs)) as (args, kwargs),
             call.recorded_modes(),
-            recorder.forward(),
+            nullcontext() if listener.alone else recorder.forward(),
             around,
         ):
             outputs = _outputs(substitute, args, kwargs)
         if len(outputs) != call.outputs:
             raise Refused(f"the forward gave {len(outputs)} tensors, and {call.outputs} when it ran")
         used = [outputs[position] for position in call.gradients]
-        blame_outputs(trace, used or outputs, recorder)
         replayed = Replayed(model, call, given, used, list(call.gradients.values()))
+        if listener.alone:
+            _check_seeds(replayed)
+            listener.begins(replayed)
+            return
+        blame_outputs(trace, used or outputs, recorder)
         _check_seeds(replayed)
         listener.begins(replayed)
         listener.ended(replayed, _backward(trace, replayed, recorder))
