@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.support import warm
 from tests.support.examples import register_profiles
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # at least one worker per core: more threads only wait for each other
@@ -69,6 +70,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if hasattr(config.option, "loadscopereorder"):
         config.option.loadscopereorder = False
     worker = getattr(config, "workerinput", None)
+    if worker is None and getattr(config.option, "numprocesses", None):
+        shared = warm.Server()
+        os.environ[warm.PLACE] = shared.path  # before the workers are started
+        config.add_cleanup(shared.close)
     if worker and config.args == ["tests"]:
         sys.dont_write_bytecode = False
         places = sorted(str(path) for path in Path(__file__).parent.iterdir() if path.stem != "__pycache__")

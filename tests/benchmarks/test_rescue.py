@@ -11,11 +11,20 @@ import pytest
 import torch
 from torch import nn
 
+from gradwatch.rules.files import load_rules
 from tests.benchmarks.rescue import __main__ as command
 from tests.benchmarks.rescue import cells
 from tests.benchmarks.rescue.cells import Cell, Outcome, run, run_all
 from tests.benchmarks.rescue.faults import FAULTS, Fault, Struck, flip_bit
-from tests.benchmarks.rescue.guards import GUARDS, AdaGC, AutoClip, Guard
+from tests.benchmarks.rescue.guards import (
+    GUARDS,
+    AdaGC,
+    AutoClip,
+    GradwatchBaseline,
+    GradwatchCapped,
+    GradwatchSkip,
+    Guard,
+)
 from tests.benchmarks.rescue.table import broken_claims, healthy, render, summary, whole
 from tests.benchmarks.rescue.trainings import TRAININGS, loss_of
 
@@ -31,7 +40,7 @@ OWN = {
     "gradwatch-capped": ("none", "rate-x20-for-20"),
     "gradwatch-baseline": ("none", "loss-x50-every-25"),
 }
-"""What each guard meets with a rule of its own: those of gradwatch-skip for all other faults are in all of them."""
+"""What each guard meets with a rule of its own; against all other faults they have the rules of gradwatch-skip."""
 
 
 def on_mlp(fault: str, guard: str, like: str = "") -> Outcome:
@@ -57,6 +66,14 @@ def test_gradwatch_rescues_the_mlp(guard: str, unguarded: dict[str, Outcome]) ->
         found[outcome.cell] = outcome
         assert bool(outcome.interventions) != FAULTS[fault].healthy
     assert broken_claims(found) == []
+
+
+def test_what_is_not_finite_is_skipped_by_the_same_rules() -> None:
+    """Those of gradwatch-skip, whose runs above stand for the other guards as well."""
+    skip, baseline = (load_rules(guard.rules) for guard in (GradwatchSkip, GradwatchBaseline))
+    assert GradwatchCapped.rules == GradwatchSkip.rules
+    for rule in ("non-finite", "norm-overflow"):
+        assert baseline.rule(rule) == skip.rule(rule)
 
 
 @pytest.mark.parametrize("fault", [fault for fault in HERE if fault != "none"])

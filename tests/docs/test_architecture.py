@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import gradwatch
-from tests.test_layers import LEVEL, ROOT, SOURCES
+from tests.test_layers import LEVEL, ROOT, SOURCES, parsed
 
 PAGE = ROOT / "docs" / "architecture.md"
 TEXT = PAGE.read_text(encoding="utf-8")
@@ -57,7 +57,7 @@ def test_what_needs_torch_is_marked() -> None:
 
 def imports_torch(path: Path) -> bool:
     """Whether a module imports torch at its top."""
-    nodes = ast.parse(path.read_text()).body
+    nodes = parsed(path).body
     names = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
     names += [node.module or "" for node in nodes if isinstance(node, ast.ImportFrom)]
     return any(name.split(".")[0] == "torch" for name in names)
@@ -65,7 +65,7 @@ def imports_torch(path: Path) -> bool:
 
 def test_every_name_exists() -> None:
     """Files and folders are there; every other word in code is a name or a key in the sources of the package."""
-    known = {"gw", *(word for path in SOURCES for word in names(ast.parse(path.read_text())))}
+    known = {"gw", *(word for path in SOURCES for word in names(parsed(path)))}
     for code in re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```$", "", TEXT, flags=re.M | re.S)):
         if re.fullmatch(r"[\w/]+(?:/|\.py)", code):
             assert (ROOT / code).exists() or (ROOT.parent / code).exists(), code

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,12 +12,19 @@ import torch
 os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read by cuBLAS when it is first used
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Without a GPU every test here is skipped, for one reason."""
-    if not torch.cuda.is_available():
-        for item in items:
-            if Path(__file__).parent in item.path.parents:
-                item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+class WithoutGPU(pytest.Module):
+    """A file whose tests are collected and not run."""
+
+    def collect(self) -> Iterable[pytest.Item | pytest.Collector]:
+        super().collect()
+        pytest.skip("needs a GPU", allow_module_level=True)
+
+
+def pytest_pycollect_makemodule(module_path: Path, parent: pytest.Collector) -> pytest.Module | None:
+    """Without a GPU every file here is skipped, for one reason."""
+    return (
+        None if torch.cuda.is_available() else WithoutGPU.from_parent(parent, path=module_path)  # type: ignore[no-any-return]
+    )
 
 
 @pytest.fixture(autouse=True)

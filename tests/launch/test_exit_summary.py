@@ -61,8 +61,12 @@ if __name__ == "__main__":
 def test_a_launch_whose_training_is_left_to_an_isolated_python_says_that_nothing_was_seen(
     flag: str, tmp_path: Path
 ) -> None:
-    """It trains as bare, leaves no journal, and the process that started it says so in one line."""
-    (tmp_path / "train.py").write_text(TRAIN)
+    """It trains as bare, leaves no journal, and the process that started it says so in one line.
+
+    Without an optimizer, whose first one imports dynamo: watched, its backward would be told of.
+    """
+    backward = "weight = torch.ones(1, requires_grad=True)\n(weight * 2).sum().backward()\n"
+    (tmp_path / "train.py").write_text(f"import torch\n{backward}print('loss', weight.grad.item())\n")
     script = f"import subprocess, sys\nsubprocess.run([sys.executable, {flag!r}, 'train.py'], check=True)"
     done = run(tmp_path, script, fresh=True)
     assert done.stdout.startswith("loss ")

@@ -133,6 +133,18 @@ def job(
     return reached, [param.detach().clone() for param in model.parameters()]
 
 
+_undisturbed: dict[str, tuple[dict[tuple[str, int], int], list[torch.Tensor]]] = {}
+
+
+def undisturbed(rules: str, folder: Path) -> tuple[dict[tuple[str, int], int], list[torch.Tensor]]:
+    """The lines of gradwatch that a run executes into which nothing is injected, and the weights of a bare one."""
+    if rules not in _undisturbed:
+        seen = Injected(-1, RuntimeError)
+        assert job(rules, seen, folder)[0] is None
+        _undisturbed[rules] = seen.lines, job(None, Injected(-1, RuntimeError), folder)[1]
+    return _undisturbed[rules]
+
+
 def left_behind() -> list[str]:
     """What a recording switches on in torch, and is on; it is switched off, so that it is told once."""
     modes = torch.utils._python_dispatch._get_current_dispatch_mode_stack()
@@ -164,11 +176,9 @@ def escaped(
     first: int = 0,
 ) -> list[str]:
     """The lines at which it went wrong, of every so-many-th from the `first` on in files that end so."""
-    seen = Injected(-1, kind)
-    assert job(rules, seen, folder)[0] is None
-    bare = job(None, Injected(-1, kind), folder)[1]
+    executed, bare = undisturbed(rules, folder)
     wrong = []
-    lines = [at for (file, _), at in seen.lines.items() if file.endswith(files)]
+    lines = [at for (file, _), at in executed.items() if file.endswith(files)]
     for at in lines[first :: every or max(1, len(lines) // LINES)]:
         injected = Injected(at, kind)
         reached, weights = job(rules, injected, folder)

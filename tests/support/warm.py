@@ -26,6 +26,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import warnings
 import weakref
@@ -39,10 +40,13 @@ from tests.support import warm_children, warm_modules
 
 ROOT = str(Path(__file__).resolve().parent.parent.parent)
 SERVER = (
-    f"import sys; sys.path.insert(0, {ROOT!r}); from tests.support import warm; warm.serve(int(sys.argv[1]))"
+    f"import socket, sys; sys.path.insert(0, {ROOT!r}); from tests.support import warm; "
+    "warm.serve(socket.socket(fileno=int(sys.argv[1])), int(sys.argv[2]))"
 )
 LIBRARIES = ("pydantic.main", "pydantic.type_adapter", "pydantic.json_schema", "ruamel.yaml", "structlog")
 """What gradwatch would import."""
+PLACE = "WARM_PYTHON"
+"""In the environment, the path of a server that several processes share (`pytest -n`)."""
 LONGEST = 1 << 20  # bytes of a request
 STARTS = 2  # of a process that imports gradwatch: as the launcher, and as the script that it becomes
 
@@ -150,26 +154,46 @@ _made: list[warm_modules.MadeModules] = []
 
 
 class Server:
-    """The process that is forked; one for all tests of a process, which it does not outlive."""
+    """The process that is forked, at `path`; it imports nothing before it is asked, and does not outlive this one."""
 
     def __init__(self) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LONGEST)
-        self._lock = threading.Lock()
+        self._folder = tempfile.TemporaryDirectory(prefix="warm-")
+        self.path = str(Path(self._folder.name) / "socket")
         kept = {
             name: value
             for name, value in os.environ.items()
             if not name.startswith(("GRADWATCH", "PYTHON", "PYTEST"))
         }
-        with theirs:
+        ended, self._alive = os.pipe()
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listening:
+            listening.bind(self.path)
+            listening.listen()
+            passed = [listening.fileno(), ended]
             self._process = subprocess.Popen(
-                [sys.executable, "-c", SERVER, str(theirs.fileno())],
+                [sys.executable, "-c", SERVER, *map(str, passed)],
                 env={**kept, "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
+                pass_fds=passed,
             )
-        atexit.register(self.close)
+        os.close(ended)
+
+    def close(self) -> None:
+        """End the server; scripts under way go on."""
+        os.close(self._alive)
+        self._process.wait()
+        self._folder.cleanup()
+
+
+class Connection:
+    """What asks a server for scripts."""
+
+    def __init__(self, path: str) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, LONGEST)
+        self._socket.connect(path)
+        self._lock = threading.Lock()
+        atexit.register(self._socket.close)
 
     def start(self, request: Mapping[str, Any], descriptors: Sequence[int]) -> int:
         """The process id of a script that has been started."""
@@ -178,21 +202,21 @@ class Server:
             self._socket.sendmsg([json.dumps(request).encode()], [rights])
             return int(self._socket.recv(64))
 
-    def close(self) -> None:
-        """End the server; scripts under way go on."""
-        self._socket.close()
-        self._process.wait()
 
-
-_servers: list[Server] = []
+_connections: list[Connection] = []
 _starting = threading.Lock()
 
 
-def _server() -> Server:
+def _server() -> Connection:
     with _starting:
-        if not _servers:
-            _servers.append(Server())
-        return _servers[0]
+        if not _connections:
+            path = os.environ.get(PLACE)
+            if path is None:
+                server = Server()
+                atexit.register(server.close)
+                path = server.path
+            _connections.append(Connection(path))
+        return _connections[0]
 
 
 # -- in the process that is forked ---------------------------------------------------------------------------------
@@ -205,8 +229,58 @@ class Replaced(BaseException):
         self.words, self.env = list(words), dict(env)
 
 
-def serve(number: int) -> NoReturn:
-    """Fork a process for every request."""
+def serve(listening: socket.socket, alive: int) -> NoReturn:
+    """Fork a process for every request, from the first one on, until the other end of `alive` is closed."""
+    ended = selectors.DefaultSelector()
+    ended.register(alive, selectors.EVENT_READ)
+    ended.register(listening, selectors.EVENT_READ)
+    ended.select()
+    path = sys.path[2:]  # less what SERVER and `-c` put there
+    _import_all()
+    asking: dict[int, socket.socket] = {}
+    statuses: dict[int, tuple[int, int]] = {}
+    while True:
+        for key, _ in ended.select():
+            if key.fd == alive:
+                os._exit(0)
+            if key.fileobj is listening:
+                asked, _ = listening.accept()
+                asking[asked.fileno()] = asked
+                ended.register(asked, selectors.EVENT_READ)
+                continue
+            if key.fd in statuses:
+                pid, status = statuses.pop(key.fd)
+                ended.unregister(key.fd)
+                os.close(key.fd)
+                os.write(status, b"%d" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+                os.close(status)
+                continue
+            asked = asking[key.fd]
+            text, descriptors, _, _ = socket.recv_fds(asked, LONGEST, 4)
+            if not text:
+                ended.unregister(asked)
+                asking.pop(key.fd).close()
+                continue
+            pid = os.fork()
+            if pid == 0:
+                ended.close()
+                os.close(alive)
+                for each in (listening, *asking.values()):
+                    each.close()
+                for handle, (_, status) in statuses.items():
+                    os.close(handle)
+                    os.close(status)
+                os.close(descriptors[3])
+                _be_python(json.loads(text), descriptors[:3], path)
+            asked.send(b"%d" % pid)
+            handle = os.pidfd_open(pid)
+            statuses[handle] = (pid, descriptors[3])
+            ended.register(handle, selectors.EVENT_READ)
+            for number in descriptors[:3]:
+                os.close(number)
+
+
+def _import_all() -> None:
     gc.disable()
     # torch itself, and what the first optimizer would import: it takes as long.
     importlib.import_module("torch._dynamo")
@@ -220,39 +294,6 @@ def serve(number: int) -> NoReturn:
         each.atexit = False  # torch's libraries of operators: their end is half of the time of a short script
     gc.freeze()  # a collection in a process forked from this one looks at what that one has made, and copies no page
     gc.enable()
-
-    path = sys.path[2:]  # less what SERVER and `-c` put there
-    asked = socket.socket(fileno=number)
-    ended = selectors.DefaultSelector()
-    ended.register(asked, selectors.EVENT_READ)
-    statuses: dict[int, tuple[int, int]] = {}
-    while True:
-        for key, _ in ended.select():
-            if key.fileobj is not asked:
-                pid, status = statuses.pop(key.fd)
-                ended.unregister(key.fd)
-                os.close(key.fd)
-                os.write(status, b"%d" % os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
-                os.close(status)
-                continue
-            text, descriptors, _, _ = socket.recv_fds(asked, LONGEST, 4)
-            if not text:
-                os._exit(0)
-            pid = os.fork()
-            if pid == 0:
-                ended.close()
-                asked.close()
-                for handle, (_, status) in statuses.items():
-                    os.close(handle)
-                    os.close(status)
-                os.close(descriptors[3])
-                _be_python(json.loads(text), descriptors[:3], path)
-            asked.send(b"%d" % pid)
-            handle = os.pidfd_open(pid)
-            statuses[handle] = (pid, descriptors[3])
-            ended.register(handle, selectors.EVENT_READ)
-            for each in descriptors[:3]:
-                os.close(each)
 
 
 def _be_python(request: Mapping[str, Any], streams: Sequence[int], path: Sequence[str]) -> NoReturn:

@@ -12,7 +12,10 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam, AdamW, Optimizer
@@ -67,9 +70,11 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 
 @cache
 def _digits() -> tuple[Tensor, Tensor]:
-    from sklearn.datasets import load_digits
-
-    pixels, classes = load_digits(return_X_y=True)
+    package = find_spec("sklearn")  # what its `load_digits` reads; its import takes two seconds
+    assert package is not None
+    assert package.origin is not None
+    table = np.loadtxt(Path(package.origin).with_name("datasets") / "data" / "digits.csv.gz", delimiter=",")
+    pixels, classes = table[:, :-1], table[:, -1].astype(int)
     inputs = torch.tensor(pixels, dtype=torch.float32) / 8 - 1
     order = torch.randperm(len(inputs), generator=torch.Generator().manual_seed(1))
     return inputs[order], torch.tensor(classes)[order]

@@ -224,12 +224,12 @@ def test_every_micro_batch_is_there(tmp_path: Path) -> None:
 
 def test_micro_batches_that_were_not_held_are_told(tmp_path: Path) -> None:
     """Beyond max_bytes the earlier ones are let go of while the step is still going on; the last is there."""
-    alone = rules("batch: true, max_bytes: 20000", RULES.replace("localise, ", ""))
-    run = Run(tmp_path, alone, micro=200)
+    alone = rules("batch: true, max_bytes: 5000", RULES.replace("localise, ", ""))
+    run = Run(tmp_path, alone, micro=50)
     (told,) = (one for one in run.document.left_out if one.name == "earlier micro-batches")
     held = len(run.document.calls)
-    assert told.why == f"{200 - held} were not held: beyond max_bytes"
-    assert 0 < held < 200
+    assert told.why == f"{50 - held} were not held: beyond max_bytes"
+    assert 0 < held < 50
 
 
 def test_inputs_written_into_after_the_forward_are_copied_but_not_run_again(tmp_path: Path) -> None:
