@@ -18,7 +18,6 @@ from tests.localise.test_in_the_loop import broken, rules
 from tests.promises.launched import execute
 from tests.support.launch_cases import GRADWATCH
 
-
 TWO = """version: 1
 rules:
   nan: {{detect: {{kind: nonfinite}}, severity: critical, do: [skip_step, localise]}}
