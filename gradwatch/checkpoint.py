@@ -36,7 +36,7 @@ import json
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from math import isfinite
+from math import inf, isfinite
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -88,6 +88,7 @@ class CheckpointHealthTracker:
         "now",
         "poisoned_at",
         "ruin",
+        "surge_from",
         "surged",
         "suspected",
     )
@@ -112,6 +113,8 @@ class CheckpointHealthTracker:
         # The jump that a look at the weights has confirmed, as scalars of a Snapshot.
         self.confirmed: Mapping[str, float] = {}
         self._largest = 0.0
+        # A total norm from which on a parameter may leap: what they were before is to be known.
+        self.surge_from = inf
         self._found: tuple[str, ...] = ()  # what the last step by itself has against it
         self._last: int | None = None
         self._step: int | None = None
@@ -165,27 +168,19 @@ class CheckpointHealthTracker:
             self.confirmed
             or self.ruin
             or self.nonfinite_statistics
-            or self.awaits_a_look
+            or self.suspected is not None
+            or self.surged is not None
             or self.leapt is not None
             or self.poisoned_at is not None
         )
 
-    @property
-    def awaits_a_look(self) -> bool:
-        """True if the weights are to be looked at after a step that jumped."""
-        return self.suspected is not None or self.surged is not None
-
-    def surges(self, total_norm: float) -> bool:
-        """True if a step with this total norm may make a parameter leap: it is to be known what they were before."""
-        return 0 < SURGE * self._largest <= total_norm
-
     def after_all(self, snapshots: Sequence[Snapshot], verdict: Verdict) -> list[CheckpointHealth]:
         """As `after` each of these steps in turn, which had the same verdict and were taken."""
         largest = max(snapshot.total_norm for snapshot in snapshots)
-        if verdict.firing or not self.untroubled or not largest < SURGE * self._largest:
+        if verdict.firing or not self.untroubled or not (self._largest and largest < self.surge_from):
             decision = Decision()
             return [self.after(snapshot, verdict, decision) for snapshot in snapshots]
-        self._largest = max(self._largest, largest)
+        self._grows_to(max(self._largest, largest))
         self._found, self._last = (), snapshots[-1].step
         self._step = self._last
         found = [CheckpointHealth(True, snapshot.step, weights_step=self.looked) for snapshot in snapshots]
@@ -243,12 +238,15 @@ class CheckpointHealthTracker:
         total = snapshot.total_norm
         if total <= self._largest or not isfinite(total):
             return
-        if self.surges(total):
+        if total >= self.surge_from:
             self.surged = snapshot.step
         if self._largest and total >= JUMP * self._largest:
             self._jump = total / self._largest, total
             self.suspected, total = snapshot.step, JUMP * self._largest
-        self._largest = total
+        self._grows_to(total)
+
+    def _grows_to(self, largest: float) -> None:
+        self._largest, self.surge_from = largest, SURGE * largest or inf
 
     def _renew(self) -> CheckpointHealth:
         reasons = [*self._found, *self.ruin]
@@ -282,7 +280,7 @@ class CheckpointHealthTracker:
         self.suspected, self.surged, self.looked, self._looked_at, self._found = None, None, None, None, ()
         leapt = saved.get("leapt")
         self.leapt = None if leapt is None else (int(leapt[0]), str(leapt[1]))
-        self._largest = float(saved.get("largest", 0.0))
+        self._grows_to(float(saved.get("largest", 0.0)))
         self._last = self._step = None if last is None else int(last)
         self._renew()
 

@@ -54,9 +54,10 @@ class Checkpoints:
         `total_norm` is that of the step of `bound_rules` which is about to be taken, 0 where that is as usual.
         """
         tracker = bound_rules.health_tracker
-        urgent = tracker.surges(total_norm) or not (isfinite(total_norm) or tracker.now.reasons)
+        urgent = total_norm >= tracker.surge_from or not (isfinite(total_norm) or tracker.now.reasons)
         for one in self._contexts.bound():
-            urgent = urgent or one.health_tracker.awaits_a_look
+            jumped = one.health_tracker
+            urgent = urgent or jumped.suspected is not None or jumped.surged is not None
         try:
             found = self._weights.check_if_due(self._steps, urgent)
         except Exception as error:
