@@ -24,6 +24,7 @@ from gradwatch.detectors.detector import (
 )
 from gradwatch.detectors.drift import Drift
 from gradwatch.detectors.jump import Jump
+from gradwatch.detectors.learning_rate import LrJump
 from gradwatch.detectors.loss_scale import ScaleCollapse
 from gradwatch.detectors.missing_gradients import AllZero, Never, Stale, Stuck
 from gradwatch.detectors.nonfinite import LossNonFinite, NonFinite, NormOverflow
@@ -51,6 +52,7 @@ __all__ = [
     "Jump",
     "LossNonFinite",
     "LossSpike",
+    "LrJump",
     "Never",
     "NonFinite",
     "NormOverflow",

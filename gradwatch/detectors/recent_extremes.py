@@ -7,7 +7,7 @@ samples already hold that scatter, and nothing healthy exceeds them by much.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast
 
@@ -27,6 +27,7 @@ from gradwatch.detectors.detector import (
 from gradwatch.detectors.limits import Limits
 from gradwatch.detectors.share_and_depth import ZERO_NORM
 from gradwatch.detectors.thresholds import Positive
+from gradwatch.records.columns import scalar_name
 from gradwatch.records.snapshot import BoolArray, FloatArray
 
 PARTS = 10
@@ -42,12 +43,14 @@ Lag = Annotated[int, Limits(ge=0, le=1_000_000)]
 class RecentState(NamedTuple):
     """Of K series: `n` samples learned (int32), the extreme of the part under way, and of the `parts[B, K]`.
 
-    The newest part comes first. Extremes are the largest of ±ln value; `NONE` where there is none.
+    The newest part comes first; `compared` is the extreme of those that are old enough. Extremes are the largest of
+    ±ln value; `NONE` where there is none.
     """
 
     n: NDArray[np.int32]
     under_way: Array32
     parts: Array32
+    compared: Array32
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +95,7 @@ class _RecentExtreme(Exceeding):
     def init(self, size: int) -> RecentState:
         """No sample seen."""
         parts = np.full((self._late + -(-self.window // self.part), size), NONE)
-        return RecentState(np.zeros(size, np.int32), np.full(size, NONE), parts)
+        return RecentState(np.zeros(size, np.int32), np.full(size, NONE), parts, np.full(size, NONE))
 
     def scale(self, sample: Sample) -> Array32:
         """±ln value; not finite where missing, not finite or not positive."""
@@ -126,14 +129,12 @@ class _RecentExtreme(Exceeding):
                 return judged + more, after
             ahead = self.SIGN * x[judged : judged + self.part - n % self.part]
             largest = np.maximum.accumulate(np.maximum(ahead, recent.under_way))
-            reference = np.broadcast_to(self._reference(recent), ahead.shape)
+            beyond = ahead - self._reference(recent)
             if not self.lag:
-                reference = reference.copy()
-                np.maximum(reference[1:], largest[:-1], out=reference[1:])
-            worst = np.maximum.reduce(ahead - reference, axis=1)
-            below = leading(worst.astype(np.float64) < self.log_surely_below)
+                np.minimum(beyond[1:], ahead[1:] - largest[:-1], out=beyond[1:])
+            below = leading(np.maximum.reduce(beyond, axis=1).astype(np.float64) < self.log_surely_below)
             if below:
-                recent = self._moved(recent.n + np.int32(below), largest[below - 1].copy(), recent.parts)
+                recent = self._after(recent, recent.n + np.int32(below), largest[below - 1].copy())
             judged += below
             if below < len(ahead):
                 break
@@ -143,23 +144,29 @@ class _RecentExtreme(Exceeding):
         """ln of each; None where one is not positive."""
         return logs_of_scalars(values) if min(values) > 0 else None
 
+    def indifferent(self, state: State, scalar: Callable[[str], float | None]) -> bool:
+        """True of a value that has no logarithm, or of none."""
+        value = scalar(scalar_name(self.of))
+        return value is None or value < 0 or (value == 0 and self.SIGN > 0)
+
     def rebaseline(self, state: State, mask: BoolArray, keep_judging: bool) -> RecentState:
         """Start over; across a change that keeps judging the window goes on."""
         recent = cast(RecentState, state)
         if keep_judging:
             return recent
-        n = np.where(mask, 0, recent.n).astype(np.int32)
-        return RecentState(n, np.where(mask, NONE, recent.under_way), np.where(mask, NONE, recent.parts))
+        n, (under_way, parts, compared) = np.where(mask, 0, recent.n).astype(np.int32), recent[1:]
+        return RecentState(n, *(np.where(mask, NONE, one) for one in (under_way, parts, compared)))
 
     def _reference(self, recent: RecentState) -> Array32:
-        compared: Array32 = np.maximum.reduce(recent.parts[self._late :])
-        return compared if self.lag else np.maximum(compared, recent.under_way)
+        return recent.compared if self.lag else np.maximum(recent.compared, recent.under_way)
 
     def _advanced(self, recent: RecentState, x: Array32) -> tuple[FloatArray | None, RecentState]:
         reference = self._reference(recent)
         beyond = x - reference
+        if float(np.maximum.reduce(beyond)) < self.log_surely_below:  # not so if one is NaN: all are known
+            return None, self._after(recent, recent.n + np.int32(1), np.maximum(recent.under_way, x))
         after = self._absorb(recent, x, reference)
-        # fmax: a sample that is missing is not beyond; nor one of which nothing is known yet.
+        # fmax: a sample that is missing is not beyond.
         if float(np.fmax.reduce(beyond)) < self.log_surely_below:
             return None, after
         return self._factor(recent, beyond), after
@@ -173,24 +180,25 @@ class _RecentExtreme(Exceeding):
         known = self._learned(x)
         bound = np.where(reference > NONE, reference + np.float32(math.log(self.above)), -NONE)
         under_way = np.where(known, np.maximum(recent.under_way, np.minimum(x, bound)), recent.under_way)
-        return self._moved(recent.n + known, under_way, recent.parts, known)
+        return self._after(recent, recent.n + known, under_way)
 
     def _learned(self, x: Array32) -> BoolArray:
         """bool[K]: the samples that become part of the window."""
         finite: BoolArray = np.isfinite(x)
         return finite
 
-    def _moved(
-        self, n: NDArray[np.int32], under_way: Array32, parts: Array32, known: BoolArray | None = None
-    ) -> RecentState:
-        """The state with these, where parts that a sample of this step has filled are closed."""
-        full = n % self.part == 0 if known is None else known & (n % self.part == 0)
-        if full.any():
-            parts = np.where(full, np.concatenate((under_way[None], parts[:-1])), parts)
-            under_way = np.where(full, NONE, under_way)
+    def _after(self, recent: RecentState, n: NDArray[np.int32], under_way: Array32) -> RecentState:
+        """The state with these counts and extremes, where parts that have just become full are closed."""
         # Counted as far as it matters: beyond the warm-up only the place in a part does.
         most = (-(-self.warmup // self.part) + 1) * self.part
-        return RecentState(np.where(n >= most, n - self.part, n).astype(np.int32), under_way, parts)
+        low, high = int(np.minimum.reduce(n)), int(np.maximum.reduce(n))
+        if low == high and low % self.part and low < most:  # almost every step: no part is closed
+            return RecentState(n, under_way, recent.parts, recent.compared)
+        full = (n % self.part == 0) & (n != recent.n)
+        parts = np.where(full, np.concatenate((under_way[None], recent.parts[:-1])), recent.parts)
+        counted = np.where(n >= most, n - self.part, n).astype(np.int32)
+        compared = np.maximum.reduce(parts[self._late :])
+        return RecentState(counted, np.where(full, NONE, under_way), parts, compared)
 
 
 @register_detector

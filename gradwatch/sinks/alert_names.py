@@ -23,6 +23,7 @@ _BY_KIND = {
     "above_recent_max": "GradwatchExplodingGradients",
     "below_recent_min": "GradwatchVanishingGradients",
     "update_ratio": "GradwatchUpdateTooLarge",
+    "lr_jump": "GradwatchUpdateTooLarge",
     "above": "GradwatchExplodingGradients",
     "below": "GradwatchVanishingGradients",
     "depth_ratio": "GradwatchVanishingGradients",

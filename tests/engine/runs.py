@@ -9,14 +9,17 @@ import numpy as np
 
 from gradwatch.detectors import (
     Above,
+    AboveRecentMax,
     AllZero,
     Below,
+    BelowRecentMin,
     Dead,
     DepthRatio,
     Drift,
     Drop,
     LossNonFinite,
     LossSpike,
+    LrJump,
     NonFinite,
     Spike,
     Stale,
@@ -50,6 +53,8 @@ def mostly_healthy(seed: int, steps: int = STEPS) -> list[dict[str, Any]]:
         if rng.random() < 0.5:
             scalars["reward"] = float(rng.choice([1.0, -1.0, 30.0, np.nan], p=[0.6, 0.38, 0.01, 0.01]))
         known: dict[str, Any] = {"scalars": scalars, "provisional": rng.random() < 0.01}
+        if rng.random() < 0.05:
+            known["coef"] = rng.choice([1.0, 0.3, 0.0, 40.0, np.nan], SIZE, p=[0.8, 0.15, 0.02, 0.02, 0.01])
         if (
             step % 3
         ):  # as a capture gives them to rules that are judged on some sites at each step, and to others
@@ -129,6 +134,17 @@ def packs() -> dict[str, tuple[Rule, ...]]:
         rule("total", Above(of="zero_fraction", threshold=0.3), scope="total", every=5),
         rule("norm", Spike(above=4.0)),
     )
+    extremes = (
+        rule("surge", AboveRecentMax(above=1.5, window=25, warmup=5)),
+        rule("surge-total", AboveRecentMax(of="total_norm", above=1.2, window=9, lag=3, warmup=3), for_=2),
+        rule("surge-loss", AboveRecentMax(of="loss", above=1.04, window=5, warmup=2)),
+        rule("surge-seen", AboveRecentMax(of="observed.reward", above=2.0, window=40, warmup=2)),
+        rule("fall", BelowRecentMin(above=1.5, window=20, lag=4, warmup=5), for_=2),
+        rule("fall-total", BelowRecentMin(of="total_norm", above=1.1, window=10, lag=0, warmup=5), for_=1),
+        rule("rate", LrJump()),
+        rule("grown", Above(of="coef", threshold=1.5)),
+        rule("zeroed", Below(of="coef", threshold=1e-6), for_=2),
+    )
     default = load_rules("default").rules
     return {
         "default": default,
@@ -136,6 +152,7 @@ def packs() -> dict[str, tuple[Rule, ...]]:
         "odd": odd,
         "observed": observed,
         "tight": tight,
+        "extremes": extremes,
         "staggered": staggered,
         "beside": beside,
     }

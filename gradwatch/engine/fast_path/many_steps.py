@@ -27,6 +27,7 @@ from gradwatch.engine.fast_path.one_step import (
     BankInput,
     FastPath,
     breaches,
+    coef_bounds,
     scalars_of,
     stacked_logs,
 )
@@ -121,6 +122,8 @@ class FastBlock:
         path, norm = self._path, self._norm[:count]
         asked = [*path.gathered]
         known = path.bounds(float(norm.min()), float(norm.max()))
+        if path.of_coef:
+            known = {**known, "coef": coef_bounds(self._snapshots[:count])}
         for guard in path.guards:
             least, most = known.get(guard.column, UNKNOWN)
             if not (guard.low <= least and most <= guard.high):

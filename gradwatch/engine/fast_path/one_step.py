@@ -102,6 +102,7 @@ class FastPath:
         "beside",
         "gathered",
         "guards",
+        "of_coef",
         "of_scalars",
         "plan",
         "rare",
@@ -122,6 +123,7 @@ class FastPath:
         self.beside = BY_RANK | staggered.difference(*others)
         guards = tuple(_guards(one for one in guarded if _bounded(one)))
         self.guards = tuple(one for one in guards if not is_scalar(one.column))
+        self.of_coef = any(one.column == "coef" for one in guards)
         self.of_scalars = tuple(
             one._replace(column=scalar_name(one.column)) for one in guards if is_scalar(one.column)
         )
@@ -170,6 +172,8 @@ class FastPath:
     def _cannot_breach(self, reader: Reader, scalars: Mapping[str, float], low: float, high: float) -> bool:
         """True if no rule without a baseline breaches."""
         asked, known = self.gathered, self.bounds(low, high)
+        if self.of_coef:
+            known = {**known, "coef": coef_bounds((reader.snapshot,))}
         for guard in self.guards:
             least, most = known.get(guard.column, UNKNOWN)
             if not (guard.low <= least and most <= guard.high):
@@ -272,6 +276,17 @@ class FastPaths(dict[AbstractSet[int], FastPath]):
             del self[next(key for key in self if key)]
         path = self[active] = FastPath(self._plan, active)
         return path
+
+
+def coef_bounds(snapshots: Sequence[Snapshot]) -> tuple[float, float]:
+    """The smallest and the largest factor by which gradients were changed before these steps; NaN if any is."""
+    distinct = {
+        id(snapshot.coef): snapshot.coef for snapshot in snapshots
+    }.values()  # untouched ones share theirs
+    bounds = [(float(np.minimum.reduce(coef)), float(np.maximum.reduce(coef))) for coef in distinct]
+    if len(bounds) == 1:
+        return bounds[0]
+    return float(np.min([low for low, _ in bounds])), float(np.max([high for _, high in bounds]))
 
 
 def scalars_of(snapshot: Snapshot) -> Mapping[str, float]:

@@ -1,0 +1,83 @@
+"""A learning rate that leaves its schedule: it multiplies in one step, beyond anything it was before."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar, Literal, NamedTuple, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.detectors.detector import STRICT, Detector, Sample, State, register_detector
+from gradwatch.detectors.thresholds import Positive
+from gradwatch.records.snapshot import BoolArray
+
+Array = NDArray[np.float64]
+
+
+class RateState(NamedTuple):
+    """Of K series: the `last` positive value and the `largest` so far; 0 = none yet."""
+
+    last: Array
+    largest: Array
+
+
+@register_detector
+@dataclass(frozen=True, slots=True)
+class LrJump(Detector):
+    """lr > above x that of the step before, and above the largest so far.
+
+    The score is that factor; 0 where the value is not the largest yet. So torch's schedules do not breach: warm-ups
+    climb by less from step to step (`ConstantLR` by 3 by default), restarts go back to what was there before. A rate of
+    0 is neither judged nor learned (`below` is for one that stays 0).
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+    kind: ClassVar[str] = "lr_jump"
+    scopes: ClassVar = ("total",)
+
+    of: Literal["lr"] = "lr"
+    above: Positive = 3.5
+
+    def __post_init__(self) -> None:
+        if not self.above > 1:
+            raise ValueError("above is the factor of a jump: it must be greater than 1")
+
+    @property
+    def fires_at(self) -> float:
+        """`above`."""
+        return self.above
+
+    def init(self, size: int) -> RateState:
+        """No value seen."""
+        return RateState(np.zeros(size), np.zeros(size))
+
+    def score(self, state: State, sample: Sample) -> Array:
+        """As above; NaN for the first value, and one that is missing, not finite or not positive."""
+        rate, value = cast(RateState, state), sample.values.astype(np.float64)
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            factor = np.where(value > rate.largest, value / rate.last, 0.0)
+        return np.where(_known(sample) & (rate.last > 0), factor, np.nan)
+
+    def learn(self, state: State, sample: Sample) -> RateState:
+        """The last value and the largest, with this one."""
+        rate, value, known = cast(RateState, state), sample.values.astype(np.float64), _known(sample)
+        largest = np.where(known, np.maximum(rate.largest, value), rate.largest)
+        return RateState(np.where(known, value, rate.last), largest)
+
+    def indifferent(self, state: State, scalar: Callable[[str], float | None]) -> bool:
+        """True of the same value as before, or none."""
+        value, rate = scalar(self.of), cast(RateState, state)
+        return value is None or value == rate.last[0]
+
+    def rebaseline(self, state: State, mask: BoolArray, keep_judging: bool) -> RateState:
+        """Start over; what was the largest stays so across a change that keeps judging."""
+        rate = cast(RateState, state)
+        return rate if keep_judging else RateState(*(np.where(mask, 0.0, values) for values in rate))
+
+
+def _known(sample: Sample) -> BoolArray:
+    known: BoolArray = sample.present & (sample.values > 0) & (sample.values < math.inf)
+    return known
