@@ -237,8 +237,10 @@ class BelowRecentMin(_RecentExtreme):
 
     def scale(self, sample: Sample) -> Array32:
         """-ln value, of 0 that of 1e-30; not finite where missing, not finite or negative."""
-        zero = sample.present & (sample.values == 0)
-        return np.where(zero, _ZERO, log_of(sample)) * np.float32(self.SIGN)
+        zero, log = sample.present & (sample.values == 0), log_of(sample)
+        return np.where(zero, _ZERO, np.where(log < math.inf, log, np.float32(np.nan))) * np.float32(
+            self.SIGN
+        )
 
     def _learned(self, x: Array32) -> BoolArray:
         return np.isfinite(x) & (x < -_ZERO)
