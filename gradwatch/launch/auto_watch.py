@@ -174,16 +174,18 @@ class Agent:
             try:
                 # Before anything is taken out of `_waiting`, which is read without the lock.
                 self._attaching = True
-                ready = self._ready(stepping)
-                watch = self._try(ready, NOTHING) if ready else None
-                by_hand = (
-                    NOTHING
-                    if before is None
-                    else self._without_optimizer.found(before, _is_watched, _by_hand)
-                )
-                return self._try([], by_hand) if any(by_hand) else watch
+                return self._attach_to(stepping, before)
             finally:
-                self._attaching = False
+                try:
+                    self._attaching = False
+                finally:  # once more: an exception that is sent may arrive at the line above
+                    self._attaching = False
+
+    def _attach_to(self, stepping: Optimizer | None, before: BackwardCall | None) -> Session | None:
+        ready = self._ready(stepping)
+        watch = self._try(ready, NOTHING) if ready else None
+        by_hand = NOTHING if before is None else self._without_optimizer.found(before, _is_watched, _by_hand)
+        return self._try([], by_hand) if any(by_hand) else watch
 
     def _try(self, ready: list[tuple[Optimizer, int]], by_hand: Found) -> Session | None:
         """Attach, or say on one line why not."""

@@ -121,6 +121,37 @@ print(len(LIVE.all()))
     assert ended(run(tmp_path, script)) == "0\n1\n"
 
 
+def test_an_interrupt_as_an_attach_ends_does_not_end_the_watching(tmp_path: Path) -> None:
+    """Ctrl-C at the very line that notes the end, in a notebook, say: the next optimizer is watched as ever."""
+    script = """
+import linecache, sys, torch
+hit = []
+def line(frame, event, arg):
+    code = frame.f_code
+    text = linecache.getline(code.co_filename, frame.f_lineno)
+    if event == "line" and code.co_name == "attach_waiting" and "_attaching = False" in text and not hit:
+        hit.append(text)
+        raise KeyboardInterrupt
+    return line
+def train(steps):
+    net = torch.nn.Linear(4, 1)
+    opt = torch.optim.SGD(net.parameters(), 0.01)
+    for _ in range(steps):
+        net(torch.ones(8, 4)).pow(2).mean().backward()
+        opt.step()
+sys.settrace(lambda frame, *_: line if frame.f_code.co_filename.endswith("auto_watch.py") else None)
+try:
+    train(1)
+except KeyboardInterrupt:
+    print("interrupted")
+sys.settrace(None)
+train(3)
+"""
+    done = run(tmp_path, script)
+    assert ended(done) == "interrupted\n"
+    assert "3 of 3 steps watched" in done.stderr
+
+
 def test_a_forked_child_that_trains_is_an_attempt_of_its_own(tmp_path: Path) -> None:
     """Hogwild: the parent's steps in one journal, the child's in another, and the same numbers as unwatched."""
     script = (
