@@ -98,6 +98,8 @@ def test_a_recording_is_read_back_as_it_was(tmp_path: Path) -> None:
             assert after.scalars == before.scalars
             for name, column in before.columns.items():
                 here = column.present
+                if not here.any():  # such a column is left out
+                    continue
                 assert np.array_equal(after.columns[name].present, here)
                 assert np.array_equal(after.columns[name].values[here], column.values[here], equal_nan=True)
         assert alarms(load_rules("default"), again) == alarms(load_rules("default"), recording)
