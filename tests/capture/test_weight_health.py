@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gradwatch
+from gradwatch.capture import weight_health
 from gradwatch.capture.weight_health import FACTOR, UNREADABLE, Weights
 from gradwatch.checkpoint import read_tag
 from gradwatch.reading import device
@@ -277,6 +279,25 @@ def test_untouched_is_said_of_weights_that_were_looked_at(broken: bool, capsys: 
         if entry["event"].endswith("firing")
     ]
     assert line.get("weights") == (None if broken else "untouched, finite")
+
+
+def test_looks_that_nobody_asked_for_take_a_thousandth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look of 20 ms, due at each of a thousand steps of half a second: one in twenty seconds."""
+    clock, looks = [0.0], []
+    monkeypatch.setattr(weight_health, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    weights = Weights(nn.Linear(2, 2).named_parameters)
+    begin = weights._begin
+
+    def begun(named: list[tuple[str, torch.Tensor]]) -> Any:
+        clock[0] += 0.02
+        looks.append(clock[0])
+        return begin(named)
+
+    monkeypatch.setattr(weights, "_begin", begun)
+    for _ in range(1000):
+        clock[0] += 0.5
+        weights.check_if_due(dict, urgent=False)
+    assert 20 <= len(looks) <= 1 + 0.001 * clock[0] / 0.02
 
 
 def test_from_a_device_a_look_comes_late_and_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
