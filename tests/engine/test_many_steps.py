@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,12 +11,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwatch.engine import BoundEngine, EngineState
+from gradwatch.capture.snapshot_assembly import appended
+from gradwatch.engine import BoundEngine, Engine, EngineState
 from gradwatch.errors import GradwatchError
-from gradwatch.records.snapshot import Snapshot
+from gradwatch.records.snapshot import Column, Snapshot
 from gradwatch.records.verdict import Verdict
-from tests.engine.cases import bound, make_snapshot, rule
-from tests.engine.runs import SIZE, bind, mostly_healthy, packs, with_faults_that_stay
+from gradwatch.rules.files import load_rules
+from tests.engine.cases import bound, make_sites, make_snapshot, rule
+from tests.engine.runs import SIZE, STEPS, bind, mostly_healthy, packs, with_faults_that_stay
 from tests.support.examples import examples
 
 MOST = 32
@@ -23,7 +26,7 @@ MOST = 32
 
 def calm(snapshot: Snapshot) -> bool:
     """True if it may be one of a block."""
-    return not snapshot.provisional and bool((snapshot.calls > 0).all())
+    return not snapshot.provisional and bool((snapshot.calls[:SIZE] > 0).all())
 
 
 def judged_together(
@@ -31,7 +34,7 @@ def judged_together(
 ) -> tuple[int, Verdict, EngineState]:
     """Judge the first of these: as many as are calm together, else one; how many, their verdict, the state then."""
     count = next((t for t, one in enumerate(snapshots) if not calm(one)), len(snapshots))
-    norm = np.array([one.norm for one in snapshots[:count]]).reshape(count, SIZE)
+    norm = np.array([one.norm[:SIZE] for one in snapshots[:count]]).reshape(count, SIZE)
     found = engine.evaluate_many(state, snapshots[:count], norm)
     if found.in_turn:
         assert not found.verdict.events
@@ -73,9 +76,13 @@ def test_a_block_sees_what_single_steps_see(
     pack: str, seed: int, run: Callable[[int], list[Any]], columns_every: int
 ) -> None:
     """Cut anywhere, blocks give the events and states of one step after the other."""
-    engine, rng = bind(packs()[pack]), np.random.default_rng(seed)
-    snapshots = snapshots_of(engine, run(seed), columns_every)
-    singly, states, verdicts = engine.init(), [], []
+    engine = bind(packs()[pack])
+    see_the_same(engine, snapshots_of(engine, run(seed), columns_every), seed)
+
+
+def see_the_same(engine: BoundEngine, snapshots: list[Snapshot], seed: int) -> None:
+    """Blocks of these, cut anywhere, give the verdicts and states of one after the other."""
+    rng, singly, states, verdicts = np.random.default_rng(seed), engine.init(), [], []
     for snapshot in snapshots:
         verdict, singly = engine.evaluate(singly, snapshot)
         states.append(singly)
@@ -95,6 +102,53 @@ def test_a_block_sees_what_single_steps_see(
         assert {k: v.tolist() for k, v in state.overdue.items()} == {
             k: v.tolist() for k, v in expected.overdue.items()
         }
+
+
+def among_ranks(seed: int, faulty: bool) -> tuple[BoundEngine, list[Snapshot]]:
+    """The default pack among two ranks, which exchange at every tenth step; one is out of line now and then."""
+    sites, default = make_sites(SIZE), load_rules("default")
+    sites = appended(replace(sites, numels=sites.numels * 4096), ("rank 0", "rank 1"), "rank")
+    rng, found = np.random.default_rng(seed), []
+    for step in range(STEPS):
+        norms = [*(2 + rng.uniform(-0.01, 0.01, SIZE)), None, None]
+        columns = {}
+        if step % 10 == 0:
+            out = faulty and rng.random() < 0.1
+            columns = {
+                "norm_local": at(slice(SIZE), 2 + rng.uniform(-0.01, 0.01, SIZE)),
+                "rank_norm": at(
+                    slice(SIZE, None), [rng.choice([1e4, np.nan]) if out else 1.0, rng.uniform(1, 1.1)]
+                ),
+                "rank_mismatch": at(slice(SIZE, None), [faulty and rng.random() < 0.05, 0]),
+                "rank_site": at(slice(SIZE, None), [1, 2]),
+            }
+        found.append(make_snapshot(sites, step, norms, columns=columns, scalars={"lr": 1e-3, "loss": 2.0}))
+    return Engine(default).bind(sites), found
+
+
+def at(where: slice, values: Any) -> Column:
+    """A column that was measured at these sites, parameters or ranks."""
+    column = Column(np.zeros(SIZE + 2, np.float32), np.zeros(SIZE + 2, np.bool_))
+    column.values[where], column.present[where] = values, True
+    return column
+
+
+@settings(max_examples=examples(4))
+@given(st.integers(0, 10**6))
+def test_a_block_among_ranks_sees_what_single_steps_see(seed: int) -> None:
+    """Steps with what ranks exchanged are judged in blocks too; one rank out of line is told in its step."""
+    see_the_same(*among_ranks(seed, faulty=True), seed)
+
+
+def test_steady_steps_among_ranks_are_judged_in_blocks() -> None:
+    """With the step of an exchange as the last of ten, as they come."""
+    engine, snapshots = among_ranks(1, faulty=False)
+    state, calls, at = engine.init(), 0, 0
+    while at < STEPS:
+        exchanged = at + -at % 10  # the next step of an exchange, with which a block ends
+        done, _, state = judged_together(engine, state, snapshots[at : exchanged + 1])
+        at, calls = at + done, calls + (at >= 100)
+    assert calls <= (STEPS - 100) / 10 + 2
 
 
 @pytest.mark.parametrize("pack", packs())

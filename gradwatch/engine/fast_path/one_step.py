@@ -42,6 +42,9 @@ ROUNDING = 1e-6
 BY_RANK: frozenset[str] = RANK_COLUMNS | {"rank_site"}
 """Columns that are there on healthy steps too, where ranks talk."""
 
+BEHIND_RANKS: frozenset[str] = frozenset({"norm_local"})
+"""Columns from which those are made; where no rule reads them as well, they say nothing by themselves."""
+
 STACKED = ("norm", "total_norm")
 """The columns whose logarithms are taken together: S norms, then the total."""
 
@@ -120,7 +123,8 @@ class FastPath:
         staggered = frozenset[str]().union(
             *(one.detector.columns for one in plan.rules if one.series.phases is not None)
         )
-        self.beside = BY_RANK | staggered.difference(*others)
+        read = frozenset[str]().union(*(one.detector.columns for one in plan.rules))
+        self.beside = BY_RANK | staggered.difference(*others) | BEHIND_RANKS - read
         guards = tuple(_guards(one for one in guarded if _bounded(one)))
         self.guards = tuple(one for one in guards if not is_scalar(one.column))
         self.of_coef = any(one.column == "coef" for one in guards)
