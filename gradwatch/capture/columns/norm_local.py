@@ -21,7 +21,7 @@ from gradwatch.taps import backward, dispatch_modes
 from gradwatch.taps.dynamo import untraced
 from gradwatch.taps.swap_tensors import contents, revive
 
-PROBES = 8
+PROBES = 4
 """Small parameters, at most, that are looked at for NaN and Inf in every backward."""
 
 
@@ -325,9 +325,17 @@ def _norm_of_small(grad: Tensor) -> float | Tensor | None:
 
 
 def _nonfinite(grad: Tensor) -> float | None:
-    """The norm of no more than a row of float32 elements, None where it is finite."""
-    found = _norm_of_small(grad)
-    norm = _norm(found) if isinstance(found, Tensor) else None
+    """The norm of no more than a row of float32 elements, None where it is finite.
+
+    In the middle of a backward every call costs microseconds: two tell of almost all gradients.
+    """
+    try:
+        values = grad.numpy()  # sync: CPU tensor
+        if values.dtype == np.float32 and np.vdot(values, values) < math.inf:
+            return None
+    except (TypeError, RuntimeError):  # sparse, or it wants a gradient itself
+        pass
+    norm = _norm(alias(grad))
     return norm if isinstance(norm, float) and not math.isfinite(norm) else None
 
 
