@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -34,6 +35,7 @@ def state_restored(model: nn.Module, max_bytes: int) -> Iterator[None]:
         _anomaly(),
         _grad_mode(),
         *attributes(model, max_bytes),
+        _parameters_and_buffers(model),
     ]
     with contextlib.ExitStack() as stack:
         for restore in restores:  # every one of them runs, whatever another raises
@@ -61,6 +63,21 @@ def aliases(
             copies[id(buffer)] = buffers.get(name, buffer).detach().clone()
         found[name] = copies[id(buffer)]
     return found
+
+
+def _parameters_and_buffers(model: nn.Module) -> Callable[[], None]:
+    """They are in their places again: an exception from outside (Ctrl-C) may leave some stand-ins there."""
+    places: list[tuple[dict[str, Any], str, Tensor | None]] = []
+    for module in model.modules():
+        for place in (module._parameters, module._buffers):
+            places += ((place, name, tensor) for name, tensor in place.items())
+
+    def restore() -> None:
+        for place, name, tensor in places:
+            if place.get(name, None) is not tensor:
+                place[name] = tensor
+
+    return restore
 
 
 def _anomaly() -> Callable[[], None]:

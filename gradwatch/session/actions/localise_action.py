@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -152,6 +153,15 @@ class Causes:
         self, verdict: Verdict, decision: Decision, snapshot: Snapshot, step_taken: bool, ranks: str
     ) -> list[Finding]:
         """The findings for the rules that order a search on this step."""
+        graded = torch.is_grad_enabled()
+        try:
+            return self._searched(verdict, decision, snapshot, step_taken, ranks)
+        finally:
+            torch.set_grad_enabled(graded)  # Ctrl-C may come while some `no_grad` is being left
+
+    def _searched(
+        self, verdict: Verdict, decision: Decision, snapshot: Snapshot, step_taken: bool, ranks: str
+    ) -> list[Finding]:
         from gradwatch.localise.replay.cause_among_ranks import RankAgreement  # a healthy run has no causes
 
         found = []
