@@ -135,6 +135,14 @@ def run(case: str, layers: int, path: Path, steps_of: int = STEPS) -> tuple[list
     return sink.records, judged
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_clock_decides() -> Iterator[None]:
+    """On a busy machine a step may take longer than steps wait for each other."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(deferred_steps, "LONGEST", math.inf)
+        yield
+
+
 @pytest.fixture(scope="module")
 def late(tmp_path_factory: pytest.TempPathFactory) -> Runs:
     """The runs of cases whose steps may wait, each once: several tests look at the same."""
@@ -184,6 +192,7 @@ def test_the_oldest_waits_no_longer_than_a_second(monkeypatch: pytest.MonkeyPatc
     """By the clock, too, steps become due; all are judged, in order, though one of them fails."""
     now, judged, failed = [100.0], [], []
     monkeypatch.setattr(deferred_steps.time, "monotonic", lambda: now[0])
+    monkeypatch.setattr(deferred_steps, "LONGEST", LONGEST)
     waiting = Deferral[Step]()
 
     def judge(steps: deque[Step]) -> None:
@@ -288,11 +297,8 @@ def test_a_loop_that_was_calm_is_soon_calm_again(late: Runs) -> None:
     assert waited[0] <= 90 + ORDINARY_AGAIN + 2
 
 
-def test_a_loop_whose_norm_comes_and_goes_is_calm_all_the_same(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_loop_whose_norm_comes_and_goes_is_calm_all_the_same(tmp_path: Path) -> None:
     """Batches that differ by a factor of three, as in embeddings, are no reason to judge each step at once."""
-    monkeypatch.setattr(deferred_steps, "LONGEST", 60.0)
     model, optimizer = build()
     sink, judged, large = Kept(), [], set(range(0, 200, 5))
     for parameter in model.parameters():
@@ -309,11 +315,8 @@ def test_a_loop_whose_norm_comes_and_goes_is_calm_all_the_same(
 
 
 @pytest.mark.parametrize("do", ["", ", do: [localise]"], ids=["observing", "with a do"])
-def test_a_rule_that_fires_on_and_on_changes_nothing_any_more(
-    do: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_rule_that_fires_on_and_on_changes_nothing_any_more(do: str, tmp_path: Path) -> None:
     """Once it has fired its steps are put off like calm ones; not where it has something to do on each of them."""
-    monkeypatch.setattr(deferred_steps, "LONGEST", 60.0)
     model, optimizer = build()
     sink, judged = Kept(), []
     rules = parse_rules(
