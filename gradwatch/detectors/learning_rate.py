@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple, cast
 
@@ -12,16 +12,16 @@ from numpy.typing import NDArray
 
 from gradwatch.detectors.detector import STRICT, Detector, Sample, State, register_detector
 from gradwatch.detectors.thresholds import Positive
-from gradwatch.records.snapshot import BoolArray
+from gradwatch.records.snapshot import BoolArray, FloatArray
 
-Array = NDArray[np.float64]
+Array32 = NDArray[np.float32]
 
 
 class RateState(NamedTuple):
     """Of K series: the `last` positive value and the `largest` so far; 0 = none yet."""
 
-    last: Array
-    largest: Array
+    last: Array32
+    largest: Array32
 
 
 @register_detector
@@ -52,30 +52,47 @@ class LrJump(Detector):
 
     def init(self, size: int) -> RateState:
         """No value seen."""
-        return RateState(np.zeros(size), np.zeros(size))
+        return RateState(np.zeros(size, np.float32), np.zeros(size, np.float32))
 
-    def score(self, state: State, sample: Sample) -> Array:
+    def score(self, state: State, sample: Sample) -> NDArray[np.float64]:
         """As above; NaN for the first value, and one that is missing, not finite or not positive."""
-        rate, value = cast(RateState, state), sample.values.astype(np.float64)
+        rate, value = cast(RateState, state), sample.values.astype(np.float32)
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            factor = np.where(value > rate.largest, value / rate.last, 0.0)
+            factor = np.where(value > rate.largest, value.astype(np.float64) / rate.last, 0.0)
         return np.where(_known(sample) & (rate.last > 0), factor, np.nan)
 
     def learn(self, state: State, sample: Sample) -> RateState:
         """The last value and the largest, with this one."""
-        rate, value, known = cast(RateState, state), sample.values.astype(np.float64), _known(sample)
+        rate, value, known = cast(RateState, state), sample.values.astype(np.float32), _known(sample)
         largest = np.where(known, np.maximum(rate.largest, value), rate.largest)
         return RateState(np.where(known, value, rate.last), largest)
 
     def indifferent(self, state: State, scalar: Callable[[str], float | None]) -> bool:
         """True of the same value as before, or none."""
         value, rate = scalar(self.of), cast(RateState, state)
-        return value is None or value == rate.last[0]
+        return value is None or np.float32(value) == rate.last[0]
+
+    def logs_of(self, values: Sequence[float]) -> Array32:
+        """The values themselves: what `advance_many_logs` takes of this kind."""
+        return np.array(values, np.float32)
+
+    def advance_logs(self, state: State, x: Array32) -> tuple[FloatArray | None, State]:
+        """As `advance` of these values, all present."""
+        return self.advance(state, Sample(x, np.ones(len(x), np.bool_)))
+
+    def advance_many_logs(self, state: State, x: Array32) -> tuple[int, State]:
+        """As `advance_logs` of each in turn; at once where the rate never exceeds what it was."""
+        largest = cast(RateState, state).largest
+        if (x > 0).all() and (x <= largest).all():
+            return len(x), RateState(x[-1].copy(), largest)
+        return Detector.advance_many_logs(self, state, x)
 
     def rebaseline(self, state: State, mask: BoolArray, keep_judging: bool) -> RateState:
         """Start over; what was the largest stays so across a change that keeps judging."""
         rate = cast(RateState, state)
-        return rate if keep_judging else RateState(*(np.where(mask, 0.0, values) for values in rate))
+        return (
+            rate if keep_judging else RateState(*(np.where(mask, np.float32(0), values) for values in rate))
+        )
 
 
 def _known(sample: Sample) -> BoolArray:

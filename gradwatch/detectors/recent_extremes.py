@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast
 
 import numpy as np
@@ -53,6 +54,27 @@ class RecentState(NamedTuple):
     compared: Array32
 
 
+class Sizes(NamedTuple):
+    """Samples of a `part`, the number of `parts` kept, how many of these are too new (`late`) to be compared with.
+
+    Samples are counted up to `most`: beyond the warm-up only the place in a part matters. A logarithm that is
+    `surely_below` the threshold does not breach.
+    """
+
+    part: int
+    parts: int
+    late: int
+    most: int
+    surely_below: float
+
+
+@cache
+def _sizes(window: int, lag: int, warmup: int, surely_below: float) -> Sizes:
+    part = -(-window // PARTS)
+    late = -(-lag // part)
+    return Sizes(part, late + -(-window // part), late, (-(-warmup // part) + 1) * part, surely_below)
+
+
 @dataclass(frozen=True, slots=True)
 class _RecentExtreme(Exceeding):
     """Factor by which a sample is beyond the extreme of those before it; `SIGN` +1: the largest, -1: the smallest.
@@ -79,14 +101,8 @@ class _RecentExtreme(Exceeding):
             raise ValueError("above is a factor beyond what was seen: it must be greater than 1")
 
     @property
-    def part(self) -> int:
-        """Samples of a part."""
-        return -(-self.window // PARTS)
-
-    @property
-    def _late(self) -> int:
-        """Parts that are too new to be compared with, the one under way aside."""
-        return -(-self.lag // self.part)
+    def _sizes(self) -> Sizes:
+        return _sizes(self.window, self.lag, self.warmup, self.log_surely_below)
 
     def baseline_key(self) -> tuple[Any, ...]:
         """Key of the baseline; what is learned depends on the threshold, too."""
@@ -94,7 +110,7 @@ class _RecentExtreme(Exceeding):
 
     def init(self, size: int) -> RecentState:
         """No sample seen."""
-        parts = np.full((self._late + -(-self.window // self.part), size), NONE)
+        parts = np.full((self._sizes.parts, size), NONE)
         return RecentState(np.zeros(size, np.int32), np.full(size, NONE), parts, np.full(size, NONE))
 
     def scale(self, sample: Sample) -> Array32:
@@ -121,24 +137,40 @@ class _RecentExtreme(Exceeding):
 
     def advance_many_logs(self, state: State, x: Array32) -> tuple[int, State]:
         """As `advance_logs` of each in turn; all steps up to the end of a part are compared at once."""
-        recent, judged = cast(RecentState, state), 0
-        while judged < len(x):
-            n = int(recent.n[0])
-            if n < self.warmup or not (recent.n == n).all():
-                more, after = Exceeding.advance_many_logs(self, recent, x[judged:])
-                return judged + more, after
-            ahead = self.SIGN * x[judged : judged + self.part - n % self.part]
-            largest = np.maximum.accumulate(np.maximum(ahead, recent.under_way))
-            beyond = ahead - self._reference(recent)
-            if not self.lag:
-                np.minimum(beyond[1:], ahead[1:] - largest[:-1], out=beyond[1:])
-            below = leading(np.maximum.reduce(beyond, axis=1).astype(np.float64) < self.log_surely_below)
-            if below:
-                recent = self._after(recent, recent.n + np.int32(below), largest[below - 1].copy())
-            judged += below
-            if below < len(ahead):
+        recent = cast(RecentState, state)
+        _, under_way, parts, compared = recent
+        sizes, start, done = self._sizes, int(recent.n[0]), 0
+        if not (recent.n == start).all():
+            return Exceeding.advance_many_logs(self, state, x)
+        signed = self.SIGN * x
+        while done < len(x):
+            ahead = signed[done : done + sizes.part - start % sizes.part]
+            largest = np.maximum.accumulate(np.maximum(ahead, under_way))
+            count = len(ahead)
+            if not self.lag or compared[0] > NONE:  # else there is nothing to compare with yet
+                beyond = ahead - (compared if self.lag else np.maximum(compared, under_way))
+                if not self.lag:
+                    np.minimum(beyond[1:], ahead[1:] - largest[:-1], out=beyond[1:])
+                worst = np.maximum.reduce(beyond, axis=1).astype(np.float64)
+                count = (
+                    len(ahead) if worst.max() < sizes.surely_below else leading(worst < sizes.surely_below)
+                )
+            if count:
+                done, start, under_way = done + count, start + count, largest[count - 1]
+                if start % sizes.part == 0:
+                    parts = np.concatenate((under_way[None], parts[:-1]))
+                    compared, under_way = (
+                        np.maximum.reduce(parts[sizes.late :]),
+                        np.full_like(under_way, NONE),
+                    )
+                    start -= sizes.part if start >= sizes.most else 0
+            if count < len(ahead):
                 break
-        return judged, recent
+        after = RecentState(np.full_like(recent.n, start), under_way.copy(), parts, compared)
+        if done < len(x) and start < self.warmup:  # not judged yet, but learned up to a bound
+            more, last = Exceeding.advance_many_logs(self, after, x[done:])
+            return done + more, last
+        return done, after
 
     def logs_of(self, values: Sequence[float]) -> Array32 | None:
         """ln of each; None where one is not positive."""
@@ -163,11 +195,11 @@ class _RecentExtreme(Exceeding):
     def _advanced(self, recent: RecentState, x: Array32) -> tuple[FloatArray | None, RecentState]:
         reference = self._reference(recent)
         beyond = x - reference
-        if float(np.maximum.reduce(beyond)) < self.log_surely_below:  # not so if one is NaN: all are known
+        if float(np.maximum.reduce(beyond)) < self._sizes.surely_below:  # not so if one is NaN: all are known
             return None, self._after(recent, recent.n + np.int32(1), np.maximum(recent.under_way, x))
         after = self._absorb(recent, x, reference)
         # fmax: a sample that is missing is not beyond.
-        if float(np.fmax.reduce(beyond)) < self.log_surely_below:
+        if float(np.fmax.reduce(beyond)) < self._sizes.surely_below:
             return None, after
         return self._factor(recent, beyond), after
 
@@ -189,15 +221,13 @@ class _RecentExtreme(Exceeding):
 
     def _after(self, recent: RecentState, n: NDArray[np.int32], under_way: Array32) -> RecentState:
         """The state with these counts and extremes, where parts that have just become full are closed."""
-        # Counted as far as it matters: beyond the warm-up only the place in a part does.
-        most = (-(-self.warmup // self.part) + 1) * self.part
-        low, high = int(np.minimum.reduce(n)), int(np.maximum.reduce(n))
-        if low == high and low % self.part and low < most:  # almost every step: no part is closed
+        sizes, low, high = self._sizes, int(np.minimum.reduce(n)), int(np.maximum.reduce(n))
+        if low == high and low % sizes.part and low < sizes.most:  # almost every step: no part is closed
             return RecentState(n, under_way, recent.parts, recent.compared)
-        full = (n % self.part == 0) & (n != recent.n)
+        full = (n % sizes.part == 0) & (n != recent.n)
         parts = np.where(full, np.concatenate((under_way[None], recent.parts[:-1])), recent.parts)
-        counted = np.where(n >= most, n - self.part, n).astype(np.int32)
-        compared = np.maximum.reduce(parts[self._late :])
+        counted = np.where(n >= sizes.most, n - sizes.part, n).astype(np.int32)
+        compared = np.maximum.reduce(parts[sizes.late :])
         return RecentState(counted, np.where(full, NONE, under_way), parts, compared)
 
 
