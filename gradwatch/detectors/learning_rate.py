@@ -17,9 +17,14 @@ from gradwatch.records.snapshot import BoolArray, FloatArray
 Array32 = NDArray[np.float32]
 
 
-class RateState(NamedTuple):
-    """Of K series: the `last` positive value and the `largest` so far; 0 = none yet."""
+LEAST = 10
+"""Values that must be known before one is judged: a warm-up may begin at a thousandth, and rise by much at once."""
 
+
+class RateState(NamedTuple):
+    """Of K series: `n` positive values (int32, counted up to 10), the `last` and the `largest` of them (0 = none)."""
+
+    n: NDArray[np.int32]
     last: Array32
     largest: Array32
 
@@ -30,8 +35,8 @@ class LrJump(Detector):
     """lr > above x that of the step before, and above the largest so far.
 
     The score is that factor; 0 where the value is not the largest yet. So torch's schedules do not breach: warm-ups
-    climb by less from step to step (`ConstantLR` by 3 by default), restarts go back to what was there before. A rate of
-    0 is neither judged nor learned (`below` is for one that stays 0).
+    climb by less from step to step (`ConstantLR` by 3 by default), restarts go back to what was there before. The
+    eleventh rate is the first to be judged; 0 is neither judged nor learned (`below` is for one that stays 0).
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -52,25 +57,26 @@ class LrJump(Detector):
 
     def init(self, size: int) -> RateState:
         """No value seen."""
-        return RateState(np.zeros(size, np.float32), np.zeros(size, np.float32))
+        return RateState(np.zeros(size, np.int32), np.zeros(size, np.float32), np.zeros(size, np.float32))
 
     def score(self, state: State, sample: Sample) -> NDArray[np.float64]:
-        """As above; NaN for the first value, and one that is missing, not finite or not positive."""
+        """As above; NaN for the first ten, and one that is missing, not finite or not positive."""
         rate, value = cast(RateState, state), sample.values.astype(np.float32)
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             factor = np.where(value > rate.largest, value.astype(np.float64) / rate.last, 0.0)
-        return np.where(_known(sample) & (rate.last > 0), factor, np.nan)
+        return np.where(_known(sample) & (rate.n >= LEAST), factor, np.nan)
 
     def learn(self, state: State, sample: Sample) -> RateState:
         """The last value and the largest, with this one."""
         rate, value, known = cast(RateState, state), sample.values.astype(np.float32), _known(sample)
         largest = np.where(known, np.maximum(rate.largest, value), rate.largest)
-        return RateState(np.where(known, value, rate.last), largest)
+        n = np.minimum(rate.n + known, LEAST).astype(np.int32)
+        return RateState(n, np.where(known, value, rate.last), largest)
 
     def indifferent(self, state: State, scalar: Callable[[str], float | None]) -> bool:
         """True of the same value as before, or none."""
         value, rate = scalar(self.of), cast(RateState, state)
-        return value is None or np.float32(value) == rate.last[0]
+        return value is None or bool(rate.n[0] >= LEAST and np.float32(value) == rate.last[0])
 
     def logs_of(self, values: Sequence[float]) -> Array32:
         """The values themselves: what `advance_many_logs` takes of this kind."""
@@ -82,17 +88,16 @@ class LrJump(Detector):
 
     def advance_many_logs(self, state: State, x: Array32) -> tuple[int, State]:
         """As `advance_logs` of each in turn; at once where the rate never exceeds what it was."""
-        largest = cast(RateState, state).largest
-        if (x > 0).all() and (x <= largest).all():
-            return len(x), RateState(x[-1].copy(), largest)
+        n, _, largest = cast(RateState, state)
+        if (n >= LEAST).all() and (x > 0).all() and (x <= largest).all():
+            return len(x), RateState(n, x[-1].copy(), largest)
         return Detector.advance_many_logs(self, state, x)
 
     def rebaseline(self, state: State, mask: BoolArray, keep_judging: bool) -> RateState:
         """Start over; what was the largest stays so across a change that keeps judging."""
         rate = cast(RateState, state)
-        return (
-            rate if keep_judging else RateState(*(np.where(mask, np.float32(0), values) for values in rate))
-        )
+        zeroed = (np.where(mask, np.zeros(1, one.dtype), one) for one in rate)
+        return rate if keep_judging else RateState(*zeroed)
 
 
 def _known(sample: Sample) -> BoolArray:
