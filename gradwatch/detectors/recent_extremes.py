@@ -33,6 +33,8 @@ from gradwatch.records.snapshot import BoolArray, FloatArray
 
 PARTS = 10
 """Parts of a window, each kept as its extreme: a window forgets a tenth of its samples at a time."""
+MARGIN = 1e-3
+"""Of logarithms: far more than the rounding of float32 and of exp."""
 NONE = np.float32(-1e4)
 """Stands for no sample: the logarithm of no float is as small."""
 _ZERO = np.float32(math.log(ZERO_NORM))
@@ -69,10 +71,12 @@ class Sizes(NamedTuple):
 
 
 @cache
-def _sizes(window: int, lag: int, warmup: int, surely_below: float) -> Sizes:
+def _sizes(window: int, lag: int, warmup: int, above: float) -> Sizes:
     part = -(-window // PARTS)
     late = -(-lag // part)
-    return Sizes(part, late + -(-window // part), late, (-(-warmup // part) + 1) * part, surely_below)
+    return Sizes(
+        part, late + -(-window // part), late, (-(-warmup // part) + 1) * part, math.log(above) - MARGIN
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,7 +106,7 @@ class _RecentExtreme(Exceeding):
 
     @property
     def _sizes(self) -> Sizes:
-        return _sizes(self.window, self.lag, self.warmup, self.log_surely_below)
+        return _sizes(self.window, self.lag, self.warmup, self.above)
 
     def baseline_key(self) -> tuple[Any, ...]:
         """Key of the baseline; what is learned depends on the threshold, too."""
@@ -139,7 +143,8 @@ class _RecentExtreme(Exceeding):
         """As `advance_logs` of each in turn; all steps up to the end of a part are compared at once."""
         recent = cast(RecentState, state)
         _, under_way, parts, compared = recent
-        sizes, start, done = self._sizes, int(recent.n[0]), 0
+        # The property's call would be one more of the few that a block of steps costs.
+        sizes, start, done = _sizes(self.window, self.lag, self.warmup, self.above), int(recent.n[0]), 0
         if not (recent.n == start).all():
             return Exceeding.advance_many_logs(self, state, x)
         signed = self.SIGN * x
