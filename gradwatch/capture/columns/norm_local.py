@@ -335,7 +335,8 @@ def _nonfinite(grad: Tensor) -> float | None:
             return None
     except (TypeError, RuntimeError):  # sparse, or it wants a gradient itself
         pass
-    norm = _norm(alias(grad))
+    found = alias(grad)
+    norm = None if found is None else _norm(found)
     return norm if isinstance(norm, float) and not math.isfinite(norm) else None
 
 

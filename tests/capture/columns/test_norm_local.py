@@ -54,6 +54,16 @@ def test_what_was_seen_since_the_last_step_follows_its_parameter() -> None:
     assert math.isnan(found_at(after, 20)[1])
 
 
+def test_an_inf_between_two_reads_is_kept() -> None:
+    """Not NaN alone is not finite."""
+    param = torch.ones(3, requires_grad=True)
+    norms = norms_on([param])
+    norms.take(0, 1.0, lambda: True)
+    backward(param, math.inf)
+    norms.take(13, 1.0, lambda: True)
+    assert found_at(norms, 20) == [math.inf]
+
+
 def test_inf_does_not_take_the_place_of_nan() -> None:
     """Neither in one step, nor at a later one, nor at the step of the read."""
     param = torch.ones(3, requires_grad=True)
