@@ -5,6 +5,7 @@ The `meta` device has no numbers: whatever would read one on the host raises the
 
 from __future__ import annotations
 
+import math
 import threading
 from typing import Any
 
@@ -19,6 +20,7 @@ from gradwatch.policies.norm import clip_coefficient
 from gradwatch.reading import device, pinned_buffers
 from gradwatch.reading.pinned_buffers import PinnedPool, Sending
 from gradwatch.rules.files import parse_rules
+from gradwatch.session import deferred_steps
 from gradwatch.session.deferred_steps import DEPTH
 from tests.precision.loops import ScaledLoop, X, events, exact_norms, net, norms_in, watched
 from tests.reading.test_device import WAITING, Operations
@@ -270,6 +272,7 @@ def test_usual_steps_of_a_device_are_judged_together(
     rules: str, fused: bool, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     """Many wait, a fault is told as soon as its numbers are here, and everything is what the host says."""
+    monkeypatch.setattr(deferred_steps, "LONGEST", math.inf)  # no clock decides how many are judged together
     runs, waited = [], 0
     for on_device in (False, True):
         if on_device:
