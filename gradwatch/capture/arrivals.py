@@ -69,7 +69,11 @@ class ArrivalCounts:
 
     def _find_last(self, touched: list[int]) -> int | None:
         positions = self._positions
-        last = next((positions[slot] for slot in reversed(touched) if slot in positions), None)
+        last: int | None = None
+        for slot in reversed(touched):
+            if slot in positions:
+                last = positions[slot]
+                break
         self._usual = touched, last
         return last
 

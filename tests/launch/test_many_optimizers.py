@@ -14,8 +14,10 @@ from gradwatch.journal import EndEntry, read_journal
 from tests.launch.test_auto_watch import NET, ended
 from tests.launch.test_training import run
 
-EACH = 525  # Python calls inside gradwatch: a model of four parameters, its optimizer, one step; 502 when written
-SAME = 360  # the same where only the optimizer is new, 345 when written; times: `python -m tests.benchmarks.adoption`
+# Python calls inside gradwatch beyond those of the second step, which others hold (tests/session/test_step_calls.py);
+# times: `python -m tests.benchmarks.adoption`.
+EACH = 185  # a model of four parameters, copied, its optimizer, one step; 171 at the 10th when written, 124 at the 50th
+SAME = 65  # the same where only the optimizer is new; 54 when written
 
 SCRIPT = (
     NET
@@ -60,8 +62,12 @@ for k in range(60):
     inner = torch.optim.SGD(copied.parameters(), 0.05)
     step(copied, inner)
     sys.setprofile(None)
-    calls[k] = counted[0]
+    calls[k], counted = counted[0], [0]
+    if k in (*EARLY, *LATE):
+        sys.setprofile(count)
     step(copied, inner)
+    sys.setprofile(None)
+    calls[k] -= counted[0]
     for p, q in zip(net.parameters(), copied.parameters()):
         p.grad = p.detach() - q.detach()
     meta.step()
@@ -76,8 +82,11 @@ for k in AGAIN:  # the model that the last one trained
     sys.setprofile(count)
     step(copied, inner)
     sys.setprofile(None)
-    calls[k] = counted[0]
+    calls[k], counted = counted[0], [0]
+    sys.setprofile(count)
     step(copied, inner)  # else every first step makes up for columns that had no value at the one before
+    sys.setprofile(None)
+    calls[k] -= counted[0]
 fewest = [min(calls[k] for k in some) for some in (EARLY, LATE, AGAIN)]
 print(json.dumps({"calls": fewest[:2], "again": fewest[2], "sizes": [sizes[10], sizes[59]]}))
 """
@@ -102,10 +111,10 @@ def test_what_is_held_of_optimizers_that_are_gone_is_bounded(told: tuple[dict[st
 
 
 def test_each_optimizer_costs_the_same(told: tuple[dict[str, Any], Path]) -> None:
-    """The calls inside gradwatch for the 50th are those for the 10th, and few; fewer for a model trained before."""
+    """Beyond its steps: the 50th costs no more calls than the 10th, and few; fewer for a model trained before."""
     tenth, fiftieth = told[0]["calls"]
-    assert fiftieth <= EACH
-    assert abs(fiftieth - tenth) <= tenth / 5
+    assert tenth <= EACH
+    assert fiftieth <= tenth
     assert told[0]["again"] <= SAME
 
 
