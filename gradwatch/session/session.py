@@ -39,9 +39,10 @@ from gradwatch.session.settings import Settings, check_directory, quiet_asked, r
 from gradwatch.session.watched_optimizers import Ownership
 from gradwatch.sinks import Sink, make_sink
 from gradwatch.sinks.breaker import Breaker
+from gradwatch.taps import step_hooks
 from gradwatch.taps.backward_entry import count_backwards
 from gradwatch.taps.clip_functions import Clip
-from gradwatch.taps.process_totals import TOTALS
+from gradwatch.taps.process_totals import TOTALS, ended_by_exceptions
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,7 +143,9 @@ class Session:
 
     def _go_live(self, attached: Attached, models: list[nn.Module]) -> None:
         """Everything is there: count from here on."""
-        # A launcher's session answers for all that the process does, any other one from here on.
+        # A launcher's session answers for all that the process does, any other one from here on. A step that raised
+        # before it, and was not noticed yet, is none of this one's.
+        ended_by_exceptions(step_hooks.under_way())
         before = NOTHING_TAKEN if self.origin == "launcher" else TOTALS.taken()
         self._accounting = accounting = Accounting(
             self.run,

@@ -111,9 +111,9 @@ def present_step(optimizer: object) -> int:
     return _last.get(thread, 0)
 
 
-def ended_by_exceptions() -> None:
-    """No step is under way on this thread: those that have not ended were ended by an exception."""
-    _raised(open_steps.pop(threading.get_ident(), []), 0)
+def ended_by_exceptions(under_way: int = 0) -> None:
+    """So many calls of `step` are under way on this thread: others that have not ended were ended by an exception."""
+    _raised(open_steps.get(threading.get_ident(), []), under_way)
 
 
 def step_ends(optimizer: object) -> None:

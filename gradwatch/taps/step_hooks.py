@@ -130,6 +130,15 @@ def steps_under_way(optimizer: Optimizer) -> int:
     return found
 
 
+def under_way() -> int:
+    """The calls of `step` on this thread's stack; compiled steps hide theirs."""
+    found, frame = 0, sys._getframe(1)
+    while frame is not None:
+        found += frame.f_code is _WRAPPER and isinstance(frame.f_locals.get("self"), Optimizer)
+        frame = frame.f_back  # type: ignore[assignment]
+    return found
+
+
 def _part_of(optimizer: Optimizer) -> list[bool]:
     """Of each step on this thread's stack around this optimizer's, the innermost first, whether this one is part of it.
 

@@ -98,6 +98,27 @@ def test_a_step_ended_by_its_closure_is_told_as_that(tmp_path: Path) -> None:
     assert gaps(account) == ("1 of 3 optimizer steps not watched: 1 step ended by an exception, or os._exit",)
 
 
+def test_a_step_that_an_exception_ended_before_the_watch_is_not_counted_in_it(tmp_path: Path) -> None:
+    """Noticed as the thread steps again: the watch that began between has all its steps, and says nothing of it."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+
+    def fails() -> float:
+        raise ValueError("the script's")
+
+    for _ in range(2):
+        with gradwatch.watch(model, optimizer, run_dir=tmp_path, listen=None) as gw:
+            for _ in range(2):
+                optimizer.zero_grad()
+                model(torch.ones(1, 2)).sum().backward()
+                optimizer.step()
+            account = Account.from_dict(gw.status()["account"])
+            with pytest.raises(ValueError):
+                optimizer.step(fails)  # type: ignore[arg-type]
+    assert (account.taken.steps, account.taken.raised, account.watched.steps) == (2, 0, 2)
+    assert gaps(account) == ()
+
+
 def test_a_watched_step_that_an_exception_ended_is_told(tmp_path: Path) -> None:
     """Its gradients were there and judged; whether the weights moved is unknown. If it ended the run, that is said."""
     torch.manual_seed(0)
