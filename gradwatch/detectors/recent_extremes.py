@@ -10,6 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast
 
 import numpy as np
@@ -137,7 +138,7 @@ class _RecentExtreme(Exceeding):
 
     def advance_logs(self, state: State, x: Array32) -> tuple[FloatArray | None, State]:
         """As `advance`, of ln value."""
-        return self._advanced(cast(RecentState, state), self.SIGN * x)
+        return self._advanced(cast(RecentState, state), x if self.SIGN > 0 else -x)
 
     def advance_many_logs(self, state: State, x: Array32) -> tuple[int, State]:
         """As `advance_logs` of each in turn; all steps up to the end of a part are compared at once."""
@@ -147,6 +148,9 @@ class _RecentExtreme(Exceeding):
         sizes, start, done = _sizes(self.window, self.lag, self.warmup, self.above), int(recent.n[0]), 0
         if not (recent.n == start).all():
             return Exceeding.advance_many_logs(self, state, x)
+        calm = self._calm(recent, x)
+        if calm is not None:
+            return len(x), calm
         signed = self.SIGN * x
         while done < len(x):
             ahead = signed[done : done + sizes.part - start % sizes.part]
@@ -177,6 +181,35 @@ class _RecentExtreme(Exceeding):
             return done + more, last
         return done, after
 
+    def _calm(self, recent: RecentState, x: Array32) -> RecentState | None:
+        """The state after all of x[T, K], where none of it comes near what stays in the window meanwhile; else None."""
+        n, under_way, parts, compared = recent
+        sizes, count = _sizes(self.window, self.lag, self.warmup, self.above), len(x)
+        place = int(n[0]) % sizes.part
+        closed = (place + count) // sizes.part
+        kept = len(parts) - closed
+        if kept <= sizes.late:
+            return None
+        reference = np.maximum.reduce(parts[sizes.late : kept]) if closed else compared
+        if not self.lag:
+            reference = np.maximum(reference, under_way)
+        borders = [0, *range(sizes.part - place, count, sizes.part), count]
+        extreme = np.maximum.reduce if self.SIGN > 0 else np.minimum.reduce
+        pieces: Array32 = np.array([extreme(x[a:b]) for a, b in pairwise(borders)])
+        if self.SIGN < 0:
+            np.negative(pieces, out=pieces)
+        if not float(np.maximum.reduce(pieces - reference, axis=None)) < sizes.surely_below:
+            return None
+        np.maximum(pieces[0], under_way, out=pieces[0])
+        after = int(n[0]) + count
+        if after >= sizes.most:
+            after = sizes.most - sizes.part + (after - sizes.most) % sizes.part
+        if closed:
+            parts = np.concatenate((pieces[:closed][::-1], parts[:kept]))
+            compared = np.maximum.reduce(parts[sizes.late :])
+        under_way = pieces[closed].copy() if closed < len(pieces) else np.full_like(under_way, NONE)
+        return RecentState(np.full_like(n, after), under_way, parts, compared)
+
     def logs_of(self, values: Sequence[float]) -> Array32 | None:
         """ln of each; None where one is not positive."""
         return logs_of_scalars(values) if min(values) > 0 else None
@@ -198,6 +231,8 @@ class _RecentExtreme(Exceeding):
         return recent.compared if self.lag else np.maximum(recent.compared, recent.under_way)
 
     def _advanced(self, recent: RecentState, x: Array32) -> tuple[FloatArray | None, RecentState]:
+        if len(x) == 1 and (after := self._usual(recent, x)) is not None:
+            return None, after
         reference = self._reference(recent)
         beyond = x - reference
         if float(np.maximum.reduce(beyond)) < self._sizes.surely_below:  # not so if one is NaN: all are known
@@ -207,6 +242,23 @@ class _RecentExtreme(Exceeding):
         if float(np.fmax.reduce(beyond)) < self._sizes.surely_below:
             return None, after
         return self._factor(recent, beyond), after
+
+    def _usual(self, recent: RecentState, x: Array32) -> RecentState | None:
+        """The state after one sample of a single series that is not beyond, and closes no part; in plain floats."""
+        sizes, value, under_way = self._sizes, float(x[0]), float(recent.under_way[0])
+        reference, n = float(recent.compared[0]), int(recent.n[0]) + 1
+        if not self.lag and under_way > reference:
+            reference = under_way
+        if (
+            not (value - reference < sizes.surely_below and value > NONE)
+            or n % sizes.part == 0
+            or n >= sizes.most
+        ):
+            return None
+        counted = np.array([n], np.int32)
+        return RecentState(
+            counted, x if value > under_way else recent.under_way, recent.parts, recent.compared
+        )
 
     def _factor(self, recent: RecentState, beyond: Array32) -> NDArray[np.float64]:
         known = (recent.n >= self.warmup) & (self._reference(recent) > NONE) & np.isfinite(beyond)

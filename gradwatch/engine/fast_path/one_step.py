@@ -243,6 +243,12 @@ class FastPath:
                 score, after[number] = detector.advance_logs(before, x)
             elif not wanted and bank_input.select is None and detector.indifferent(before, scalars.get):
                 continue
+            elif (
+                not wanted
+                and bank_input.scalar
+                and (x := _log_of(detector, scalars[bank_input.scalar])) is not None
+            ):
+                score, after[number] = detector.advance_logs(before, x)
             else:
                 sample = bank_input.bank.sample(reader)
                 if sample is None:
@@ -291,6 +297,11 @@ def coef_bounds(snapshots: Sequence[Snapshot]) -> tuple[float, float]:
     if len(bounds) == 1:
         return bounds[0]
     return float(np.min([low for low, _ in bounds])), float(np.max([high for _, high in bounds]))
+
+
+def _log_of(detector: Detector, value: float) -> NDArray[np.float32] | None:
+    """What `advance_logs` takes of one value; None where the kind takes none, or not this one."""
+    return detector.logs_of((value,)) if math.isfinite(value) else None
 
 
 def scalars_of(snapshot: Snapshot) -> Mapping[str, float]:
