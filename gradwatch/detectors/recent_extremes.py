@@ -105,17 +105,13 @@ class _RecentExtreme(Exceeding):
         if not self.above > 1:
             raise ValueError("above is a factor beyond what was seen: it must be greater than 1")
 
-    @property
-    def _sizes(self) -> Sizes:
-        return _sizes(self.window, self.lag, self.warmup, self.above)
-
     def baseline_key(self) -> tuple[Any, ...]:
         """Key of the baseline; what is learned depends on the threshold, too."""
         return (self.kind, self.above, self.window, self.lag, self.warmup)
 
     def init(self, size: int) -> RecentState:
         """No sample seen."""
-        parts = np.full((self._sizes.parts, size), NONE)
+        parts = np.full((_sizes(self.window, self.lag, self.warmup, self.above).parts, size), NONE)
         return RecentState(np.zeros(size, np.int32), np.full(size, NONE), parts, np.full(size, NONE))
 
     def scale(self, sample: Sample) -> Array32:
@@ -144,7 +140,6 @@ class _RecentExtreme(Exceeding):
         """As `advance_logs` of each in turn; all steps up to the end of a part are compared at once."""
         recent = cast(RecentState, state)
         _, under_way, parts, compared = recent
-        # The property's call would be one more of the few that a block of steps costs.
         sizes, start, done = _sizes(self.window, self.lag, self.warmup, self.above), int(recent.n[0]), 0
         if not (recent.n == start).all():
             return Exceeding.advance_many_logs(self, state, x)
@@ -231,34 +226,22 @@ class _RecentExtreme(Exceeding):
         return recent.compared if self.lag else np.maximum(recent.compared, recent.under_way)
 
     def _advanced(self, recent: RecentState, x: Array32) -> tuple[FloatArray | None, RecentState]:
-        if len(x) == 1 and (after := self._usual(recent, x)) is not None:
-            return None, after
+        sizes = _sizes(self.window, self.lag, self.warmup, self.above)
+        if len(x) == 1:  # a single series, in plain floats
+            value, under_way, reach = float(x[0]), float(recent.under_way[0]), float(recent.compared[0])
+            reach, n = reach if self.lag or reach > under_way else under_way, int(recent.n[0]) + 1
+            if NONE < value < reach + sizes.surely_below and n % sizes.part and n < sizes.most:
+                extreme = x if value > under_way else recent.under_way
+                return None, RecentState(np.array([n], np.int32), extreme, recent.parts, recent.compared)
         reference = self._reference(recent)
         beyond = x - reference
-        if float(np.maximum.reduce(beyond)) < self._sizes.surely_below:  # not so if one is NaN: all are known
+        if float(np.maximum.reduce(beyond)) < sizes.surely_below:  # not so if one is NaN: all are known
             return None, self._after(recent, recent.n + np.int32(1), np.maximum(recent.under_way, x))
         after = self._absorb(recent, x, reference)
         # fmax: a sample that is missing is not beyond.
-        if float(np.fmax.reduce(beyond)) < self._sizes.surely_below:
+        if float(np.fmax.reduce(beyond)) < sizes.surely_below:
             return None, after
         return self._factor(recent, beyond), after
-
-    def _usual(self, recent: RecentState, x: Array32) -> RecentState | None:
-        """The state after one sample of a single series that is not beyond, and closes no part; in plain floats."""
-        sizes, value, under_way = self._sizes, float(x[0]), float(recent.under_way[0])
-        reference, n = float(recent.compared[0]), int(recent.n[0]) + 1
-        if not self.lag and under_way > reference:
-            reference = under_way
-        if (
-            not (value - reference < sizes.surely_below and value > NONE)
-            or n % sizes.part == 0
-            or n >= sizes.most
-        ):
-            return None
-        counted = np.array([n], np.int32)
-        return RecentState(
-            counted, x if value > under_way else recent.under_way, recent.parts, recent.compared
-        )
 
     def _factor(self, recent: RecentState, beyond: Array32) -> NDArray[np.float64]:
         known = (recent.n >= self.warmup) & (self._reference(recent) > NONE) & np.isfinite(beyond)
@@ -278,7 +261,8 @@ class _RecentExtreme(Exceeding):
 
     def _after(self, recent: RecentState, n: NDArray[np.int32], under_way: Array32) -> RecentState:
         """The state with these counts and extremes, where parts that have just become full are closed."""
-        sizes, low, high = self._sizes, int(np.minimum.reduce(n)), int(np.maximum.reduce(n))
+        sizes = _sizes(self.window, self.lag, self.warmup, self.above)
+        low, high = int(np.minimum.reduce(n)), int(np.maximum.reduce(n))
         if low == high and low % sizes.part and low < sizes.most:  # almost every step: no part is closed
             return RecentState(n, under_way, recent.parts, recent.compared)
         full = (n % sizes.part == 0) & (n != recent.n)

@@ -1,0 +1,115 @@
+"""Scripts that reported a fault which the default pack had measured and judged by nothing: each is told now."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradwatch
+from tests.support.kept import Kept
+
+ON = 200
+STEPS = 260
+
+
+def as_it_is(loss: Tensor) -> Tensor:
+    """No fault of the loss."""
+    return loss
+
+
+def none_of_it(loss: Tensor) -> Tensor:
+    """The graph is there, and every gradient is zero."""
+    return loss * 0
+
+
+def tenfold(loss: Tensor) -> Tensor:
+    """One bad batch."""
+    return loss * 10
+
+
+def nothing(model: nn.Sequential) -> None:
+    """No fault after the backward."""
+
+
+def times_1000(model: nn.Sequential) -> None:
+    """Every gradient multiplied by something that is no clip."""
+    for param in model.parameters():
+        assert param.grad is not None
+        param.grad.mul_(1000)
+
+
+def one_zeroed(model: nn.Sequential) -> None:
+    """One gradient set to zero."""
+    model.get_parameter("2.weight").grad.zero_()  # type: ignore[union-attr]
+
+
+@functools.cache
+def fired(
+    loss_of: Callable[[Tensor], Tensor], after: Callable[[nn.Sequential], None], once: bool = False
+) -> dict[str, tuple[int, str]]:
+    """The rules that fired and when first, with the parameter named, in a small job with a fault from step 200 on."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
+    optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+    kept, target = Kept(), torch.randn(8, 3)
+    with gradwatch.watch(model, optimizer, rules="default", sinks=[kept], listen="off", strict=True):
+        for step in range(STEPS):
+            inputs, faulty = torch.randn(32, 8), step == ON or (step > ON and not once)
+            optimizer.zero_grad()
+            loss = nn.functional.cross_entropy(model(inputs), (inputs @ target).argmax(1))
+            (loss_of(loss) if faulty else loss).backward()
+            if faulty:
+                after(model)
+            optimizer.step()
+    found: dict[str, tuple[int, str]] = {}
+    for event in (
+        event for record in kept.records for event in record.verdict.events if event.kind == "firing"
+    ):
+        found.setdefault(event.rule, (event.step, event.sites[0] if event.sites else event.first_cause))
+    return found
+
+
+def test_a_healthy_job_is_told_nothing_of() -> None:
+    """What the others are compared with."""
+    assert fired(as_it_is, nothing) == {}
+
+
+@pytest.mark.parametrize(
+    ("loss_of", "after", "once", "rule", "step"),
+    [
+        (as_it_is, times_1000, False, "grown-before-step", ON),
+        (as_it_is, one_zeroed, False, "zeroed-before-step", ON + 2),
+        (none_of_it, nothing, False, "total-norm-fall", ON + 19),
+        (none_of_it, nothing, False, "no-gradient", ON + 19),
+        (lambda loss: loss * 1e-4, nothing, False, "total-norm-fall", ON + 19),
+        (tenfold, nothing, True, "total-norm-surge", ON),
+        (tenfold, nothing, True, "norm-surge", ON),
+    ],
+    ids=[
+        "times 1000",
+        "zeroed",
+        "all zero: fall",
+        "all zero",
+        "times 1e-4",
+        "one loss times 10",
+        "its parameters",
+    ],
+)
+def test_the_fault_is_told(
+    loss_of: Callable[[Tensor], Tensor],
+    after: Callable[[nn.Sequential], None],
+    once: bool,
+    rule: str,
+    step: int,
+) -> None:
+    """By the rule that is about it, at the step at which it can be known."""
+    assert fired(loss_of, after, once)[rule][0] == step
+
+
+def test_a_gradient_that_was_zeroed_is_named() -> None:
+    """The one parameter, and no other."""
+    assert fired(as_it_is, one_zeroed)["zeroed-before-step"][1] == "2.weight"
