@@ -143,9 +143,9 @@ class _RecentExtreme(Exceeding):
         sizes, start, done = _sizes(self.window, self.lag, self.warmup, self.above), int(recent.n[0]), 0
         if not (recent.n == start).all():
             return Exceeding.advance_many_logs(self, state, x)
-        calm = self._calm(recent, x)
-        if calm is not None:
-            return len(x), calm
+        ordinary = self._ordinary(recent, x)
+        if ordinary is not None:
+            return len(x), ordinary
         signed = self.SIGN * x
         while done < len(x):
             ahead = signed[done : done + sizes.part - start % sizes.part]
@@ -176,7 +176,7 @@ class _RecentExtreme(Exceeding):
             return done + more, last
         return done, after
 
-    def _calm(self, recent: RecentState, x: Array32) -> RecentState | None:
+    def _ordinary(self, recent: RecentState, x: Array32) -> RecentState | None:
         """The state after all of x[T, K], where none of it comes near what stays in the window meanwhile; else None."""
         n, under_way, parts, compared = recent
         sizes, count = _sizes(self.window, self.lag, self.warmup, self.above), len(x)

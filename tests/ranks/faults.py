@@ -123,7 +123,7 @@ SITES: dict[str, tuple[Any, str]] = {
     "sample": (ColumnReader, "collect"),
     "local": (norm_local.LocalNorms, "collect"),
     "encode": (facts_of_this_rank, "encode"),
-    "hear": (ranks, "_seen_by_all"),
+    "hear": (ranks, "seen_by_all"),
     "assemble": (judging, "assemble"),
     "evaluate": (BoundEngine, "evaluate"),
     "decide": (BoundEngine, "decide"),

@@ -129,7 +129,7 @@ def raising(owner: Any, name: str) -> Callable[[], Any]:
 
 
 WRAPS: dict[str, Wrap] = {"ddp": DistributedDataParallel, "fsdp2": fsdp2}
-AFTER_THE_EXCHANGE = {"assemble": (judging, "assemble"), "hear": (ranks, "_seen_by_all")}
+AFTER_THE_EXCHANGE = {"assemble": (judging, "assemble"), "hear": (ranks, "seen_by_all")}
 BEFORE_THE_EXCHANGE = {"settle": (OptimizerCapture, "close_window"), "encode": (facts_of_this_rank, "encode")}
 
 SITUATIONS: dict[str, Callable[[int], Any]] = {

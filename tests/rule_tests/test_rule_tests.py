@@ -234,9 +234,10 @@ def test_simulated_steps_are_real_ones(clip: str, seed: int) -> None:
     columns = {"norm": {k: tuple(pair[k] for pair in norms) for k in (0, 1)}}
     for name in ("update_ratio", "weight_norm", "max_abs", "zero_fraction"):
         columns[name] = {k: tuple(sampled(record, name, k) for record in records) for k in (0, 1)}
-    lr = {"lr": (1e-4,) * len(norms)}
+    losses = tuple(record.snapshot.scalars.get("loss") for record in records)
+    scalars = {"lr": (1e-4,) * len(norms), "loss": losses}
     sites = sites_of({"first": [6, 4], "second": [4]}, (), 0)
-    case = Case("real", NOWHERE, sites, columns, lr, len(norms), None, (), ())
+    case = Case("real", NOWHERE, sites, columns, scalars, len(norms), None, (), ())
     bound_rules = simulate(ruleset, case)
     real = [event for record in records for event in record.verdict.events]
     assert [(e.step, e.rule, e.kind, e.sites) for e in bound_rules.events] == [

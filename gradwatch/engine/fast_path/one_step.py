@@ -300,7 +300,7 @@ def coef_bounds(snapshots: Sequence[Snapshot]) -> tuple[float, float]:
 
 
 def _log_of(detector: Detector, value: float) -> NDArray[np.float32] | None:
-    """What `advance_logs` takes of one value; None where the kind takes none, or not this one."""
+    """Argument of `advance_logs` for one value; None where the kind takes none, or not this one."""
     return detector.logs_of((value,)) if math.isfinite(value) else None
 
 
