@@ -19,8 +19,11 @@ from gradwatch.records.snapshot import Snapshot
 
 OF_ALL = frozenset({"total_norm", "norm", "rms"})
 """Columns whose total is made of all parameters' norms."""
-APART = 2.0
-"""Named is what moved by this factor more than the median parameter: else all of them moved, and none is at fault."""
+APART = 4.0
+"""Named is what moved by this factor more than the median parameter: else all of them moved, and none is at fault.
+
+Where all fall or rise alike, the norm of a bias of small batches is easily twice or three times off its own level.
+"""
 PART = 0.01
 """Least share in the sum of squares, now or usually, of a parameter that can have moved the total."""
 
@@ -32,8 +35,13 @@ def culprit(plan: Plan, baselines: tuple[State, ...], one: RulePlan, snapshot: S
     """
     if one.series.column not in OF_ALL or one.series.scope not in ("total", "scalar"):
         return ""
+    of_total = np.ones(len(snapshot.norm), np.bool_)
+    if one.series.index is not None:
+        of_total[:] = False
+        of_total[one.series.index] = True
     for series, level in _levels(plan, baselines):
-        norm = snapshot.norm[slice(None) if series.index is None else series.index].astype(np.float64)
+        own = slice(None) if series.index is None else series.index
+        norm = np.where(of_total, snapshot.norm, np.float32(np.nan))[own].astype(np.float64)
         found = _most_moved(norm, level)
         if found is not None:
             return series.names[found]

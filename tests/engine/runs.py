@@ -141,9 +141,20 @@ def packs() -> dict[str, tuple[Rule, ...]]:
         rule("surge-seen", AboveRecentMax(of="observed.reward", above=2.0, window=40, warmup=2)),
         rule("fall", BelowRecentMin(above=1.5, window=20, lag=4, warmup=5), for_=2),
         rule("fall-total", BelowRecentMin(of="total_norm", above=1.1, window=10, lag=0, warmup=5), for_=1),
+        rule("surge-group", AboveRecentMax(above=1.5, window=12, warmup=5), scope="group"),
+        rule(
+            "surge-part", AboveRecentMax(above=1.5, window=30, warmup=5), scope="total", groups=("matrices",)
+        ),
+        rule("surge-rms", AboveRecentMax(of="rms", above=1.5, window=11, warmup=5)),
+        rule("fall-group", BelowRecentMin(above=1.5, window=20, lag=4, warmup=5), scope="group", for_=2),
         rule("rate", LrJump()),
         rule("grown", Above(of="coef", threshold=1.5)),
         rule("zeroed", Below(of="coef", threshold=1e-6), for_=2),
+    )
+    alike = (  # one bank of values of all kinds, which not every step has
+        rule("loss", AboveRecentMax(of="loss", above=1.4, window=12, warmup=5)),
+        rule("norm", AboveRecentMax(above=1.4, window=12, warmup=5)),
+        rule("seen", AboveRecentMax(of="observed.reward", above=1.4, window=12, warmup=5)),
     )
     default = load_rules("default").rules
     return {
@@ -153,6 +164,7 @@ def packs() -> dict[str, tuple[Rule, ...]]:
         "observed": observed,
         "tight": tight,
         "extremes": extremes,
+        "alike": alike,
         "staggered": staggered,
         "beside": beside,
     }

@@ -204,7 +204,7 @@ class FastBlock:
             scalars: Mapping[str, float] = self._scalars[t]
             if bank.scalar and bank.scalar not in scalars:
                 continue
-            if bank.detector.indifferent(state, scalars.get):
+            if bank.one_value and bank.detector.indifferent(state, scalars.get):
                 continue
             sample = bank.bank.sample(self._reader(t))
             if sample is None:

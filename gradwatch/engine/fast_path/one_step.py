@@ -76,6 +76,11 @@ class BankInput:
     alone: bool
     scalar: str
 
+    @property
+    def one_value(self) -> bool:
+        """True if a single value of the step is all of its input: then its kind may be asked whether it matters."""
+        return self.alone or bool(self.scalar)
+
 
 class Learned(NamedTuple):
     """The baselines after a step on which no idle rule trips, and what the rules that are active are judged by."""
@@ -241,7 +246,12 @@ class FastPath:
             if not wanted and bank_input.select is not None and (positive or bank_input.alone):
                 x = log_of_scalar(total) if logs is None or bank_input.alone else logs[bank_input.select]
                 score, after[number] = detector.advance_logs(before, x)
-            elif not wanted and bank_input.select is None and detector.indifferent(before, scalars.get):
+            elif (
+                not wanted
+                and bank_input.one_value
+                and bank_input.select is None
+                and detector.indifferent(before, scalars.get)
+            ):
                 continue
             elif (
                 not wanted
