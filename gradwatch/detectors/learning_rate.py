@@ -34,9 +34,11 @@ class RateState(NamedTuple):
 class LrJump(Detector):
     """lr > above x that of the step before, and above the largest so far.
 
-    The score is that factor; 0 where the value is not the largest yet. So torch's schedules do not breach: warm-ups
-    climb by less from step to step (`ConstantLR` by 3 by default), restarts go back to what was there before. The
-    eleventh rate is the first to be judged; 0 is neither judged nor learned (`below` is for one that stays 0).
+    The score is that factor; 0 where the value is not the largest yet. So schedules that move at each step do not
+    breach: warm-ups climb by less (`ConstantLR` by 3 by default), restarts go back to what was there before. A warm-up
+    by epochs from less than 1 / above does, after its first epoch, and so does an optimizer or an averaging of weights
+    that goes on with a larger rate. The eleventh rate is the first to be judged; 0 is neither judged nor learned
+    (`below` is for one that stays 0). Of several parameter groups only the first is seen.
     """
 
     __pydantic_config__: ClassVar = STRICT
