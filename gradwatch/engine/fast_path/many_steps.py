@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.detectors import State, leading, may_breach
+from gradwatch.detectors import State, leading
 from gradwatch.detectors import breaches as breaches_of
 from gradwatch.detectors.baseline import logs_of_scalars
 from gradwatch.engine.engine_state import EngineState
@@ -190,7 +190,7 @@ class FastBlock:
             if sample is None:
                 return t, state
             score, after = bank.detector.advance(state, sample)
-            if score is not None and bank.first_crossed is not None and may_breach(bank.first_crossed, score):
+            if score is not None and bank.idle_may_breach(score):
                 return t, state
             whole = bank.detector.score(state, sample) if score is None else score
             if not all(_unchanged(one, track, whole[one.part]) for one, track in firing):
@@ -210,7 +210,7 @@ class FastBlock:
             if sample is None:
                 continue
             score, after = bank.detector.advance(state, sample)
-            if score is not None and bank.first_crossed is not None and may_breach(bank.first_crossed, score):
+            if score is not None and bank.idle_may_breach(score):
                 return t, state
             state = after
         return count, state

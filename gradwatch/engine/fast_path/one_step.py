@@ -30,7 +30,7 @@ from gradwatch.engine.rule_plan import NO_BANK, Bank, Plan, RulePlan
 from gradwatch.engine.snapshot_reader import Reader
 from gradwatch.engine.turns import InTurn, Turn
 from gradwatch.records.columns import COUNT_COLUMNS, RANK_COLUMNS, is_scalar, scalar_name
-from gradwatch.records.snapshot import Column, Snapshot
+from gradwatch.records.snapshot import Column, FloatArray, Snapshot
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 TINY = float(np.finfo(np.float32).smallest_subnormal)
@@ -64,7 +64,7 @@ class BankInput:
 
     `alone`: its only series is the total, which then keeps the precision of a Python float. `scalar`: its only
     series is this one-per-step value, which may not be there ("" = it has others). `first_crossed` is of its idle
-    rules, None where it has none; `result_wanted` by a rule that is active.
+    rules, None where it has none; `idle_parts` are their shares of K; `result_wanted` by a rule that is active.
     """
 
     number: int
@@ -75,6 +75,15 @@ class BankInput:
     select: slice | NDArray[np.intp] | None
     alone: bool
     scalar: str
+    idle_parts: tuple[slice, ...]
+
+    def idle_may_breach(self, score: FloatArray) -> bool:
+        """True if one of the bank's idle rules may breach by these scores, those of its other rules aside."""
+        if self.first_crossed is None:
+            return False
+        if not self.result_wanted:
+            return may_breach(self.first_crossed, score)
+        return any(may_breach(self.first_crossed, score[part]) for part in self.idle_parts)
 
     @property
     def one_value(self) -> bool:
@@ -266,8 +275,7 @@ class FastPath:
                 score, after[number] = detector.advance(before, sample)
                 if wanted:
                     results[number] = BankResult(sample, score, before)
-            lowest = bank_input.first_crossed
-            if score is not None and lowest is not None and may_breach(lowest, score):
+            if score is not None and bank_input.idle_may_breach(score):
                 return None
         return Learned(tuple(after), reader, results)
 
@@ -378,6 +386,7 @@ def _bank_inputs(plan: Plan, active: AbstractSet[int]) -> Iterable[BankInput]:
     for number, bank in enumerate(plan.banks):
         rules = [n for n, one in enumerate(plan.rules) if one.bank == number]
         idle = [plan.rules[n].detector for n in rules if n not in active]
+        parts = tuple(plan.rules[n].part for n in rules if n not in active)
         wanted = len(idle) < len(rules)
         if bank.judged_every == 1 and (wanted or any(segment.always for segment in bank.segments)):
             lowest = first_crossed(idle) if idle else None
@@ -386,7 +395,7 @@ def _bank_inputs(plan: Plan, active: AbstractSet[int]) -> Iterable[BankInput]:
             one_scalar = len(bank.segments) == 1 and first.scope == "scalar" and not alone
             scalar = scalar_name(first.column) if one_scalar else ""
             selection = _selection(bank, len(plan.sites))
-            yield BankInput(number, bank, bank.detector, lowest, wanted, selection, alone, scalar)
+            yield BankInput(number, bank, bank.detector, lowest, wanted, selection, alone, scalar, parts)
 
 
 def _selection(bank: Bank, size: int) -> slice | NDArray[Any] | None:
