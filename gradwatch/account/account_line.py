@@ -156,10 +156,17 @@ def _counted(counts: Mapping[str, int]) -> str:
 
 
 def _reasons(without_data: Mapping[str, str]) -> str:
-    """Each reason once, without what it adds in brackets or after a semicolon, the most frequent first."""
+    """Each reason once, without what it adds in brackets or after a semicolon, the most frequent first.
+
+    Of warm-ups neither how many samples there were: rules differ in what they need.
+    """
     counts: dict[str, int] = {}
     for reason in without_data.values():
-        short = shorten(re.split(r"; | \(", reason, maxsplit=1)[0], LONGEST_REASON, placeholder=" …")
+        short = shorten(
+            re.split(r"; | \(|(?<=^warm-up not over): ", reason, maxsplit=1)[0],
+            LONGEST_REASON,
+            placeholder=" …",
+        )
         counts[short] = counts.get(short, 0) + 1
     ordered = sorted(counts, key=lambda reason: -counts[reason])
     return "; ".join(ordered[:MOST_NAMED]) + ("; …" if len(ordered) > MOST_NAMED else "")

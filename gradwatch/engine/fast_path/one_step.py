@@ -65,6 +65,7 @@ class BankInput:
     `alone`: its only series is the total, which then keeps the precision of a Python float. `scalar`: its only
     series is this one-per-step value, which may not be there ("" = it has others). `first_crossed` is of its idle
     rules, None where it has none; `idle_parts` are their shares of K; `result_wanted` by a rule that is active.
+    `one_value`: a single value of the step is all of its input, so that its kind may be asked whether it matters.
     """
 
     number: int
@@ -76,6 +77,7 @@ class BankInput:
     alone: bool
     scalar: str
     idle_parts: tuple[slice, ...]
+    one_value: bool
 
     def idle_may_breach(self, score: FloatArray) -> bool:
         """True if one of the bank's idle rules may breach by these scores, those of its other rules aside."""
@@ -84,11 +86,6 @@ class BankInput:
         if not self.result_wanted:
             return may_breach(self.first_crossed, score)
         return any(may_breach(self.first_crossed, score[part]) for part in self.idle_parts)
-
-    @property
-    def one_value(self) -> bool:
-        """True if a single value of the step is all of its input: then its kind may be asked whether it matters."""
-        return self.alone or bool(self.scalar)
 
 
 class Learned(NamedTuple):
@@ -395,7 +392,8 @@ def _bank_inputs(plan: Plan, active: AbstractSet[int]) -> Iterable[BankInput]:
             one_scalar = len(bank.segments) == 1 and first.scope == "scalar" and not alone
             scalar = scalar_name(first.column) if one_scalar else ""
             selection = _selection(bank, len(plan.sites))
-            yield BankInput(number, bank, bank.detector, lowest, wanted, selection, alone, scalar, parts)
+            about = number, bank, bank.detector, lowest, wanted, selection, alone, scalar, parts
+            yield BankInput(*about, one_value=alone or one_scalar)
 
 
 def _selection(bank: Bank, size: int) -> slice | NDArray[Any] | None:
