@@ -121,6 +121,10 @@ STRICT: Mapping[str, Any] = MappingProxyType({"extra": "forbid"})
 """pydantic configuration of every built-in detector: an unknown key in `detect:` is an error."""
 
 
+MARGIN = 1e-3
+"""Of logarithms: far more than the rounding of float32 and of exp."""
+
+
 class Sample(NamedTuple):
     """One step of K series: `values[K]`, `present[K]` (False = no sample), and the other columns by name.
 
@@ -293,7 +297,7 @@ class Exceeding(Detector):
     @property
     def log_surely_below(self) -> float:
         """A logarithm less than this is one of a score below `above`, whatever float32 and exp have rounded."""
-        return math.log(self.above) - 1e-3
+        return math.log(self.above) - MARGIN
 
     @property
     def clears_at(self) -> float:

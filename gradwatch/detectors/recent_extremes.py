@@ -16,8 +16,9 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.detectors.baseline import LARGEST_EXPONENT, Array32, Warmup, leading, log_of, logs_of_scalars
+from gradwatch.detectors.baseline import LARGEST_EXPONENT, Array32, Warmup, log_of, logs_of_scalars
 from gradwatch.detectors.detector import (
+    MARGIN,
     STRICT,
     Exceeding,
     NormColumn,
@@ -34,8 +35,6 @@ from gradwatch.records.snapshot import BoolArray, FloatArray
 
 PARTS = 10
 """Parts of a window, each kept as its extreme: a window forgets a tenth of its samples at a time."""
-MARGIN = 1e-3
-"""Of logarithms: far more than the rounding of float32 and of exp."""
 NONE = np.float32(-1e4)
 """Stands for no sample: the logarithm of no float is as small."""
 _ZERO = np.float32(math.log(ZERO_NORM))
@@ -137,47 +136,16 @@ class _RecentExtreme(Exceeding):
         return self._advanced(cast(RecentState, state), x if self.SIGN > 0 else -x)
 
     def advance_many_logs(self, state: State, x: Array32) -> tuple[int, State]:
-        """As `advance_logs` of each in turn; all steps up to the end of a part are compared at once."""
+        """As `advance_logs` of each in turn; at once where none of them comes near what it is compared with."""
         recent = cast(RecentState, state)
-        _, under_way, parts, compared = recent
-        sizes, start, done = _sizes(self.window, self.lag, self.warmup, self.above), int(recent.n[0]), 0
-        if not (recent.n == start).all():
-            return Exceeding.advance_many_logs(self, state, x)
-        ordinary = self._ordinary(recent, x)
-        if ordinary is not None:
-            return len(x), ordinary
-        signed = self.SIGN * x
-        while done < len(x):
-            ahead = signed[done : done + sizes.part - start % sizes.part]
-            largest = np.maximum.accumulate(np.maximum(ahead, under_way))
-            count = len(ahead)
-            if not self.lag or compared[0] > NONE:  # else there is nothing to compare with yet
-                beyond = ahead - (compared if self.lag else np.maximum(compared, under_way))
-                if not self.lag:
-                    np.minimum(beyond[1:], ahead[1:] - largest[:-1], out=beyond[1:])
-                worst = np.maximum.reduce(beyond, axis=1).astype(np.float64)
-                count = (
-                    len(ahead) if worst.max() < sizes.surely_below else leading(worst < sizes.surely_below)
-                )
-            if count:
-                done, start, under_way = done + count, start + count, largest[count - 1]
-                if start % sizes.part == 0:
-                    parts = np.concatenate((under_way[None], parts[:-1]))
-                    compared, under_way = (
-                        np.maximum.reduce(parts[sizes.late :]),
-                        np.full_like(under_way, NONE),
-                    )
-                    start -= sizes.part if start >= sizes.most else 0
-            if count < len(ahead):
-                break
-        after = RecentState(np.full_like(recent.n, start), under_way.copy(), parts, compared)
-        if done < len(x) and start < self.warmup:  # not judged yet, but learned up to a bound
-            more, last = Exceeding.advance_many_logs(self, after, x[done:])
-            return done + more, last
-        return done, after
+        after = self._after_all(recent, x) if (recent.n == recent.n[0]).all() else None
+        return Exceeding.advance_many_logs(self, state, x) if after is None else (len(x), after)
 
-    def _ordinary(self, recent: RecentState, x: Array32) -> RecentState | None:
-        """The state after all of x[T, K], where none of it comes near what stays in the window meanwhile; else None."""
+    def _after_all(self, recent: RecentState, x: Array32) -> RecentState | None:
+        """The state after all of x[T, K], where none of it comes near what stays in the window meanwhile; else None.
+
+        All series have learned equally many samples.
+        """
         n, under_way, parts, compared = recent
         sizes, count = _sizes(self.window, self.lag, self.warmup, self.above), len(x)
         place = int(n[0]) % sizes.part
@@ -185,16 +153,17 @@ class _RecentExtreme(Exceeding):
         kept = len(parts) - closed
         if kept <= sizes.late:
             return None
-        reference = np.maximum.reduce(parts[sizes.late : kept]) if closed else compared
-        if not self.lag:
-            reference = np.maximum(reference, under_way)
         borders = [0, *range(sizes.part - place, count, sizes.part), count]
         extreme = np.maximum.reduce if self.SIGN > 0 else np.minimum.reduce
         pieces: Array32 = np.array([extreme(x[a:b]) for a, b in pairwise(borders)])
         if self.SIGN < 0:
             np.negative(pieces, out=pieces)
-        if not float(np.maximum.reduce(pieces - reference, axis=None)) < sizes.surely_below:
-            return None
+        # While all that is old enough is yet to come there is nothing to compare with.
+        if closed > sizes.late or not self.lag or float(parts[sizes.late - closed :].max()) > NONE:
+            stays = np.maximum.reduce(parts[sizes.late : kept]) if closed else compared
+            reference = stays if self.lag else np.maximum(stays, under_way)
+            if not float((pieces - reference).max()) < sizes.surely_below:
+                return None
         np.maximum(pieces[0], under_way, out=pieces[0])
         after = int(n[0]) + count
         if after >= sizes.most:

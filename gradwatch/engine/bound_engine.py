@@ -155,6 +155,15 @@ class BoundEngine:
             max_norm=self.max_norm, elementwise=bool(self.clipping.elementwise) and self.clipping.at == "step"
         )
         self._of_scaler = tuple(n for n, one in enumerate(plan.rules) if one.series.column in OF_SCALER)
+        of_lr = (
+            (number, np.concatenate([np.full(len(one), one.column == "lr") for one in bank.segments]))
+            for number, bank in enumerate(plan.banks)
+        )
+        self._of_lr = tuple(
+            (number, mask, plan.banks[number].detector.init(len(mask)) if mask.all() else None)
+            for number, mask in of_lr
+            if mask.any()
+        )
         self._others = tuple(number for number in range(len(plan.rules)) if number not in set(facts))
 
     @property
@@ -405,6 +414,16 @@ class BoundEngine:
             clips=clips,
             overdue=state.overdue,
         )
+
+    def for_another_optimizer(self, state: EngineState) -> EngineState:
+        """The state without what was learned of the learning rate: another optimizer has a schedule of its own."""
+        baselines = list(state.baselines)
+        for number, mask, fresh in self._of_lr:
+            detector = self.plan.banks[number].detector
+            baselines[number] = (
+                detector.rebaseline(baselines[number], mask, False) if fresh is None else fresh
+            )
+        return replace(state, baselines=tuple(baselines))
 
     def _restarted(self, state: EngineState, mask_S: BoolArray, keep_judging: bool) -> tuple[State, ...]:
         after = []

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import gradwatch
+from gradwatch.session.watch import session_of
 from tests.support.kept import Kept
 
 ON = 200
@@ -113,3 +114,39 @@ def test_the_fault_is_told(
 def test_a_gradient_that_was_zeroed_is_named() -> None:
     """The one parameter, and no other."""
     assert fired(as_it_is, one_zeroed)["zeroed-before-step"][1] == "2.weight"
+
+
+def rates_told(jump_by: str) -> list[int]:
+    """Steps at which `lr-jump` fires where the rate is a thousandfold from step 40 on."""
+    model, kept = nn.Linear(4, 1), Kept()
+    optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), 1e-6)
+    with gradwatch.watch(model, rules="default", sinks=[kept], listen="off", strict=True):
+        for step in range(60):
+            if step == 40 and jump_by == "a new optimizer":
+                optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+            if step == 40 and jump_by == "the same":
+                optimizer.param_groups[0]["lr"] = 1e-3
+            optimizer.zero_grad()
+            model(torch.randn(3, 4)).square().mean().backward()
+            optimizer.step()
+    events = [(record.snapshot.step, event) for record in kept.records for event in record.verdict.events]
+    return [step for step, event in events if (event.rule, event.kind) == ("lr-jump", "firing")]
+
+
+@pytest.mark.parametrize(("jump_by", "told"), [("a new optimizer", []), ("the same", [40])])
+def test_a_new_optimizer_has_a_schedule_of_its_own(jump_by: str, told: list[int]) -> None:
+    """A rate beyond anything before is told of the optimizer that had another one, and of no other."""
+    assert rates_told(jump_by) == told
+
+
+def test_a_loss_that_is_never_positive_is_said_to_be_judged_by_no_factor() -> None:
+    """A likelihood of densities: rules that take its logarithm have no data, and the account says why."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with gradwatch.watch(model, optimizer, rules="default", sinks=[Kept()], listen="off", strict=True) as gw:
+        for _ in range(5):
+            optimizer.zero_grad()
+            (model(torch.randn(3, 4)).square().mean() - 100).backward()
+            optimizer.step()
+        reasons = session_of(gw).account().no_data
+    assert "loss was not positive" in reasons["loss-surge"]

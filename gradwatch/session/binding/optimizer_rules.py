@@ -75,8 +75,8 @@ class OptimizerRules:
         return self._overdue[1:]
 
     def begin_anew(self, captured: OptimizerCapture) -> None:
-        """Another optimizer steps from now on: baselines go on, its pace and its weights are its own."""
-        self.captured = captured
+        """Another optimizer steps from now on: baselines go on, its pace, its rate and its weights are its own."""
+        self.captured, self.state = captured, self.bound.for_another_optimizer(self.state)
         self.column_reader.discard()
         self.last_step = self.record = None
         self.observed = self.ordinary_steps = 0

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.optim import Optimizer
 
 from gradwatch.account.session_counts import SessionCounts
 from gradwatch.actions.backward.module_bounds import ModuleBounds
@@ -157,6 +158,8 @@ class RuleBindings:
         else:
             bound = (self._at_step if moved else self._engine).bind(sites)
             state = bound.init() if before is None else bound.adopt(before.state, before.bound)
+        if before is not None and _optimizer_of(before.captured) is not _optimizer_of(captured):
+            state = bound.for_another_optimizer(state)
         local = self._local(bound, taps, before)
         own = own_sites(bound, captured)
         unread = unread_columns(ctx)
@@ -364,3 +367,7 @@ class RuleBindings:
             if bound_rules is not None:
                 self.saved_states.take_up(captured, bound_rules)
                 self.publish_bounds(bound_rules)
+
+
+def _optimizer_of(captured: OptimizerCapture) -> Optimizer | None:
+    return None if captured.optimizer is None else captured.optimizer()

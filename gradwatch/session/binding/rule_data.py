@@ -138,5 +138,5 @@ def _has_value(one: RulePlan, snapshot: Snapshot, in_turn: InTurn) -> bool | Non
 
 
 def _positive_only(one: RulePlan) -> bool:
-    """True if a rule on an observed value judges only what has a logarithm."""
-    return is_observed(one.series.column) and one.detector.takes_logs
+    """True if a rule on the loss, or on an observed value, judges only what has a logarithm."""
+    return (one.series.column == "loss" or is_observed(one.series.column)) and one.detector.takes_logs
