@@ -228,7 +228,7 @@ class CheckpointHealthTracker:
         return found
 
     def carry_on(self, before: CheckpointHealthTracker) -> None:
-        """Go on from the Vitals of the same optimizer under other sites or rules."""
+        """Go on from the tracker of the same optimizer under other sites or rules."""
         self.load(before.to_dict())
         self.suspected, self.surged, self.looked = before.suspected, before.surged, before.looked
         self._looked_at = before._looked_at

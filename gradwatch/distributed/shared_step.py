@@ -58,6 +58,7 @@ def seen_by_all(
     extras: Extras,
     values: Mapping[str, float],
 ) -> Shared:
+    """The step with the norms, columns and values of all ranks."""
     membership.replicas = membership.replicas or replica_divergence.agreeing(reduced)
     if reduced.layout.pooled:
         # Positions are among all ranks' parameters there, and parts of a gradient have no histogram of the whole.
@@ -93,6 +94,7 @@ def _noise_scale(reduced: ReducedFacts, membership: RankMembership, window: Wind
 
 
 def norms_seen_by_all(reduced: ReducedFacts, window: WindowNorms, values: Mapping[str, float]) -> Shared:
+    """The step with the norms of all ranks, and without columns."""
     values = {**values, **reduced.averages}
     if reduced.head("rejected"):
         values["scaler_skip"] = 1.0

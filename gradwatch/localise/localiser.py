@@ -26,6 +26,7 @@ from gradwatch.localise.hold.recorded_call import Call
 from gradwatch.localise.hold.step_recorder import StepRecorder
 from gradwatch.localise.replay.fsdp2_all_gather import is_spread
 from gradwatch.records.finding import GAINS, Finding
+from gradwatch.runtime.interruption import not_ours
 from gradwatch.taps import backward, step_hooks
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ Way = Literal["replay", "record", "detect_anomaly"]
 IN_LOOP = ("unknown", "loss", "input")
 """Where what the calls of the models show may have begun in the loop itself."""
 TRIES = 3  # localisations of one incident that found nothing, before it is left alone
+NOT_KEPT = "{count} earlier micro-batches were not kept (max_bytes)"
 NOT_SEEN = "no call of the model, as `model(...)`, was seen whose outputs got a gradient since the last step"
 
 
@@ -197,9 +199,10 @@ class Localiser:
         """
         self._agreement, self._made = agreement, None
         newest = self._newest()
-        if self._last is not None and self._last[0] == newest >= 0 and ask.way == "replay":
+        known = self._known(newest, ask)
+        if known is not None:
             self._incidents[ask.incident] = TRIES
-            return self._signed(self._last[1], ask)  # two optimizers, one backward
+            return self._signed(known, ask)
         try:
             finding = self._localised(ask, step_taken)
         except Exception as error:
@@ -231,6 +234,15 @@ class Localiser:
             for ended, finding in found
         )
 
+    def _known(self, newest: int, ask: Ask) -> Finding | None:
+        """The cause found in the same calls for another rule or optimizer, where it answers `ask` too; else None."""
+        if self._last is None or not self._last[0] == newest >= 0 or ask.way != "replay":
+            return None
+        known = self._last[
+            1
+        ]  # of finite gradients those that explode have other causes than those that vanish
+        return known if known.phase not in GAINS or known.phase == ask.suspicion else None
+
     # -- inside ------------------------------------------------------------------------------------------
 
     def _localised(self, ask: Ask, step_taken: bool) -> Finding:
@@ -249,15 +261,19 @@ class Localiser:
         except Refused as refusal:
             return self._later(ask, f"no replay: {refusal}")
         except Exception as error:
+            if not_ours(error):
+                raise
             return self._later(ask, f"no replay: the step run again raised {type(error).__name__}: {error}")
         if finding.phase in IN_LOOP and ask.suspicion == "nonfinite":
             finding = self._of_loop(held, finding)
         if finding.phase in ("unknown", "loss") and ask.suspicion == "nonfinite":
             dropped = self._recordings.dropped
-            more = f"{dropped} earlier micro-batches were not kept (max_bytes)" if dropped else ""
+            more = NOT_KEPT.format(count=dropped) if dropped else ""
             return self._later(ask, more, finding)
+        if ask.suspicion != "nonfinite" and self._recordings.dropped:
+            finding = finding.noted(NOT_KEPT.format(count=self._recordings.dropped))
         spent = time.perf_counter() - started
-        return finding.amended(note=_joined(finding.note, f"the replay took {spent:.2f} s"))
+        return finding.noted(f"the replay took {spent:.2f} s")
 
     def _of_closure(self) -> Finding | None:
         """The exact path, if the step is one; None where it is not, or finds nothing."""
@@ -330,21 +346,19 @@ class Localiser:
                 from gradwatch.localise.replay.live_recording import Live
 
                 self._live.append(Live(self.models(), ask.record_steps, self._fault))
-            why = _joined(why, f"the next {ask.record_steps} steps are recorded")
-        return found.amended(note=_joined(found.note, why))
+            return found.noted(why, f"the next {ask.record_steps} steps are recorded")
+        return found.noted(why)
 
     def _with_batch(self, finding: Finding) -> Finding:
         """The finding with the batch at fault, and the rows of it, as far as they are known."""
         try:
-            from gradwatch.localise.replay.batch_at_fault import batch_at_fault, samples_at_fault
+            from gradwatch.localise.replay.batch_at_fault import batch_at_fault, with_samples_at_fault
 
             held, models = self.held(), self.models()
-            batch = batch_at_fault(finding, held, models)
+            finding = finding.amended(batch=batch_at_fault(finding, held, models))
             if finding.phase in GAINS or not finding.found:
-                return finding.amended(batch=batch)
-            return finding.amended(
-                batch=batch, samples=samples_at_fault(finding, held, models, self._again(finding))
-            )
+                return finding
+            return with_samples_at_fault(finding, held, models, self._again(finding))
         except Exception as error:
             self._failed("localise", error)
             return finding
@@ -390,8 +404,8 @@ class Localiser:
             from gradwatch.localise.diagnosis.diagnose import diagnose
 
             finding = diagnose([trace], by="record")
-            note = _joined(finding.note, f"found in a recorded step, which took {live.seconds:.2f} s")
-            finding = self._with_batch(finding.amended(note=note))
+            said = f"found in a recorded step, which took {live.seconds:.2f} s"
+            finding = self._with_batch(finding.noted(said))
             self._recorded.append((self._recordings.steps, self._signed(finding, self._ask)))
             if self._agreement is None:  # else the others would not know that it is
                 self._incidents[self._ask.incident] = TRIES
@@ -417,13 +431,9 @@ def _of_step(finding: Finding, step: int | None) -> Finding:
     """A recorded finding with the number of its own step, or with a note that this is not known."""
     if step is not None:
         return finding.amended(step=step)
-    return finding.amended(note=_joined(finding.note, "in a later step, whose number is not known"))
+    return finding.noted("in a later step, whose number is not known")
 
 
 def _in_backward() -> bool:
     """True if an optimizer steps inside a backward: there nothing may be entered or left."""
     return backward.current() != backward.NONE
-
-
-def _joined(*notes: str) -> str:
-    return "; ".join(note for note in notes if note)

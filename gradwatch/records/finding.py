@@ -219,6 +219,10 @@ class Finding:
         """The same finding with some fields set."""
         return replace(self, **changes)
 
+    def noted(self, *notes: str) -> Finding:
+        """The same finding with more in its `note`, behind what is there; "" adds nothing."""
+        return replace(self, note="; ".join(filter(None, (self.note, *notes))))
+
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe; NaN and the infinities as the strings "NaN", "Infinity", "-Infinity"."""
         document: dict[str, Any] = json_ready(asdict(self))

@@ -37,7 +37,7 @@ def warned(finding: Finding, traces: Sequence[Trace]) -> Finding:
     stray = next((trace.stray for trace in traces if trace.stray), "")
     if not stray:
         return finding
-    return finding.amended(note="; ".join(filter(None, (finding.note, STRAY.format(stray=stray)))))
+    return finding.noted(STRAY.format(stray=stray))
 
 
 def _cause(traces: Sequence[Trace], by: By) -> Finding:

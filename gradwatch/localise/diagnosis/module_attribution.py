@@ -7,6 +7,7 @@ replayed or recorded.
 
 from __future__ import annotations
 
+import threading
 from bisect import bisect_right
 from collections.abc import Iterable
 from typing import Any
@@ -30,7 +31,10 @@ def _kind(module: nn.Module) -> str:
 
 
 class ModuleAttribution:
-    """A context manager that follows the calls of the named modules in this thread; FQNs as `named_modules`."""
+    """A context manager that follows the calls of modules in this thread; FQNs as `named_modules`.
+
+    In others those of the named ones only: a device's thread runs a checkpoint of theirs again.
+    """
 
     def __init__(self, models: Iterable[nn.Module]) -> None:
         self._names: dict[int, tuple[str, str]] = {}
@@ -42,8 +46,10 @@ class ModuleAttribution:
         self._modules: list[tuple[str, str]] = []
         self._handles: list[Any] = []
         self._last: dict[int, Any] = {}
+        self._thread = 0
 
     def __enter__(self) -> ModuleAttribution:
+        self._thread = threading.get_ident()
         # One by one: an exception between the two must leave the first to be removed.
         self._handles.append(register_module_forward_pre_hook(self._enters))
         self._handles.append(register_module_forward_hook(self._ran, always_call=True))
@@ -67,6 +73,8 @@ class ModuleAttribution:
 
     def _enters(self, module: nn.Module, args: Any) -> None:
         try:
+            if self._is_foreign(module):
+                return
             # A module that is not registered belongs to the one that called it.
             self._stack.append(self._names.get(id(module), self.now))
             self._note()
@@ -78,7 +86,7 @@ class ModuleAttribution:
 
     def _ran(self, module: nn.Module, args: Any, output: Any) -> None:
         try:
-            if id(module) not in self._last:
+            if id(module) not in self._last and not self._is_foreign(module):
                 self._leaves(module, args, output)
         except Exception as error:
             guard.fault("localise", error)
@@ -93,6 +101,10 @@ class ModuleAttribution:
             self._note()
         except Exception as error:
             guard.fault("localise", error)
+
+    def _is_foreign(self, module: nn.Module) -> bool:
+        """True for what another thread of the script computes: torch calls a global hook in all of them."""
+        return threading.get_ident() != self._thread and id(module) not in self._names
 
     def _note(self) -> None:
         number = next_number()

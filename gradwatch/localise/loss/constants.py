@@ -19,6 +19,7 @@ from gradwatch.localise.loss.same_values import same_values
 from gradwatch.localise.replay.forward_operations import Origin, key_of
 from gradwatch.localise.replay.operation_recorder import Recorder
 from gradwatch.localise.replay.state_restored import state_restored
+from gradwatch.runtime.interruption import not_ours
 
 DEEPEST = 4  # names made of names
 
@@ -33,7 +34,11 @@ def constant_origin(
     for _ in range(DEEPEST):
         try:
             origin = _again(scope, name, failed, effort)
-        except Exception:  # whatever the statement raises: then it is not known how the value was made
+        except (
+            Exception
+        ) as error:  # whatever the statement raises: then it is not known how the value was made
+            if not_ours(error):
+                raise
             return None, name
         if origin is None or not origin.external:
             return origin, name

@@ -54,7 +54,7 @@ def cause_in_loop(
     if not why:
         return finding
     note = f"the loop's code was not run again: {why}"
-    return finding.amended(note="; ".join(filter(None, (finding.note, note))))
+    return finding.noted(note)
 
 
 def _call_at_fault(trace: Trace, made: Sequence[Call]) -> Call:
@@ -113,4 +113,4 @@ def _cause(
         if defined is not None and not defined.intended:
             return from_origin(defined, trace, "replay", 0).amended(note=f"`{name}` was computed there")
     found = from_origin(origin, trace, "replay", 0)
-    return found.amended(note="; ".join(filter(None, (found.note, note))))
+    return found.noted(note)

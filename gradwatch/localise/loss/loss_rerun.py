@@ -39,6 +39,7 @@ from gradwatch.localise.replay.step_replay import (
     unchecked,
     within,
 )
+from gradwatch.runtime.interruption import not_ours
 from gradwatch.taps.graph import around_backward
 from gradwatch.taps.process_totals import uncounted
 
@@ -83,6 +84,8 @@ def run_loss_again(
         except Refused as refusal:
             why = why or str(refusal)  # of the innermost function
         except Exception as error:  # what the loop's code raises when it is run again
+            if not_ours(error):
+                raise
             why = why or f"it raised {type(error).__name__}: {error}"
     raise Refused(why or NO_LOSS)
 

@@ -16,6 +16,7 @@ from gradwatch.localise.replay.gradient_shares import RowsMixed
 from gradwatch.localise.replay.step_replay import CallListener, refuse, within
 from gradwatch.reading.layouts import dense
 from gradwatch.records.finding import GAINS, Batch, Finding
+from gradwatch.runtime.interruption import not_ours
 
 
 def batch_at_fault(
@@ -31,32 +32,36 @@ def batch_at_fault(
     return fingerprint(call.args, call.kwargs, call.indices)
 
 
-def samples_at_fault(
+def with_samples_at_fault(
     finding: Finding,
     calls: list[tuple[nn.Module, Call]],
     models: list[nn.Module],
     again: Callable[[nn.Module, Call, CallListener], None] | None,
-) -> tuple[int, ...]:
-    """The rows of that batch which are at fault: those of the gradients that came back, of an input its own as well.
+) -> Finding:
+    """With the rows of that batch which are at fault: those of the gradients that came back, of an input its own too.
 
-    () where all rows are, as where the loss is NaN, or none. An input is asked only where it is the cause: a mask of
+    Not where all rows are, as where the loss is NaN, or none. An input is asked only where it is the cause: a mask of
     -inf is none. Where its rows and those of the gradients differ, its first dimension is not that of the samples; nor
     is it where other rows of the batch lead to a row of the outputs: `again` runs the call for that (None = it cannot).
     """
     at_fault = _call_at_fault(finding, calls, models)
     size = 0 if at_fault is None else batch_size(at_fault[1])
     if at_fault is None or not size:
-        return ()
+        return finding
     model, call = at_fault
     rows = _rows_at_fault(finding, call, size)
     if not rows or again is None:
-        return rows
+        return finding.amended(samples=rows)
     mixed = RowsMixed(call, size, rows)
     try:
         again(model, call, mixed)
-    except Exception:
-        return ()
-    return () if mixed.found else rows
+    except Exception as error:
+        if not_ours(error):
+            raise
+        return finding.noted(
+            f"which rows of the batch are at fault is not known: {type(error).__name__}: {error}"
+        )
+    return finding if mixed.found else finding.amended(samples=rows)
 
 
 def _rows_at_fault(finding: Finding, call: Call, size: int) -> tuple[int, ...]:

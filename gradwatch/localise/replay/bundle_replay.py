@@ -184,14 +184,13 @@ class Rerun:
         incident, calls = self.document.incident, self._ran
         event = incident.event
         known = len(calls) == 1 or finding.phase not in GAINS  # which of the calls it is of
-        return finding.amended(
+        return finding.noted(*self.notes).amended(
             rule="" if event is None else event.rule,
             incident=incident.name,
             step=incident.step,
             rank=incident.rank,
             first_parameter="" if event is None else event.first_cause,
             batch=calls[finding.call].batch if known and finding.call < len(calls) else None,
-            note="; ".join(filter(None, (finding.note, *self.notes))),
         )
 
     # -- from the document to a call ---------------------------------------------------------------------

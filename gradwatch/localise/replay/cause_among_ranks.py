@@ -3,7 +3,7 @@
 A NaN of one rank is in everybody's gradients once they are reduced, so all ranks judge alike and localise alike, each
 its own step. They exchange what they found, and all report the same cause, with its rank. Nothing
 here is a collective of torch's: ranks meet in the store that `init_process_group` made, all of them or none, and wait
-for one another for a bounded time (`distributed.group`).
+for one another for a bounded time (`gradwatch.distributed.process_group`).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class RankAgreement:
             reports = meet(f"{self._name}/found", {**finding.to_dict(), MADE: made}, {}).hellos
         except AloneError as error:
             alone = finding.amended(samples=(), share=0.0) if finding.phase in GAINS else finding
-            return alone.amended(note=_joined(finding.note, MET.format(why=error, rank=self._rank)))
+            return alone.noted(MET.format(why=error, rank=self._rank))
         found = [Finding.from_dict(report) for report in reports]
         return chosen(found, [report[MADE] for report in reports])
 
@@ -72,7 +72,7 @@ def chosen(findings: Sequence[Finding], made: Sequence[float | None] = ()) -> Fi
     if not best.found:
         return best.amended(rank=rank, note=_each(findings))
     note = f"on {_ranks(alike)}" + (f", not on {_ranks(others)}" if others else "")
-    return best.amended(rank=rank, note=_joined(best.note, note))
+    return best.amended(rank=rank).noted(note)
 
 
 def _each(findings: Sequence[Finding]) -> str:
@@ -82,7 +82,7 @@ def _each(findings: Sequence[Finding]) -> str:
         said.setdefault(finding.note, []).append(rank)
     if len(said) == 1:
         return findings[0].note
-    return _joined(*(f"{_ranks(ranks)}: {note}" for note, ranks in said.items()))
+    return "; ".join(f"{_ranks(ranks)}: {note}" for note, ranks in said.items() if note)
 
 
 def _sureness(finding: Finding) -> int:
@@ -92,7 +92,3 @@ def _sureness(finding: Finding) -> int:
 def _ranks(numbers: Sequence[int]) -> str:
     """`rank 1`, `ranks 0, 2`."""
     return f"rank{'s' if len(numbers) > 1 else ''} {', '.join(map(str, numbers[:16]))}"
-
-
-def _joined(*notes: str) -> str:
-    return "; ".join(note for note in notes if note)

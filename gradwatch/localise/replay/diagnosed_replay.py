@@ -27,6 +27,7 @@ from gradwatch.localise.replay.gradient_shares import (
 )
 from gradwatch.localise.replay.step_replay import CallListener, Trace, replay
 from gradwatch.records.finding import GAINS, Finding
+from gradwatch.runtime.interruption import not_ours
 
 NO_GAIN = "no gradient passed through a module, so it is not known by how much any multiplies it"
 
@@ -59,7 +60,7 @@ class DiagnosedReplay:
         if exploding and not any(map(is_spread, self.models)):
             parts = PartsOfCalls(Directions(self.models))
         traces = self._run(profile, parts)
-        finding = diagnosed_gain(traces, profile, exploding)
+        finding = _noting_skipped(diagnosed_gain(traces, profile, exploding), traces)
         unsure = finding.phase not in GAINS and finding.found
         if parts is None or unsure or not parts.directions.usable or any(trace.skipped for trace in traces):
             return finding, None
@@ -71,7 +72,7 @@ class DiagnosedReplay:
             return finding
         calls = parts.carriers([call for _, call in self.held])
         numbers = [n for n, (_, call) in enumerate(self.held) if call in calls]
-        if not self._are_of_one_batch(numbers):
+        if not self._are_of_one_batch(numbers) or not parts.are_whole(calls):
             return finding
         share = sum(map(parts.of, calls)) / parts.whole
         finding = finding.amended(phase="exploding", call=numbers[0], share=share)
@@ -88,8 +89,10 @@ class DiagnosedReplay:
                 for n, call in zip(numbers, calls, strict=True)
             ]
         except Exception as error:  # such as of a graph that cannot be gone through twice
+            if not_ours(error):
+                raise
             note = f"which rows of the batch carry the gradient is not known: {type(error).__name__}: {error}"
-            return finding.amended(note="; ".join(filter(None, (finding.note, note))))
+            return finding.noted(note)
         part, length = sum(one.part for one in rows), math.hypot(*(one.length for one in rows))
         alike = all(one.rows == rows[0].rows for one in rows)
         if (
@@ -159,10 +162,16 @@ def diagnosed_gain(traces: list[Trace], profile: Profile, exploding: bool) -> Fi
 
 def _unless_skipped(traces: list[Trace]) -> Finding:
     """The cause among the calls that were run again; raises Refused where only the others can hold it."""
-    skipped = [trace.skipped for trace in traces if trace.skipped]
+    skipped = next((trace.skipped for trace in traces if trace.skipped), "")
     finding = diagnose(traces)
     if skipped and not finding.found:
-        raise Refused(skipped[0])
+        raise Refused(skipped)
+    return _noting_skipped(finding, traces)
+
+
+def _noting_skipped(finding: Finding, traces: list[Trace]) -> Finding:
+    """The finding with a note of the calls that were not run again, if there are any."""
+    skipped = [trace.skipped for trace in traces if trace.skipped]
     if not skipped:
         return finding
     more = f"{len(skipped)} of {len(traces)} calls not run again: {skipped[0]}"

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import heapq
 import math
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -50,7 +51,7 @@ class Directions:
         grads = [param.grad for param in params if param.grad is not None]
         self._grads = dict(zip(map(_place, params), grads, strict=True))
         self.usable = bool(grads) and finite(grads)
-        self.length = math.sqrt(sum(_dot(one, one) for one in self._grads.values())) if self.usable else 0.0
+        self.length = _length(self._grads.values()) if self.usable else 0.0
 
     def of(self, replayed: Replayed) -> list[tuple[Tensor, Tensor]]:
         """(stand-in, gradient) of each parameter of a model that is run again."""
@@ -70,6 +71,7 @@ class PartsOfCalls(CallListener):
     def __init__(self, directions: Directions) -> None:
         self.directions = directions
         self._parts: dict[int, float] = {}
+        self._lengths: dict[int, float] = {}
 
     def of(self, call: Call) -> float:
         """The part of one call."""
@@ -88,6 +90,14 @@ class PartsOfCalls(CallListener):
                 found.append(call)
         return [call for call in calls if call in found]
 
+    def are_whole(self, calls: Sequence[Call]) -> bool:
+        """True if the gradient that these made points where that of the optimizer does.
+
+        Not where something else made most of that: a penalty on weights, calls that are not held.
+        """
+        length = math.hypot(*(self._lengths[id(call)] for call in calls))  # each of parameters of its own
+        return sum(map(self.of, calls)) >= CARRIED * length * self.directions.length
+
     def largest_but(self, calls: Sequence[Call]) -> float:
         """The size of the largest part of any other call."""
         kept = set(map(id, calls))
@@ -96,9 +106,9 @@ class PartsOfCalls(CallListener):
     def ended(self, replayed: Replayed, gradients: Mapping[int, Tensor]) -> None:
         """The backward of a call has given these gradients, by the id of the stand-in."""
         pairs = self.directions.of(replayed) if self.directions.usable else []
-        self._parts[id(replayed.call)] = sum(
-            _dot(gradients[id(leaf)], grad) for leaf, grad in pairs if id(leaf) in gradients
-        )
+        own = [(gradients[id(leaf)], grad) for leaf, grad in pairs if id(leaf) in gradients]
+        self._parts[id(replayed.call)] = sum(_dot(one, grad) for one, grad in own)
+        self._lengths[id(replayed.call)] = _length(one for one, _ in own)
 
 
 class _RowsTraced(CallListener):
@@ -119,14 +129,16 @@ class _RowsTraced(CallListener):
         if call is not self._call:
             yield inputs
             return
-        given = {one.untyped_storage().data_ptr() for one in tensors(inputs)}
+        given, thread = set(map(key_of, tensors(inputs))), threading.get_ident()
         traced = nested_containers.replaced(self._traced, inputs)
 
         def after(module: nn.Module, args: Any, output: Any) -> None:
+            if threading.get_ident() != thread:  # torch calls a global hook in all of them
+                return
             self._made += (one for one in tensors(output) if one.grad_fn is not None and self._has_rows(one))
             if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
                 rows = (one for one in tensors(args) if self._has_rows(one))
-                self._looked_up += (one.untyped_storage().data_ptr() in given for one in rows)
+                self._looked_up += (key_of(one) in given for one in rows)
 
         handle = register_module_forward_hook(after)
         try:
@@ -278,10 +290,10 @@ class RowsOfCall(_RowsTraced):
         gradients = self._backward(replayed, rows, [*(leaf for leaf, _ in pairs), *self._inputs, *self._made])
         of_leaves, of_rows = gradients[: len(pairs)], gradients[len(pairs) :]
         own = [(one, grad) for one, (_, grad) in zip(of_leaves, pairs, strict=True) if one is not None]
-        part, square = sum(_dot(one, grad) for one, grad in own), sum(_dot(one, one) for one, _ in own)
+        part, length = sum(_dot(one, grad) for one, grad in own), _length(one for one, _ in own)
         from_inputs = any(one is not None and bool(one.any()) for one in of_rows[: len(self._inputs)])
         samples = (from_inputs or bool(self._looked_up)) and not self._mixed(replayed, of_rows, rows)
-        return part, math.sqrt(square), samples
+        return part, length, samples
 
     def _backward(
         self, replayed: Replayed, rows: Iterable[int], leaves: Sequence[Tensor]
@@ -307,6 +319,11 @@ def row_lengths(tensor: Tensor) -> Tensor:
 @torch.no_grad()
 def _dot(one: Tensor, other: Tensor) -> float:
     return float(torch.dot(_plain(one).reshape(-1).double(), _plain(other).reshape(-1).double()))
+
+
+def _length(tensors: Iterable[Tensor]) -> float:
+    """The L2 norm of all their numbers."""
+    return math.sqrt(sum(_dot(one, one) for one in tensors))
 
 
 def _plain(tensor: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -153,6 +154,113 @@ def test_a_row_of_the_outputs_that_is_no_sample(net: type[nn.Module], loss_of: L
     """None is named."""
     finding, _ = trained(net(), loss_of)
     assert (finding.samples, finding.share > 0.9) == ((), True)
+
+
+class InAnotherThread(nn.Module):
+    """Looks tokens up, while another thread looks others up in a table of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.head = nn.Embedding(9, 4), nn.Linear(4, 1)
+        self.raised: list[BaseException] = []
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """One row a sample."""
+        thread = threading.Thread(target=self.look_up, args=(nn.Embedding(9, 4),))
+        thread.start()
+        thread.join()
+        return self.head(self.embed(tokens))
+
+    def look_up(self, table: nn.Embedding) -> None:
+        """As a script does that prepares something else."""
+        try:
+            table(torch.randint(0, 9, (ROWS,), generator=torch.Generator()))
+        except BaseException as error:
+            self.raised.append(error)
+
+
+def test_what_another_thread_computes_is_no_part_of_it() -> None:
+    """A lookup in another thread, of as many rows, takes none of the named row away."""
+    net = InAnotherThread()
+    finding, _ = trained(net, of_tokens)
+    assert (finding.samples, net.raised) == ((BAD,), [])
+
+
+class Mapped(InAnotherThread):
+    """Another thread looks many up at once."""
+
+    def look_up(self, table: nn.Embedding) -> None:
+        """With tensors that have no memory of their own."""
+        try:
+            torch.func.vmap(table)(torch.zeros(3, ROWS, dtype=torch.long))
+        except BaseException as error:
+            self.raised.append(error)
+
+
+def test_another_thread_is_not_disturbed() -> None:
+    """Its tensors may have no memory that could be asked for."""
+    net = Mapped()
+    trained(net, of_tokens)
+    assert net.raised == []
+
+
+def penalised(net: nn.Module, bad: bool) -> Tensor:
+    """A penalty on the weights that is too large by far."""
+    weights = sum(param.square().sum() for param in net.parameters())
+    return nn.functional.mse_loss(net(torch.randn(ROWS, 4)), torch.randn(ROWS, 1)) + weights * (
+        1e6 if bad else 0
+    )
+
+
+def test_a_batch_does_not_carry_what_a_penalty_made() -> None:
+    """The gradient comes of the weights alone: no part of it is said to be the batch's."""
+    torch.manual_seed(1)
+    finding, _ = trained(nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), penalised)
+    assert (finding.samples, finding.share) == ((), 0.0)
+
+
+def test_a_batch_does_not_carry_what_a_call_made_that_is_not_held() -> None:
+    """Of three micro-batches two were not kept, of which one made the gradient: said, and none is named."""
+    action = "localise: {by: replay, max_bytes: 100}"
+    finding, _ = trained(nn.Linear(4, 1), times_all, action, micro=3)
+    assert (finding.samples, finding.share) == ((), 0.0)
+    assert "2 earlier micro-batches were not kept (max_bytes)" in finding.note
+
+
+def test_a_call_that_cannot_be_run_again_is_noted() -> None:
+    """The profile is of the others: said, and no batch is named."""
+    given: list[Tensor] = []
+
+    def loss_of(net: nn.Module, bad: bool) -> Tensor:
+        if given:
+            given.pop().zero_()
+        x, y = torch.randn(ROWS, 4), torch.randn(ROWS, 1)
+        if bad:
+            given.append(x)
+        return nn.functional.mse_loss(net(x), y) * (1e6 if bad else 1)
+
+    finding, _ = trained(nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1)), loss_of, micro=3)
+    assert (finding.samples, finding.share) == ((), 0.0)
+    assert "1 of 3 calls not run again: an input was written into" in finding.note
+
+
+def test_two_rules_that_ask_for_different_causes() -> None:
+    """On one step: each is told its own, and not what was found for the other."""
+    both = """
+version: 1
+rules:
+  falls: {detect: {kind: below, of: total_norm, threshold: 1e30}, do: [localise: {by: replay}]}
+  large: {detect: {kind: above, of: total_norm, threshold: 1e3}, do: [localise: {by: replay}]}
+"""
+    torch.manual_seed(0)
+    net, kept = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1)), Kept()
+    optimizer = torch.optim.SGD(net.parameters(), 1e-9)
+    with gradwatch.watch(net, optimizer, rules=parse_rules(both), sinks=[kept], strict=True):
+        target(net, True).backward()
+        optimizer.step()
+    found = {one.rule: one for record in kept.records for one in record.findings}
+    assert (found["falls"].phase, found["falls"].samples) == ("vanishing", ())
+    assert (found["large"].phase, found["large"].samples) == ("exploding", (BAD,))
 
 
 class Once(torch.autograd.Function):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
@@ -139,3 +140,32 @@ def test_a_mask_of_infinities_is_at_no_fault() -> None:
     """The row of which the loss makes NaN is named, and not that whose mask is -inf."""
     finding = trained(Masked(), masked)
     assert (finding.op, finding.samples) == ("div", (4,))
+
+
+class Tired(nn.Module):
+    """Takes a logarithm, and raises when it is called for the third time on numbers that it has none of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(5, 3)
+        self.calls: Iterator[int] = itertools.count(1)  # nothing puts it back
+
+    def forward(self, x: Tensor) -> Tensor:
+        """One row a sample."""
+        if bool((x < 0).any()) and next(self.calls) == 3:
+            raise RuntimeError("too tired")
+        return self.layer(torch.log(x))
+
+
+def test_rows_that_cannot_be_looked_at() -> None:
+    """The operation is told; that its row is not known, and why, too."""
+
+    def loss_of(net: nn.Module, bad: bool) -> Tensor:
+        x = torch.rand(ROWS, 5) + 0.1
+        if bad:
+            x[4] = -1
+        return net(x).square().mean()
+
+    finding = trained(Tired(), loss_of)
+    assert (finding.op, finding.samples) == ("log", ())
+    assert "which rows of the batch are at fault is not known: RuntimeError: too tired" in finding.note

@@ -117,23 +117,25 @@ class Statements:
     def _for(self, node: ast.For, scope: Scope) -> None:
         for value in self._expressions.iterated(node.iter, scope):
             self._put(node.target, value, scope)
-            try:
-                self.run(node.body, scope)
-            except _BreakError:
+            if self._breaks(node, scope):
                 return
-            except _ContinueError:
-                continue
         self.run(node.orelse, scope)
 
     def _while(self, node: ast.While, scope: Scope) -> None:
         while self._expressions.truth(node.test, scope):
-            try:
-                self.run(node.body, scope)
-            except _BreakError:
+            if self._breaks(node, scope):
                 return
-            except _ContinueError:
-                continue
         self.run(node.orelse, scope)
+
+    def _breaks(self, node: ast.For | ast.While, scope: Scope) -> bool:
+        """Execute the body of a loop once; True if a `break` ended the loop."""
+        try:
+            self.run(node.body, scope)
+        except _BreakError:
+            return True
+        except _ContinueError:
+            pass
+        return False
 
     def _with(self, node: ast.With, scope: Scope) -> None:
         with contextlib.ExitStack() as stack:
