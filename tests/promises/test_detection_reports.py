@@ -57,7 +57,7 @@ def fired(
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
     kept, target = Kept(), torch.randn(8, 3)
-    with gradwatch.watch(model, optimizer, rules="default", sinks=[kept], listen="off", strict=True):
+    with gradwatch.watch(model, optimizer, rules="default", sinks=[kept], strict=True):
         for step in range(STEPS):
             inputs, faulty = torch.randn(32, 8), step == ON or (step > ON and not once)
             optimizer.zero_grad()
@@ -120,7 +120,7 @@ def rates_told(jump_by: str) -> list[int]:
     """Steps at which `lr-jump` fires where the rate is a thousandfold from step 40 on."""
     model, kept = nn.Linear(4, 1), Kept()
     optimizer: torch.optim.Optimizer = torch.optim.Adam(model.parameters(), 1e-6)
-    with gradwatch.watch(model, rules="default", sinks=[kept], listen="off", strict=True):
+    with gradwatch.watch(model, rules="default", sinks=[kept], strict=True):
         for step in range(60):
             if step == 40 and jump_by == "a new optimizer":
                 optimizer = torch.optim.SGD(model.parameters(), 1e-3)
@@ -143,7 +143,7 @@ def test_a_loss_that_is_never_positive_is_said_to_be_judged_by_no_factor() -> No
     """A likelihood of densities: rules that take its logarithm have no data, and the account says why."""
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    with gradwatch.watch(model, optimizer, rules="default", sinks=[Kept()], listen="off", strict=True) as gw:
+    with gradwatch.watch(model, optimizer, rules="default", sinks=[Kept()], strict=True) as gw:
         for _ in range(5):
             optimizer.zero_grad()
             (model(torch.randn(3, 4)).square().mean() - 100).backward()

@@ -138,7 +138,7 @@ def _record(
     chosen = recording_rules() if rules is None else rules
     first, error = 0, ""
     watch = gradwatch.watch(
-        training.model, training.optimizers, rules=chosen, sinks=[memory], listen="off", strict=True
+        training.model, training.optimizers, rules=chosen, sinks=[memory], strict=True
     )
     try:
         with watch:

@@ -95,7 +95,7 @@ def told(loop: Loop) -> tuple[list[tuple[int, str, float]], str]:
     models, step = loop
     kept, text = Kept(), io.StringIO()
     sinks = [kept, LogSink(stream=text)]
-    with gradwatch.watch(models, rules="default", sinks=sinks, listen="off", strict=True):
+    with gradwatch.watch(models, rules="default", sinks=sinks, strict=True):
         for number in range(STEPS):
             step(number)
     events = [event for record in kept.records for event in record.verdict.events if event.rule == "unowned"]
