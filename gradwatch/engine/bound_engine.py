@@ -20,9 +20,8 @@ from gradwatch.engine.columns_needed import Needs, needs_of
 from gradwatch.engine.engine_state import EngineState, empty_state
 from gradwatch.engine.fast_path.many_steps import FastBlock, active_without_action
 from gradwatch.engine.fast_path.one_step import FastPath, FastPaths, Learned
-from gradwatch.engine.firing import Track
-from gradwatch.engine.judge import Step, firing_now, under_factor
-from gradwatch.engine.rule_plan import NO_BANK, Plan, RulePlan, make_plan
+from gradwatch.engine.judge import Step, firing_now
+from gradwatch.engine.rule_plan import NO_BANK, Plan, make_plan
 from gradwatch.engine.series import labels
 from gradwatch.engine.snapshot_reader import Reader
 from gradwatch.engine.strictest_clip import Failed
@@ -133,7 +132,7 @@ class BlockVerdict(NamedTuple):
     """Steps judged together: the state after them, the verdict of each, and of each the staggered series in turn."""
 
     state: EngineState
-    verdict: Verdict = Verdict()
+    verdicts: Sequence[Verdict] = ()
     in_turn: Sequence[InTurn] = ()
 
 
@@ -265,17 +264,7 @@ class BoundEngine:
         after = state.with_learned(baselines, lr)
         if in_turn[count - 1] or state.overdue:
             after = after.with_turns(in_turn[count - 1], state.overdue)
-        verdict = (
-            state.ordinary if state.ordinary is not None and not firing else self._verdict_of(state, firing)
-        )
-        return BlockVerdict(after, verdict, in_turn[:count])
-
-    def _verdict_of(self, state: EngineState, rules: Iterable[tuple[RulePlan, Track]]) -> Verdict:
-        """The verdict on a step that changes nothing while these rules fire, and others that it has no data of."""
-        breaching = {
-            one.rule.id: one.shown.spread(track.firing, len(self.plan.sites)) for one, track in rules
-        }
-        return Verdict(firing_now(state), breaching, standing=under_factor(self.plan, state.tracks))
+        return BlockVerdict(after, block.verdicts(state, count), in_turn[:count])
 
     def _active_alone(
         self, state: EngineState, active: Iterable[int], learned: Learned, lr: float | None

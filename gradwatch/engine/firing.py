@@ -62,12 +62,15 @@ def awake(track: Track, size: int) -> Track:
     )
 
 
-def unchanged_by(track: Track, breach: BoolArray, for_: int) -> bool:
-    """True if this sample moves nothing: what fires breaches on, and nothing else is pending or breaches."""
-    if track.idle or not (breach == track.firing).all():
+def unchanged_by(track: Track, breach: BoolArray, judged: BoolArray, for_: int) -> bool:
+    """True if this sample moves nothing: of what it judges, what fires breaches on and nothing else does.
+
+    A series that was not judged stays as it is.
+    """
+    if track.idle:
         return False
-    whole: BoolArray = track.streak == breach * np.int32(for_)
-    return bool(whole.all()) and int(np.maximum.reduce(track.quiet_since)) < 0
+    still = (breach == track.firing) & (track.streak == breach * np.int32(for_)) & (track.quiet_since < 0)
+    return bool((still | ~(judged | breach)).all())
 
 
 def move(

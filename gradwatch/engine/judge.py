@@ -169,10 +169,11 @@ class Step:
         """Count, and report what changed."""
         one, track = self.plan.rules[number], self.tracks[number]
         rule, step = one.rule, self.snapshot.step
-        if unchanged_by(track, scored.breach, rule.for_):
+        judged = ~np.isnan(scored.score)
+        if unchanged_by(track, scored.breach, judged, rule.for_):
             moved = Moved(track, *[np.zeros(len(scored.breach), np.bool_)] * 2)
         else:
-            judged, clear = ~np.isnan(scored.score), clears(one.detector, scored.score)
+            clear = clears(one.detector, scored.score)
             moved = move(track, scored.breach, clear, judged, step, rule.for_, rule.keep_firing_for)
         if scored.breach.any():
             self.breaching[rule.id] = one.shown.spread(scored.breach, len(self.plan.sites))

@@ -149,17 +149,17 @@ class OrdinarySteps:
         judged: BlockVerdict,
     ) -> None:
         """Keep what these steps have taught, and publish them; `left` is how each of them leaves its gradients."""
-        captured, verdict = bound_rules.captured, judged.verdict
+        captured, verdicts = bound_rules.captured, judged.verdicts[: len(left)]
         bound_rules.block_backoff = 0
         bound_rules.ordinary_steps += len(left)
         self._notices.unmeasured(self._capture.coverage.missing)
         self._checkpoints.check_if_due(bound_rules)
         for snapshot, _ in left:
             captured.know_total(snapshot.total_norm, ordinary=True)
-        health = bound_rules.health_tracker.after_all([snapshot for snapshot, _ in left], verdict)
+        health = bound_rules.health_tracker.after_all([snapshot for snapshot, _ in left], verdicts[0])
         records = [
             Record(snapshot, verdict, decision, *one.clock, now)
-            for one, (snapshot, decision), now in zip(measured, left, health, strict=True)
+            for one, (snapshot, decision), verdict, now in zip(measured, left, verdicts, health, strict=True)
         ]
         if findings := self._recorded():
             records[-1] = replace(records[-1], findings=findings)

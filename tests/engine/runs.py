@@ -86,6 +86,25 @@ def with_faults_that_stay(seed: int, steps: int = STEPS) -> list[dict[str, Any]]
     return out
 
 
+def with_costly_columns_that_stay(seed: int, steps: int = STEPS) -> list[dict[str, Any]]:
+    """Steady norms, while what is judged on some sites at each step is out of the usual for tens of steps on end."""
+    rng, bad = np.random.default_rng(seed + 2), dict[str, set[int]]({name: set() for name in COSTLY})
+    level, out = np.exp(rng.normal(0, 0.1, SIZE)), []
+    for step in range(steps):
+        if rng.random() < 0.05:
+            bad[str(rng.choice(list(COSTLY)))] ^= {int(rng.integers(SIZE))}
+        present = rng.random(SIZE) < (0.5 if rng.random() < 0.03 else 1.0)
+        columns = {
+            name: Column(
+                np.array([values[site in bad[name]] for site in range(SIZE)], np.float32), present.copy()
+            )
+            for name, values in COSTLY.items()
+        }
+        norms = (level * (1 + rng.uniform(-0.01, 0.01, SIZE))).tolist()
+        out.append({"step": step, "norms": norms, "columns": columns, "scalars": {"lr": 1e-3, "loss": 2.0}})
+    return out
+
+
 def packs() -> dict[str, tuple[Rule, ...]]:
     """Rule sets of every shape: shipped, alike, by group, over totals, with `every`, with tight bounds."""
     odd = (

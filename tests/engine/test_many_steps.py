@@ -12,13 +12,22 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradwatch.capture.snapshot_assembly import appended
+from gradwatch.detectors import Dead
 from gradwatch.engine import BoundEngine, Engine, EngineState
 from gradwatch.errors import GradwatchError
 from gradwatch.records.snapshot import Column, Snapshot
 from gradwatch.records.verdict import Verdict
 from gradwatch.rules.files import load_rules
-from tests.engine.cases import bound, make_sites, make_snapshot, rule
-from tests.engine.runs import SIZE, STEPS, bind, mostly_healthy, packs, with_faults_that_stay
+from tests.engine.cases import bound, everywhere, make_sites, make_snapshot, rule
+from tests.engine.runs import (
+    SIZE,
+    STEPS,
+    bind,
+    mostly_healthy,
+    packs,
+    with_costly_columns_that_stay,
+    with_faults_that_stay,
+)
 from tests.support.examples import examples
 
 MOST = 32
@@ -31,16 +40,17 @@ def calm(snapshot: Snapshot) -> bool:
 
 def judged_together(
     engine: BoundEngine, state: EngineState, snapshots: list[Snapshot]
-) -> tuple[int, Verdict, EngineState]:
-    """Judge the first of these: as many as are calm together, else one; how many, their verdict, the state then."""
+) -> tuple[list[Verdict], EngineState]:
+    """Judge the first of these: as many as are calm together, else one; their verdicts, the state then."""
     count = next((t for t, one in enumerate(snapshots) if not calm(one)), len(snapshots))
     norm = np.array([one.norm[:SIZE] for one in snapshots[:count]]).reshape(count, SIZE)
     found = engine.evaluate_many(state, snapshots[:count], norm)
     if found.in_turn:
-        assert not found.verdict.events
-        assert not found.verdict.acting
-        return len(found.in_turn), found.verdict, found.state
-    return 1, *engine.evaluate(state, snapshots[0])
+        assert len(found.verdicts) == len(found.in_turn)
+        assert not any(verdict.events or verdict.acting for verdict in found.verdicts)
+        return list(found.verdicts), found.state
+    verdict, after = engine.evaluate(state, snapshots[0])
+    return [verdict], after
 
 
 def told(verdict: Verdict) -> dict[str, Any]:
@@ -69,8 +79,8 @@ def snapshots_of(engine: BoundEngine, run: list[dict[str, Any]], columns_every: 
 @settings(max_examples=examples(4))
 @given(
     st.integers(0, 10**6),
-    st.sampled_from([mostly_healthy, with_faults_that_stay]),
-    st.sampled_from([10, 7, 10**6]),
+    st.sampled_from([mostly_healthy, with_faults_that_stay, with_costly_columns_that_stay]),
+    st.sampled_from([1, 10, 7, 10**6]),
 )
 def test_a_block_sees_what_single_steps_see(
     pack: str, seed: int, run: Callable[[int], list[Any]], columns_every: int
@@ -90,9 +100,9 @@ def see_the_same(engine: BoundEngine, snapshots: list[Snapshot], seed: int) -> N
     state, at = engine.init(), 0
     while at < len(snapshots):
         cut = int(rng.integers(1, MOST + 1))
-        done, found, state = judged_together(engine, state, snapshots[at : at + cut])
-        assert verdicts[at : at + done] == [told(found)] * done
-        at += done
+        found, state = judged_together(engine, state, snapshots[at : at + cut])
+        assert verdicts[at : at + len(found)] == list(map(told, found))
+        at += len(found)
         expected = states[at - 1]
         assert state.to_dict() == expected.to_dict()
         for name in ("done", "active", "lr"):
@@ -146,8 +156,8 @@ def test_steady_steps_among_ranks_are_judged_in_blocks() -> None:
     state, calls, at = engine.init(), 0, 0
     while at < STEPS:
         exchanged = at + -at % 10  # the next step of an exchange, with which a block ends
-        done, _, state = judged_together(engine, state, snapshots[at : exchanged + 1])
-        at, calls = at + done, calls + (at >= 100)
+        found, state = judged_together(engine, state, snapshots[at : exchanged + 1])
+        at, calls = at + len(found), calls + (at >= 100)
     assert calls <= (STEPS - 100) / 10 + 2
 
 
@@ -167,8 +177,8 @@ def test_steady_steps_are_judged_in_blocks(pack: str) -> None:
     ]
     at = 0
     while at < len(snapshots):
-        done, _, state = judged_together(engine, state, snapshots[at : at + MOST])
-        at, calls = at + done, calls + (at >= 100)
+        found, state = judged_together(engine, state, snapshots[at : at + MOST])
+        at, calls = at + len(found), calls + (at >= 100)
     rare = {"odd": 2 * 200 / 3, "beside": 2 * 200 / 5}.get(
         pack, 0
     )  # the steps of `every`, and what is between them
@@ -185,11 +195,29 @@ def test_a_rule_that_fires_on_is_no_reason_to_judge_one_by_one() -> None:
         norms[0] *= 1e-9 if 100 <= step < 300 else 1.0
         snapshots.append(make_snapshot(engine.sites, step, norms, scalars={"lr": 1e-3, "loss": 2.0}))
     while at < len(snapshots):
-        done, verdict, state = judged_together(engine, state, snapshots[at : at + MOST])
-        verdicts.append((at, done, sorted(verdict.firing)))
-        at += done
+        found, state = judged_together(engine, state, snapshots[at : at + MOST])
+        verdicts.append((at, len(found), sorted(found[0].firing)))
+        at += len(found)
     assert sum(done for at, done, firing in verdicts if "vanishing" in firing and done > 1) > 150
     assert len([at for at, _, _ in verdicts if 150 <= at < 290]) < 20
+
+
+def test_a_rule_on_some_sites_at_each_step_that_fires_on_is_judged_in_blocks() -> None:
+    """What a step says of it is of the series that are in turn then, as one after the other."""
+    engine = bind((rule("dead", Dead(min_ndim=0), every=3, for_=1),))
+    columns = {"zero_fraction": everywhere([0.95, 0.1] * (SIZE // 2))}
+    rng = np.random.default_rng(1)
+    snapshots = [
+        make_snapshot(engine.sites, step, 2 + rng.uniform(-0.01, 0.01, SIZE), columns=columns)
+        for step in range(300)
+    ]
+    state, calls, at, breaching = engine.init(), 0, 0, []
+    while at < len(snapshots):
+        found, state = judged_together(engine, state, snapshots[at : at + MOST])
+        breaching += [sorted(np.flatnonzero(verdict.breaching.get("dead", [])).tolist()) for verdict in found]
+        at, calls = at + len(found), calls + (at >= 100)
+    assert calls <= 200 / MOST + 1
+    assert sorted(site for found in breaching[200:203] for site in found) == [0, 2, 4, 6]  # each in its turn
 
 
 def test_a_block_refuses_snapshots_of_other_sites() -> None:

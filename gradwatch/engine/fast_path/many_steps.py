@@ -32,36 +32,37 @@ from gradwatch.engine.fast_path.one_step import (
     stacked_logs,
 )
 from gradwatch.engine.firing import Track, unchanged_by
+from gradwatch.engine.judge import firing_now, under_factor
 from gradwatch.engine.rule_plan import NO_BANK, RulePlan
 from gradwatch.engine.snapshot_reader import Reader
 from gradwatch.engine.turns import InTurn
 from gradwatch.records.columns import is_scalar, scalar_name
-from gradwatch.records.snapshot import FloatArray, Snapshot
+from gradwatch.records.snapshot import BoolArray, FloatArray, Snapshot
+from gradwatch.records.verdict import Verdict
+
+NONE_BREACH: BoolArray = np.zeros(0, np.bool_)
 
 
 def active_without_action(state: EngineState, rules: Iterable[int]) -> list[tuple[RulePlan, Track]] | None:
     """The rules of these numbers with their tracks, where steps may leave all of them as they are.
 
-    So where none has anything to do; None elsewhere.
+    So where none has anything to do, nor learns from series that are judged some at each step; None elsewhere.
     """
     found = [(state.plan.rules[number], state.tracks[number]) for number in rules]
-    return found if all(not one.rule.do and one.series.phases is None for one, _ in found) else None
+    alike = all(not one.rule.do and (one.series.phases is None or one.bank == NO_BANK) for one, _ in found)
+    return found if alike else None
 
 
-def _breaches_on(one: RulePlan, track: Track, reader: Reader) -> bool:
-    """True if just those series of a rule without a baseline breach that are firing, and none is pending."""
-    sample = reader.sample(one.series, one.detector.columns)
-    return sample is not None and _unchanged(one, track, one.detector.score((), sample))
-
-
-def _unchanged(one: RulePlan, track: Track, score: FloatArray) -> bool:
-    return unchanged_by(track, breaches_of(one.detector, score), one.rule.for_)
+def _unchanged(one: RulePlan, track: Track, score: FloatArray) -> BoolArray | None:
+    """bool[K]: the series that breach, where those of them that are judged and no others are firing; None elsewhere."""
+    breach = breaches_of(one.detector, score)
+    return breach if unchanged_by(track, breach, ~np.isnan(score), one.rule.for_) else None
 
 
 class FastBlock:
     """Snapshots of one optimizer, one after the other, on which every gradient has arrived."""
 
-    __slots__ = ("_firing", "_in_turn", "_norm", "_path", "_scalars", "_snapshots")
+    __slots__ = ("_breaching", "_firing", "_in_turn", "_norm", "_path", "_scalars", "_snapshots")
 
     def __init__(
         self,
@@ -77,6 +78,7 @@ class FastBlock:
         """
         self._path = path
         self._firing = firing
+        self._breaching: list[dict[str, BoolArray]] = []
         self._snapshots = snapshots
         self._in_turn = in_turn
         self._norm = norm
@@ -147,11 +149,48 @@ class FastBlock:
                 reader = self._reader(t)
                 if any(breaches(one, reader) for one in asked):
                     return t
-                if not all(
-                    _breaches_on(one, track, reader) for one, track in self._firing if one.bank == NO_BANK
-                ):
+                breaching = self._breach_on(reader)
+                if breaching is None:
                     return t
+                self._breaching.append(breaching)
         return count
+
+    def _breach_on(self, reader: Reader) -> dict[str, BoolArray] | None:
+        """bool[K] for the firing rules without a baseline: the series that breach on; None where that changes any."""
+        found: dict[str, BoolArray] = {}
+        for one, track in self._firing:
+            found[one.rule.id] = NONE_BREACH
+            if one.bank != NO_BANK:
+                continue
+            sample = reader.sample(one.series, one.detector.columns)
+            if sample is None and one.series.phases is not None:
+                continue  # none of its series is in turn
+            breach = None if sample is None else _unchanged(one, track, one.detector.score((), sample))
+            if breach is None:
+                return None
+            found[one.rule.id] = breach
+        return found
+
+    def verdicts(self, state: EngineState, count: int) -> list[Verdict]:
+        """The verdicts on the first `count` steps, which change no rule."""
+        if not self._firing and state.ordinary is not None:
+            return [state.ordinary] * count
+        firing, standing = firing_now(state), under_factor(state.plan, state.tracks)
+        if not self._firing:
+            return [Verdict(firing, standing=standing)] * count
+        known: dict[tuple[bytes, ...], Verdict] = {}
+        keys = []
+        for found in self._breaching[:count]:
+            keys.append(key := tuple(breach.tobytes() for breach in found.values()))
+            if key not in known:
+                known[key] = Verdict(firing, self._spread(found), standing=standing)
+        return [known[key] for key in keys]
+
+    def _spread(self, found: Mapping[str, BoolArray]) -> dict[str, BoolArray]:
+        """bool[S] for each rule of which some series breaches."""
+        shown = {one.rule.id: one.shown for one, _ in self._firing}
+        size = len(self._path.plan.sites)
+        return {rule: shown[rule].spread(breach, size) for rule, breach in found.items() if breach.any()}
 
     def _reader(self, t: int) -> Reader:
         return Reader(self._snapshots[t], self._in_turn[t], self._path.plan.roots)
@@ -193,8 +232,11 @@ class FastBlock:
             if score is not None and bank.idle_may_breach(score):
                 return t, state
             whole = bank.detector.score(state, sample) if score is None else score
-            if not all(_unchanged(one, track, whole[one.part]) for one, track in firing):
-                return t, state
+            for one, track in firing:
+                breach = _unchanged(one, track, whole[one.part])
+                if breach is None:
+                    return t, state
+                self._breaching[t][one.rule.id] = breach
             state = after
         return count, state
 
