@@ -54,6 +54,11 @@ AT_ROOT = {"__init__.py", "__main__.py", "errors.py", "checkpoint.py", "testing.
 MOST_FILES = 20
 # Where private names of torch may stand.
 PRIVATE_ROOMS = ("taps/", "reading/", "distributed/process_group.py")
+FACTORIES = {
+    *("arange", "empty", "eye", "full", "linspace", "logspace", "ones"),
+    *("rand", "randint", "randn", "randperm", "tensor", "zeros"),
+}
+OWN_SCRIPTS = ("testing.py", "demo/train.py", "launch/torch_probes.py", "launch/watching_cost.py")
 SOURCES = sorted(ROOT.rglob("*.py"))
 MODULES = [path for path in SOURCES if "bootstrap" not in path.parts]
 FOLDERS = sorted({path.parent for path in SOURCES})
@@ -391,3 +396,24 @@ def test_a_container_keyed_by_optimizer_is_found() -> None:
     """However it is asked, or written to."""
     code = "self._a[id(optimizer)] = 1\nself._b.get(captured.index)\nself._c.pop(id(one.captured), None)"
     assert len(keyed_by_optimizer(ast.parse(code))) == 2
+
+
+def test_every_tensor_of_ours_says_where_it_lies() -> None:
+    """The user's `torch.set_default_device` would move it elsewhere; the processes of our own scripts have none."""
+    ours = (path for path in MODULES if path.relative_to(ROOT).as_posix() not in OWN_SCRIPTS)
+    assert list(filter(None, (_without_device(path) for path in ours))) == []
+
+
+def _without_device(path: Path) -> str:
+    """The lines of a file with a factory of torch that gives no device."""
+    lines = [
+        str(call.lineno)
+        for call in ast.walk(ast.parse(path.read_text("utf-8")))
+        if isinstance(call, ast.Call)
+        and isinstance(call.func, ast.Attribute)
+        and call.func.attr in FACTORIES
+        and isinstance(call.func.value, ast.Name)
+        and call.func.value.id == "torch"
+        and not any(keyword.arg in (None, "device") for keyword in call.keywords)
+    ]
+    return f"{path.relative_to(ROOT)}:{','.join(lines)}" if lines else ""

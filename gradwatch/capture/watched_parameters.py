@@ -26,7 +26,7 @@ _numel: Callable[[torch.Tensor], int] = torch.Tensor.numel
 _dim: Callable[[torch.Tensor], int] = torch.Tensor.dim
 GONE = nn.Parameter(torch.empty(0, device="cpu"), requires_grad=False)  # whatever the default device is
 
-_ALONE = [torch.empty(0)]
+_ALONE = [torch.empty(0, device="cpu")]
 OF_THE_CALL = sys.getrefcount(_ALONE[0]) - 1
 """References that `sys.getrefcount(list[k])` counts of its own, as found on a tensor that only a list holds."""
 

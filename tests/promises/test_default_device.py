@@ -49,3 +49,19 @@ def test_a_materialised_model_is_watched_as_ever(meta_by_default: None, tmp_path
             optimizer.step()
         assert gw.coverage == 1.0
     assert all(record.snapshot.total_norm > 0 for record in kept.records)
+
+
+def test_rows_at_fault_are_found_as_ever(meta_by_default: None, tmp_path: Path) -> None:
+    """A NaN in the batch of a model on the host: the replay makes nothing of its own where the default device is."""
+    with torch.device("cpu"):
+        model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+        batch = torch.randn(8, 4)
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+    kept = Kept()
+    batch[5, 1] = float("nan")
+    with gradwatch.watch(model, optimizer, sinks=[kept], run_dir=tmp_path) as gw:
+        model(batch).pow(2).mean().backward()
+        optimizer.step()
+        assert gw.health.errors() == {}
+    (finding,) = (finding for record in kept.records for finding in record.findings)
+    assert finding.samples == (5,)

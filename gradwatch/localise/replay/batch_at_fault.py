@@ -93,7 +93,7 @@ def _rows(of: list[Tensor], size: int, kinds: Sequence[Callable[[Tensor], Tensor
     """Rows with numbers of the first of these kinds that there is; () for all of them."""
     numbers = [dense(one) for one in filter(readable, of) if one.dim() and one.shape[0] == size]
     for kind in kinds:
-        broken = torch.zeros(size, dtype=torch.bool)
+        broken = torch.zeros(size, dtype=torch.bool, device="cpu")
         for tensor in numbers:
             broken |= kind(tensor).reshape(size, -1).any(1).cpu()
         found = broken.nonzero().flatten().tolist()

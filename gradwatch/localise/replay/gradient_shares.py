@@ -175,7 +175,7 @@ class _RowsTraced(CallListener):
         if not all(self._looked_up):
             return True
         norms = any(isinstance(one, BATCH_NORMS) and one.training for one in replayed.base.modules())
-        others = torch.ones(self._size, dtype=torch.bool)
+        others = torch.ones(self._size, dtype=torch.bool, device="cpu")
         others[[*rows, *unknown]] = False
         for gradient in gradients:
             if gradient is None:

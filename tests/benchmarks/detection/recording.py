@@ -137,9 +137,7 @@ def _record(
     loop = Loop(training, fault)
     chosen = recording_rules() if rules is None else rules
     first, error = 0, ""
-    watch = gradwatch.watch(
-        training.model, training.optimizers, rules=chosen, sinks=[memory], strict=True
-    )
+    watch = gradwatch.watch(training.model, training.optimizers, rules=chosen, sinks=[memory], strict=True)
     try:
         with watch:
             for step in range(steps):

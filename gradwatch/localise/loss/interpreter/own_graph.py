@@ -19,7 +19,7 @@ PARENT = "parent_"  # anomaly mode's key for the node whose backward made anothe
 def newest_node() -> int:
     """Number of a node made now: those made later in this thread have greater ones."""
     with torch.enable_grad():
-        node = torch.zeros((), requires_grad=True).clone().grad_fn
+        node = torch.zeros((), device="cpu", requires_grad=True).clone().grad_fn
     assert node is not None
     return int(node._sequence_nr())
 
