@@ -84,7 +84,11 @@ def profile_step(
     for _ in range(warmup):
         step()
     activities = [ProfilerActivity.CPU] + [ProfilerActivity.CUDA] * torch.cuda.is_available()
-    with profile(activities=activities, acc_events=True) as profiler, _modules_labelled(model), _own_phases_labelled():
+    with (
+        profile(activities=activities, acc_events=True) as profiler,
+        _modules_labelled(model),
+        _own_phases_labelled(),
+    ):
         for _ in range(steps):
             with record_function("step"):
                 step()

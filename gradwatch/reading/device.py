@@ -63,7 +63,7 @@ class AsyncCopy:
     def values(self) -> Floats:
         """[count] numbers, 0 where nothing was sent, float64 if any part is; waits for what has not arrived."""
         arrived_parts: list[Floats] = [part.numbers() for part in self._sent]
-        wide = any(part.dtype == np.float64 for part in arrived_parts)
+        wide = any(part.dtype.itemsize > 4 for part in arrived_parts)  # counts, too
         out: NDArray[Any] = np.zeros(self._count, np.float64 if wide else np.float32)
         if arrived_parts:
             out[self.positions] = np.concatenate(arrived_parts)
@@ -256,7 +256,7 @@ def _zero_and_one(where: torch.device) -> tuple[Tensor, Tensor]:
         one = _ONES[where] = torch.ones((), dtype=torch.float32, device=where)
         if where.type == "cuda":  # once: no other stream may find it unwritten
             torch.cuda.current_stream(where).synchronize()
-    return torch.zeros((), dtype=torch.float32, device=where), one
+    return torch.zeros_like(one), one
 
 
 def device_mean_and_std(vector: Tensor) -> tuple[Tensor, Tensor]:

@@ -45,8 +45,20 @@ class PinnedPool:
         # Other accelerators than CUDA copy before this returns: right, but not free of waiting.
         buffer.host[: part.numel()].copy_(part, non_blocking=True)
         if buffer.event is not None:
-            buffer.event.record(torch.cuda.current_stream(part.device))
+            buffer.event.record(_current_stream(part.device.index))
         return Sending(buffer, part.numel(), free)
+
+
+_STREAMS: dict[tuple[int, int], torch.cuda.Stream] = {}
+
+
+def _current_stream(index: int) -> torch.cuda.Stream:
+    """As `torch.cuda.current_stream`, which takes longer than the launch of a kernel to make its object."""
+    key = index, int(torch._C._cuda_getCurrentRawStream(index))
+    stream = _STREAMS.get(key)
+    if stream is None:
+        stream = _STREAMS[key] = torch.cuda.current_stream(index)
+    return stream
 
 
 class Sending:

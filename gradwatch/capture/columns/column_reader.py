@@ -121,6 +121,7 @@ class ColumnReader:
         if self._reads_weights:
             of_weights = {name: at for name, at in due.items() if name in WEIGHT_COLUMNS}
             self._weights.read(pending, step, params, of_weights)
+        pending.copy.leave()
         if copied:
             moved = MovedParameters(step)
             self.awaiting.append(moved)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from gradwatch.capture.columns.pending_columns import Numbers, PendingColumns
+from gradwatch.capture.columns.pending_columns import Numbers, PendingColumns, PendingValues
 from gradwatch.reading import foreach
 from gradwatch.reading.chunks import mean_and_std, zeros, zeros_and_extremes
-from gradwatch.reading.device import Number, device_mean_and_std, on_host
+from gradwatch.reading.device import Floats, Number, device_mean_and_std, on_host
 from gradwatch.reading.layouts import dense, flat
 
 _EXTREMES, _MOMENTS = frozenset({"max_abs", "min", "max"}), frozenset({"mean", "std"})
@@ -24,7 +25,7 @@ def read_gradient_values(
 
     Where there is no gradient there is no value. `scale` is the loss scale still in `grads`.
     """
-    numbers = {name: Numbers() for name in due}
+    numbers, counted = {name: Numbers() for name in due}, dict[int, int]()
     wanted: dict[int, list[str]] = {}
     for name, positions in due.items():
         for k in positions:
@@ -38,6 +39,8 @@ def read_gradient_values(
         if names == ["zero_fraction"] and foreach.is_small(tensor):
             small.setdefault(tensor.dtype, {})[k] = tensor
             continue
+        if "zero_fraction" in names and not on_host(tensor):
+            counted[k] = tensor.numel()
         for name, number in zip(names, _read(tensor, names), strict=True):
             numbers[name].put(k, number)
     for group in small.values():
@@ -47,7 +50,30 @@ def read_gradient_values(
             numbers["zero_fraction"].put(k, (tensor.numel() - nonzero) / tensor.numel())
     for name, each in numbers.items():
         pending.present[name] = each.positions()
-        pending.parts[name] = each.send(pending.count, 1.0 if name == "zero_fraction" else scale)
+        if name != "zero_fraction":
+            pending.parts[name] = each.send(pending, scale)
+        else:
+            sent = each.send(pending)
+            pending.parts[name] = ZeroFractions(sent, counted) if counted else sent
+
+
+class ZeroFractions:
+    """[K] fractions of zeros, of which those of devices are on their way as counts: of what is not zero, of `sizes`."""
+
+    def __init__(self, sent: PendingValues, sizes: Mapping[int, int]) -> None:
+        self._sent = sent
+        self._sizes = sizes
+
+    def ready(self) -> bool:
+        """True if `values()` would return at once."""
+        return self._sent.ready()
+
+    def values(self) -> Floats:
+        """[K]; waits for them."""
+        found, at = np.array(self._sent.values(), np.float64), list(self._sizes)
+        sizes = np.array(list(self._sizes.values()), np.float64)
+        found[at] = (sizes - found[at]) / sizes
+        return found.astype(np.float32)
 
 
 def _read(tensor: Tensor, names: Sequence[str]) -> Sequence[float | Tensor]:
@@ -71,7 +97,7 @@ def _on_host(tensor: Tensor, names: Sequence[str]) -> Mapping[str, float]:
 def _on_device(vector: Tensor, names: Sequence[str]) -> Mapping[str, Tensor]:
     found: dict[str, Tensor] = {}
     if "zero_fraction" in names:
-        found["zero_fraction"] = (vector.numel() - torch.count_nonzero(vector)).float() / vector.numel()
+        found["zero_fraction"] = torch.count_nonzero(vector)  # one launch; what is left to do, the host does
     if not _EXTREMES.isdisjoint(names):
         wide = torch.promote_types(vector.dtype, torch.float32)
         low, high = (one.to(wide) for one in torch.aminmax(vector))

@@ -57,7 +57,7 @@ def read_optimizer_state(
             numbers = Numbers()
             for k, number in found.items():
                 numbers.put(k, number)
-            pending.parts[name] = numbers.send(pending.count)
+            pending.parts[name] = numbers.send(pending)
             pending.present[name] = numbers.positions()
             if name == COSINE:
                 pending.defined.add(name)

@@ -13,7 +13,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradwatch.reading.device import AsyncCopy, Floats, Number, host_value, is_ready
+from gradwatch.reading.device import Floats, Number, host_value, is_ready
+from gradwatch.reading.joint_copy import JointCopy, Place
 from gradwatch.records.snapshot import BoolArray, Column
 
 OverdueSites = Mapping[tuple[str, ...], BoolArray]
@@ -72,6 +73,44 @@ class HostNumbers:
         return values
 
 
+class SentNumbers:
+    """[K] numbers of which some come from devices, at these `places` of a joint copy, divided by `scale` when here."""
+
+    __slots__ = ("_copy", "_count", "_of_host", "_places", "_scale")
+
+    def __init__(
+        self,
+        copy: JointCopy,
+        places: Sequence[tuple[list[int], Place]],
+        of_host: Mapping[int, float],
+        count: int,
+        scale: Number,
+    ) -> None:
+        self._copy = copy
+        self._places = places
+        self._of_host = of_host
+        self._count = count
+        self._scale = scale
+
+    def ready(self) -> bool:
+        """True if `values()` would return at once."""
+        return all(self._copy.ready(place) for _, place in self._places) and is_ready(self._scale)
+
+    def values(self) -> Floats:
+        """[K], float64 if any of them is; waits for them."""
+        parts = [(positions, self._copy.numbers(place)) for positions, place in self._places]
+        wide = bool(self._of_host) or any(part.dtype == np.float64 for _, part in parts)
+        out: NDArray[Any] = np.zeros(self._count, np.float64 if wide else np.float32)
+        for positions, part in parts:
+            out[positions] = part
+        out[list(self._of_host)] = list(self._of_host.values())
+        scale = host_value(self._scale)
+        if scale != 1.0:
+            with np.errstate(divide="ignore", invalid="ignore"):
+                out /= scale
+        return out
+
+
 class Numbers:
     """Numbers by position, as they are taken: those of tensors on the CPU at once, others as 0-dim tensors."""
 
@@ -88,14 +127,15 @@ class Numbers:
         else:
             self._of_host[position] = number
 
-    def send(self, count: int, scale: Number = 1.0) -> PendingValues:
-        """float[K] on their way to the host, divided there by `scale`; one copy from each device."""
+    def send(self, pending: PendingColumns, scale: Number = 1.0) -> PendingValues:
+        """float[K] on their way to the host with everything of `pending`, divided there by `scale`."""
         if not self._of_devices:
-            return HostNumbers(self._of_host, count, scale)
-        parts = [torch.stack([number for _, number in group]) for group in self._of_devices.values()]
-        if self._of_host:
-            parts.append(torch.tensor(list(self._of_host.values()), dtype=torch.float64, device="cpu"))
-        return AsyncCopy(parts, np.array(self.positions(), np.intp), count, scale=scale)
+            return HostNumbers(self._of_host, pending.count, scale)
+        places = [
+            ([k for k, _ in group], pending.copy.add([number for _, number in group]))
+            for group in self._of_devices.values()
+        ]
+        return SentNumbers(pending.copy, places, self._of_host, pending.count, scale)
 
     def positions(self) -> list[int]:
         """The positions that have a number."""
@@ -127,7 +167,7 @@ class PendingColumns:
     """Columns of one step by name, with the positions of K at which each has a value, or a mask bool[K] of those.
 
     A column in `moved` has one only where the optimizer has moved the parameter; it is left out while that is unknown.
-    NaN is no value of a column in `defined`.
+    NaN is no value of a column in `defined`. Numbers of devices leave in `copy`, which `leaves` when all are there.
     """
 
     count: int
@@ -135,6 +175,7 @@ class PendingColumns:
     present: dict[str, BoolArray | Sequence[int]] = field(default_factory=dict)
     moved: dict[str, MovedParameters] = field(default_factory=dict)
     defined: set[str] = field(default_factory=set)
+    copy: JointCopy = field(default_factory=JointCopy)
 
     def ready(self) -> bool:
         """True if `columns()` would return at once."""

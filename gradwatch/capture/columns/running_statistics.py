@@ -58,7 +58,7 @@ class RunningStatisticsReader:
                 if buffer is not None and not is_lazy(buffer) and buffer.numel():
                     numbers.put(m, _read(name, dense(buffer)))
             if present := numbers.positions():
-                pending.parts[name], pending.present[name] = numbers.send(pending.count), present
+                pending.parts[name], pending.present[name] = numbers.send(pending), present
 
 
 def _read(name: str, buffer: Tensor) -> float | Tensor:

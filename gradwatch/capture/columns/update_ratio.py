@@ -115,11 +115,11 @@ class WeightReader:
         for k, now in norms_by_position([params[k] for k in others], others).items():
             after.put(k, now)
         if norms:
-            pending.parts["weight_norm"] = after.send(pending.count)
+            pending.parts["weight_norm"] = after.send(pending)
             pending.present["weight_norm"] = after.positions()
         if copies and kept is not None:
-            changed = change.send(pending.count)
-            ratio = PendingRatio(changed, before.send(pending.count))
+            changed = change.send(pending)
+            ratio = PendingRatio(changed, before.send(pending))
             for name, at in updates.items():
                 pending.parts[name] = ratio if name == "update_ratio" else changed
                 pending.present[name] = [k for k in at if k in copies]
@@ -190,7 +190,7 @@ def _read_moments(
             for name in names:
                 numbers[name].put(k, mean if name == "weight_mean" else std)
     for name, each in numbers.items():
-        pending.parts[name] = each.send(pending.count)
+        pending.parts[name] = each.send(pending)
         pending.present[name] = each.positions()
 
 
