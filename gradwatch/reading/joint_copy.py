@@ -17,7 +17,7 @@ from gradwatch.reading.device import AsyncCopy, Floats, widest
 
 
 class Place(NamedTuple):
-    """Where the numbers of one call of `add` lie: from `start` to `stop` among those of their device and dtype."""
+    """Position of the numbers of one call of `add`: from `start` to `stop` among those of their device and dtype."""
 
     device: torch.device
     dtype: torch.dtype
@@ -28,7 +28,7 @@ class Place(NamedTuple):
 class JointCopy:
     """0-dim tensors of devices, which leave in one copy from each device: `add` some times, then `leave` once.
 
-    Where nobody calls `leave`, the first who asks for a number does.
+    Where `leave` is not called, asking for a number does it.
     """
 
     __slots__ = ("_arrived", "_copies", "_starts", "_tensors")

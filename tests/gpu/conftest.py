@@ -17,7 +17,6 @@ OF_TORCH = (
     ".*defaults to a non-deterministic algorithm",
     ".*does not have a deterministic implementation",
     "The AccumulateGrad node's stream does not match",  # in CUDA graphs, bare too: `test_no_warning_is_ours`
-    "Warning: Profiler clears events",
 )
 """Beginnings of warnings that torch gives there whoever calls it; every other one is an error, as in all tests."""
 
