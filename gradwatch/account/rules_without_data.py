@@ -71,6 +71,7 @@ MOST_NAMES = 8
 MOST_CAME = 512
 """Columns of which it is known that they came; names of observed values may be made up without end."""
 NOT_JUDGED = "every step was rejected by a GradScaler, or provisional"
+JOINED = "its condition is not known without {}"
 NO_VALUE = "none of what it is about had a value of {}"
 
 
@@ -80,7 +81,8 @@ class Reads(NamedTuple):
     `always`: each Snapshot has the column. `fact`: judged on provisional steps too, as NaN and Inf are. `why` it never
     comes, where that is known from the first. `due`: whether a step is one of those at which it is judged. `has_value`:
     whether a Snapshot has a value of what is judged on it, given the series in turn; None where nothing is judged.
-    `valueless`: the reason where none ever had.
+    `valueless`: the reason where none ever had. `joined`: it reads no column, but is about these rules; `why` is then
+    that of those which judge nothing here.
     """
 
     column: str
@@ -91,6 +93,7 @@ class Reads(NamedTuple):
     due: Callable[[int], bool] = lambda step: True
     has_value: Callable[[Snapshot, Mapping[str, Any]], bool | None] = lambda snapshot, in_turn: True
     valueless: str = ""
+    joined: tuple[str, ...] = ()
 
 
 class RulesWithoutData:
@@ -186,8 +189,16 @@ class RulesWithoutData:
         """The reason why a rule was never evaluated, by rule; of several optimizers, that of one that has stepped."""
         waiting, found = self._waiting, dict[str, str]()
         for optimizer, rules in sorted(waiting.items(), key=lambda one: one[0] in self._steps):
-            found.update((rule, self._why(rule, reads, optimizer)) for rule, reads in rules.items())
-        return {rule: why for rule, why in found.items() if rule not in self._with_data}
+            found.update(
+                (rule, self._why(rule, reads, optimizer)) for rule, reads in rules.items() if not reads.joined
+            )
+        found = {rule: why for rule, why in found.items() if rule not in self._with_data}
+        for rules in waiting.values():
+            for rule, reads in rules.items():
+                without_data = [one for one in reads.joined if one in found]
+                if without_data or (reads.joined and reads.why):
+                    found[rule] = reads.why or of_condition(without_data, found)
+        return found
 
     def _why(self, rule: str, reads: Reads, optimizer: int) -> str:
         if reads.why:
@@ -209,6 +220,12 @@ class RulesWithoutData:
         if never_came:
             return NEVER_CAME.get(reads.column, NEVER_MEASURED.format(reads.column))
         return OFF_VALUE.format(reads.every) if is_observed(reads.column) and reads.every > 1 else NOT_JUDGED
+
+
+def of_condition(rules: Sequence[str], reasons: Mapping[str, str]) -> str:
+    """The reason why a condition is not known that is about these rules: they have had no data, for these reasons."""
+    why = dict.fromkeys(reasons[rule] for rule in rules)
+    return f"{JOINED.format(', '.join(f'`{rule}`' for rule in rules))} ({'; '.join(why)})"
 
 
 def _reached(reads: Reads, first: int, last: int) -> bool:

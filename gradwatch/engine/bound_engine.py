@@ -12,6 +12,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from gradwatch.account.rules_without_data import of_condition
 from gradwatch.detectors import State
 from gradwatch.engine.actions.backward_clips import Asked, asked, bounds, module_bounds, only_in_backward
 from gradwatch.engine.actions.rule_actions import by_rule, orders, rescaled, without_overridden
@@ -20,7 +21,7 @@ from gradwatch.engine.columns_needed import Needs, needs_of
 from gradwatch.engine.engine_state import EngineState, empty_state
 from gradwatch.engine.fast_path.many_steps import FastBlock, active_without_action
 from gradwatch.engine.fast_path.one_step import FastPath, FastPaths, Learned
-from gradwatch.engine.judge import Step, firing_now
+from gradwatch.engine.judge import Step, firing_now, judges
 from gradwatch.engine.rule_plan import NO_BANK, Plan, make_plan
 from gradwatch.engine.series import labels
 from gradwatch.engine.snapshot_reader import Reader
@@ -30,11 +31,12 @@ from gradwatch.engine.unmatched_rules import admit, may_miss, refusals, unmatche
 from gradwatch.engine.unsupported_rules import Refusal
 from gradwatch.errors import GradwatchError
 from gradwatch.policies.norm_bound import Bound
-from gradwatch.records.columns import OF_SCALER, RUNNING_STATISTICS, is_observed
+from gradwatch.records.columns import OF_SCALER, OTHER_RULES, RUNNING_STATISTICS, is_observed
 from gradwatch.records.decision import Decision
 from gradwatch.records.run_info import RuleInfo
 from gradwatch.records.snapshot import BoolArray, Sites, Snapshot
 from gradwatch.records.verdict import Due, Verdict
+from gradwatch.rules.impossible_actions import by_what_acts
 from gradwatch.rules.rule_set import Rule, RuleSet
 
 LR_JUMP = 3.0
@@ -98,6 +100,11 @@ class Engine:
             for rule in self._enabled()
         )
         return rules or self._clip_needs_host
+
+    def acts_by(self, kind: str) -> bool:
+        """True if some rule acts by what a rule of this kind says: its own, or one that its condition is about."""
+        acting = by_what_acts(self.ruleset)
+        return any(rule.kind == kind and rule.id in acting for rule in self._enabled())
 
     @cached_property
     def clips_only_total(self) -> bool:
@@ -163,7 +170,8 @@ class BoundEngine:
             for number, mask in of_lr
             if mask.any()
         )
-        self._others = tuple(number for number in range(len(plan.rules)) if number not in set(facts))
+        conditions = {one.number for one in plan.conditions}
+        self._others = tuple(n for n in range(len(plan.rules)) if n not in conditions.union(facts))
 
     @property
     def sites(self) -> Sites:
@@ -190,7 +198,14 @@ class BoundEngine:
                 found[one.rule.id] = (
                     f"warm-up not over: {int(seen[one.part].max(initial=0))} of {needed} samples"
                 )
+        for condition in self.plan.conditions:
+            waiting = sorted(rule for rule in map(self._id, condition.of) if rule in found)
+            if waiting:
+                found[self._id(condition.number)] = of_condition(waiting, found)
         return found
+
+    def _id(self, number: int) -> str:
+        return self.plan.rules[number].rule.id
 
     def init(self) -> EngineState:
         """The state of a run that has not taken a step."""
@@ -225,6 +240,8 @@ class BoundEngine:
         lr = snapshot.scalars.get("lr", state.lr)
         if state.active is not None and not snapshot.provisional and not jumped(state.lr, lr):
             path: FastPath | None = self._fast_paths[state.active]
+            if state.unjudged and self._is_known(state, snapshot, in_turn):
+                path = None
             learned = None if path is None else path.learn(state, snapshot, in_turn)
             if path is not None and learned is not None:
                 if path.active_every_step or state.ordinary is None:
@@ -252,7 +269,8 @@ class BoundEngine:
             before, lr = lr, snapshot.scalars.get("lr", lr)
             turn = self.turns.in_turn(snapshot.step, state.overdue)
             missed = turn and self.turns.missed(turn, snapshot, state.overdue) is not state.overdue
-            if missed or jumped(before, lr):
+            known = state.unjudged and self._may_be_known(state, snapshot, turn)
+            if missed or known or jumped(before, lr):
                 break
             in_turn.append(turn)
         usual = len(in_turn)
@@ -274,7 +292,10 @@ class BoundEngine:
         for number, result in learned.results.items():
             step.banks[number] = result
         for number in active:
-            step.judge(number)
+            if self.plan.rules[number].series.column != OTHER_RULES:
+                step.judge(number)
+        if self.plan.conditions:
+            step.judge_conditions()
         return step.finish(learned.baselines, lr)
 
     def _rejected(
@@ -287,6 +308,7 @@ class BoundEngine:
         baselines = step.learn(state.baselines, learning=True, only=OF_SCALER)
         for number in self._of_scaler:
             step.judge(number)
+        step.judge_conditions(self._of_scaler)
         return step.finish(baselines, state.lr)
 
     def _rule_by_rule(
@@ -303,7 +325,26 @@ class BoundEngine:
             baselines = step.learn(baselines, learning=not self._will_skip(step))
             for number in self._others:
                 step.judge(number)
+        step.judge_conditions(self._facts if snapshot.provisional else None)
         return step.finish(baselines, lr)
+
+    def _may_be_known(self, state: EngineState, snapshot: Snapshot, in_turn: InTurn) -> bool:
+        """True if a rule that conditions are about has something to judge at last, unless it is warming up."""
+        reader = Reader(snapshot, in_turn, self.plan.roots)
+        for one in map(self.plan.rules.__getitem__, state.unjudged):
+            sample = None if snapshot.step % one.judged_every else reader.sample(one.series)
+            if sample is not None and sample.present.any():
+                return True
+        return False
+
+    def _is_known(self, state: EngineState, snapshot: Snapshot, in_turn: InTurn) -> bool:
+        """True if a rule that conditions are about judges on this step what it never has."""
+        reader, plan = Reader(snapshot, in_turn, self.plan.roots), self.plan
+        return any(
+            judges(one, plan, reader, () if one.bank == NO_BANK else state.baselines[one.bank])
+            for one in map(plan.rules.__getitem__, state.unjudged)
+            if snapshot.step % one.judged_every == 0
+        )
 
     def _will_skip(self, step: Step) -> bool:
         """True if a fact leads to a skip, of its own or of its ladder."""

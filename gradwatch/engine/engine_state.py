@@ -30,7 +30,8 @@ class EngineState:
     `plan` the rules and series it belongs to; `baselines` one detector state per bank; `tracks` one per rule;
     `consecutive` steps in a row on which each rule asked for an action; `lr` the last learning rate seen.
     `clips` one state per policy of `clip:`. `in_turn` the staggered series whose turn it was at the last step, and
-    `overdue` those of them that it could not judge; neither is saved.
+    `overdue` those of them that it could not judge; neither is saved. `unjudged` the numbers of the rules that
+    conditions are about (`Plan.joined`) and that have judged nothing so far.
     What follows is only known of a state that `evaluate` made, and follows from the rest: `ordinary` the verdict
     on a healthy step, None while a rule on columns of every step is pending or firing; `done` by bank (see
     `Detector.done`); `active` the numbers of the rules that are pending, firing or acting, None where not known.
@@ -47,6 +48,7 @@ class EngineState:
     clips: tuple[State, ...] = ()
     in_turn: InTurn = field(default_factory=dict)
     overdue: OverdueSeries = field(default_factory=dict)
+    unjudged: frozenset[int] = NONE_ACTIVE
 
     def __repr__(self) -> str:
         firing = [
@@ -74,6 +76,7 @@ class EngineState:
             done=done,
             active=self.active,
             clips=self.clips,
+            unjudged=self.unjudged,
         )
 
     def with_turns(self, in_turn: InTurn, overdue: OverdueSeries) -> EngineState:
@@ -90,6 +93,7 @@ class EngineState:
             clips=self.clips,
             in_turn=in_turn,
             overdue=overdue,
+            unjudged=self.unjudged,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -100,12 +104,14 @@ class EngineState:
             for segment, part in zip(bank.segments, bank.parts, strict=True):
                 baselines[f"{bank.key}|{segment.key}"] = _rows(segment, state, part)
         rules = zip(plan.rules, self.tracks, self.consecutive, strict=True)
+        judged = sorted(plan.rules[number].rule.id for number in plan.joined - self.unjudged)
         return {
             "format": FORMAT,
             "lr": self.lr,
             "baselines": baselines,
             "rules": {one.rule.id: _track_rows(one.shown, track, count) for one, track, count in rules},
             "clips": plan.clipping.to_dict(self.clips),
+            **({"judged": judged} if plan.conditions else {}),
         }
 
     @classmethod
@@ -134,6 +140,7 @@ def empty_state(plan: Plan) -> EngineState:
         (IDLE,) * len(plan.rules),
         (0,) * len(plan.rules),
         clips=plan.clipping.init(),
+        unjudged=plan.joined,
     )
 
 
@@ -170,7 +177,11 @@ def _restored(saved: Mapping[str, Any], plan: Plan) -> EngineState:
     consecutive = [0 if rows is None else int(rows["consecutive"]) for rows in rules]
     lr = None if saved["lr"] is None else float(saved["lr"])
     clips = plan.clipping.restored(saved.get("clips", {}))  # none in what an earlier version saved
-    return EngineState(plan, tuple(baselines), tuple(tracks), tuple(consecutive), lr, clips=clips)
+    judged = saved.get("judged", ())  # as well; then it is known after the next step of each rule
+    unjudged = frozenset(number for number in plan.joined if plan.rules[number].rule.id not in judged)
+    return EngineState(
+        plan, tuple(baselines), tuple(tracks), tuple(consecutive), lr, clips=clips, unjudged=unjudged
+    )
 
 
 def _matches(names: tuple[str, ...], saved: list[str]) -> tuple[list[int], list[int]]:

@@ -52,10 +52,12 @@ def build_event(
     snapshot: Snapshot,
     rank: int,
     moved: str = "",
+    others: str = "",
 ) -> Event:
     """The Event of one transition: worst five by score, their number, and the deepest as first cause.
 
-    `moved` is the parameter that moved a total most, and the first cause of such an Event.
+    `moved` is the parameter that moved a total most, and the first cause of such an Event; `others` are the rules that
+    hold, where it is one of their condition.
     """
     order = worst_first(scored.score, series.depths, notice.involved, rule.detect.comparison)
     worst = int(order[0]) if len(order) else 0
@@ -78,7 +80,7 @@ def build_event(
         notify=notice.notify,
         labels=rule.labels,
     )
-    facts = _facts(event, series, worst, snapshot, rank, moved)
+    facts = _facts(event, series, worst, snapshot, rank, moved, others)
     summary = rule.annotations.get("summary", "{kind} on {where}")
     description = rule.annotations.get("description", "")
     return replace(event, summary=fill(summary, facts), description=fill(description, facts))
@@ -104,7 +106,7 @@ def fill(template: str, facts: Mapping[str, str]) -> str:
 
 
 def _facts(
-    event: Event, series: Series, worst: int, snapshot: Snapshot, rank: int, moved: str
+    event: Event, series: Series, worst: int, snapshot: Snapshot, rank: int, moved: str, others: str
 ) -> dict[str, str]:
     name = event.sites[0] if event.sites else ""
     site = _site_of(series, worst, snapshot)
@@ -114,7 +116,7 @@ def _facts(
         "param": (_on_rank(series, worst, snapshot) or "no parameter")
         if of_rank
         else name or moved or NOT_ONE,
-        "where": name or series.column,
+        "where": name or others or series.column,
         "group": group,
         "kind": event.detector,
         "rule": event.rule,

@@ -8,7 +8,7 @@ Axes: R rules, B banks, K series of one rule.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -16,6 +16,8 @@ import numpy as np
 from gradwatch.detectors import Sample, State, breaches, clears, may_breach
 from gradwatch.engine.actions.escalation import alarm_due, climbed, ordered, remembered
 from gradwatch.engine.baseline_bounds import BASELINE_SIGMAS, part_of
+from gradwatch.engine.conditions.bound_condition import BoundCondition
+from gradwatch.engine.conditions.evaluation import with_unsettled
 from gradwatch.engine.culprit import culprit
 from gradwatch.engine.engine_state import EngineState
 from gradwatch.engine.events import Notice, Scored, build_event, worst_first
@@ -63,6 +65,7 @@ class Step:
         "reader",
         "snapshot",
         "tracks",
+        "unjudged",
     )
 
     def __init__(self, state: EngineState, reader: Reader, rank: int) -> None:
@@ -82,6 +85,7 @@ class Step:
         self.acting: set[str] = set()
         self.due: dict[str, Due] = {}
         self.events: list[Event] = []
+        self.unjudged = state.unjudged
 
     def learn(
         self, baselines: tuple[State, ...], learning: bool, only: frozenset[str] = frozenset()
@@ -114,10 +118,36 @@ class Step:
         scored = self._scored(one, idle)
         if scored is MISSING:
             return
+        if number in self.unjudged and self._judges(one):
+            self.unjudged -= {number}
         scored = self._without_reported(one, scored)
         self.consecutive[number] = 0
         if scored is not IDLE and not (idle and not scored.breach.any()):
             self._transit(number, scored)
+
+    def judge_conditions(self, judged: Collection[int] | None = None) -> None:
+        """Take the rules with a condition through this step, after all that they name.
+
+        Of those whose rules are not all `judged` on it (None = every rule is) nothing changes.
+        """
+        values: dict[int, bool | None] = {}
+        for one in self.plan.conditions:
+            value = one.value(self.tracks, self.unjudged, values, self.snapshot.step)
+            values[one.number] = value
+            if value is not None and (judged is None or one.of.issubset(judged)):
+                self._judge_condition(one, value)
+
+    def _judge_condition(self, one: BoundCondition, value: bool) -> None:
+        self.consecutive[one.number] = 0
+        if value or not self.tracks[one.number].idle:
+            held = float(len(one.rules_that_hold(self.tracks, self.snapshot.step)))
+            self._transit(one.number, Scored(np.array([held]), np.array([float(value)]), np.array([value])))
+
+    def _judges(self, one: RulePlan) -> bool:
+        """True if a rule that is evaluated has something to say of any of its series."""
+        result = None if one.bank == NO_BANK else self.banks[one.bank]
+        sample = result.sample if result is not None else None
+        return judges(one, self.plan, self.reader, () if result is None else result.before, sample)
 
     def _scored(self, one: RulePlan, idle: bool) -> Scored:
         """The scores of one rule; CALM when it is idle and a bound shows that nothing breaches."""
@@ -229,7 +259,17 @@ class Step:
         actions = ordered(one, acted, () if due is None else due.climbed)
         notice = Notice(kind, incident, involved, severity, actions, notify)
         moved = culprit(self.plan, self._baselines, one, self.snapshot)
-        self.events.append(build_event(one.rule, one.shown, scored, notice, self.snapshot, self.rank, moved))
+        others = self._rules_that_hold(one)
+        self.events.append(
+            build_event(one.rule, one.shown, scored, notice, self.snapshot, self.rank, moved, others)
+        )
+
+    def _rules_that_hold(self, one: RulePlan) -> str:
+        """The ids of the rules that hold, of a rule with a condition; "" of any other."""
+        conditions = (each for each in self.plan.conditions if self.plan.rules[each.number] is one)
+        return ", ".join(
+            rule for each in conditions for rule in each.rules_that_hold(self.tracks, self.snapshot.step)
+        )
 
     def finish(self, baselines: tuple[State, ...], lr: float | None) -> tuple[Verdict, EngineState]:
         """The verdict of the rules on this step, and the state after it."""
@@ -259,12 +299,25 @@ class Step:
             done=done,
             active=active,
             clips=self._clips,
+            unjudged=self.unjudged,
         )
 
     def _active(self) -> frozenset[int]:
-        """The rules that are pending or firing, or have acted on this step."""
+        """The rules that are pending or firing, or have acted on this step, and conditions that may change by that."""
         rules = enumerate(zip(self.tracks, self.consecutive, strict=True))
-        return frozenset(number for number, (track, acted) in rules if acted or not track.idle)
+        active = frozenset(number for number, (track, acted) in rules if acted or not track.idle)
+        if not self.plan.conditions:
+            return active
+        return with_unsettled(self.plan.conditions, self.tracks, active, self.snapshot.step)
+
+
+def judges(one: RulePlan, plan: Plan, reader: Reader, before: State, sample: Sample | None = None) -> bool:
+    """True if a rule has a score of any of its series, given the state of its bank; `sample` is that of the bank."""
+    if one.bank == NO_BANK:
+        part, sample = slice(None), reader.sample(one.series, one.detector.columns)
+    else:
+        part, sample = one.part, plan.banks[one.bank].sample(reader) if sample is None else sample
+    return sample is not None and not np.isnan(one.detector.score(before, sample)[part]).all()
 
 
 def acted_on(one: RulePlan, scored: Scored, track: Track) -> BoolArray:

@@ -12,12 +12,15 @@ import numpy as np
 from gradwatch.detectors import Detector, Sample, State
 from gradwatch.engine.clip_policy_binding import bind_clipping
 from gradwatch.engine.columns_needed import Needs, needs_of
+from gradwatch.engine.conditions.binding import conditions_of, never_known
+from gradwatch.engine.conditions.bound_condition import BoundCondition
 from gradwatch.engine.series import Series, roots_of, series_of
 from gradwatch.engine.snapshot_reader import Reader
 from gradwatch.engine.staggering import Staggering
 from gradwatch.engine.strictest_clip import NO_CLIPPING, Clipping
 from gradwatch.records.columns import MODULE_COLUMNS, RANK_COLUMNS, is_free
 from gradwatch.records.snapshot import BoolArray, FloatArray, Sites
+from gradwatch.rules.condition import When
 from gradwatch.rules.rule_set import Action, Rule, RuleSet
 
 NO_BANK = -1
@@ -119,6 +122,13 @@ class Plan:
     clipping: Clipping = NO_CLIPPING
     may_be_done: tuple[bool, ...] = ()
     """By bank: whether there can be nothing left for it to learn of healthy steps."""
+    conditions: tuple[BoundCondition, ...] = ()
+    """Of the rules with `when:`, in the order in which they are evaluated."""
+
+    @property
+    def joined(self) -> frozenset[int]:
+        """The numbers of the rules with a detector that conditions are about."""
+        return frozenset[int]().union(*(one.of for one in self.conditions))
 
     def done(self, baselines: tuple[State, ...]) -> tuple[bool, ...]:
         """By bank: True if healthy steps, on which its columns are positive, cannot change it any more."""
@@ -137,6 +147,9 @@ def make_plan(ruleset: RuleSet, sites: Sites) -> Plan:
             inactive[rule.id] = reason
         else:
             found.append((rule, series))
+    unknown = never_known(_conditions(rule for rule, _ in found), {rule.id for rule, _ in found})
+    found = [(rule, series) for rule, series in found if rule.id not in unknown]
+    inactive |= unknown
     banks = tuple(_banks(found))
     home = {
         (bank.key, segment.key): (number, part)
@@ -157,7 +170,13 @@ def make_plan(ruleset: RuleSet, sites: Sites) -> Plan:
     needs = replace(needs_of([rule for rule, _ in found]), about=_about(found, len(sites)))
     clipping = bind_clipping(ruleset, sites)
     known = MappingProxyType(inactive), needs, staggering, roots_of(sites), clipping
-    return Plan(sites, rules, banks, *known, tuple(map(_may_be_done, banks)))
+    numbers = {one.rule.id: number for number, one in enumerate(rules)}
+    conditions = tuple(conditions_of(_conditions(rule for rule, _ in found), numbers))
+    return Plan(sites, rules, banks, *known, tuple(map(_may_be_done, banks)), conditions)
+
+
+def _conditions(rules: Iterable[Rule]) -> dict[str, When]:
+    return {rule.id: rule.detect for rule in rules if isinstance(rule.detect, When)}
 
 
 def _may_be_done(bank: Bank) -> bool:

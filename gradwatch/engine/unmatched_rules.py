@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from gradwatch.engine.clip_policy_binding import misfits
+from gradwatch.engine.conditions.binding import never_known
 from gradwatch.engine.rule_plan import idle_reason, staggering_of
 from gradwatch.engine.series import group_masks, labels, series_of
 from gradwatch.engine.unsupported_rules import Refusal, refuse
 from gradwatch.errors import UnmatchedRulesError
 from gradwatch.records.columns import RANK_COLUMNS
 from gradwatch.records.snapshot import Sites
+from gradwatch.rules.condition import When
 from gradwatch.rules.impossible_actions import impossible_actions
 from gradwatch.rules.rule_set import Rule, RuleSet
 
@@ -61,14 +63,18 @@ def unmatched(ruleset: RuleSet, sites: Sites) -> dict[str, str]:
     may_be_empty = {group.name for group in ruleset.groups if group.optional}
     found = {GROUP + name: "matches no parameter" for name in sorted(empty - may_be_empty)}
     staggering = staggering_of(sites)
+    idle = {
+        rule.id: idle_reason(rule, ruleset, series_of(rule, ruleset, sites, staggering))
+        for rule in ruleset.rules
+        if rule.enabled and rule.detect.columns[0] not in RANK_COLUMNS
+    }
+    of_ranks = {rule.id for rule in ruleset.rules if rule.detect.columns[0] in RANK_COLUMNS}
+    bound = of_ranks.union(rule for rule, reason in idle.items() if not reason)
+    conditions = {rule.id: rule.detect for rule in ruleset.rules if isinstance(rule.detect, When)}
+    idle |= never_known({rule: when for rule, when in conditions.items() if rule in idle}, bound)
     for rule in ruleset.rules:
-        if rule.detect.columns[0] in RANK_COLUMNS:
-            continue
-        if not rule.enabled or rule.optional or _only_optional(rule, empty & may_be_empty):
-            continue
-        reason = idle_reason(rule, ruleset, series_of(rule, ruleset, sites, staggering))
-        if reason:
-            found[rule.id] = reason
+        if idle.get(rule.id) and not (rule.optional or _only_optional(rule, empty & may_be_empty)):
+            found[rule.id] = idle[rule.id]
     return found
 
 

@@ -54,6 +54,8 @@ BATCH_HASH: Final = "batch_hash"
 """Scalar of steps whose batch is held, where a rule asks for it."""
 NOISE_SCALE = "noise_scale"
 """Scalar of steps at which replicas have measured the norms of their own gradients, one backward each."""
+OTHER_RULES: Final = "other rules"
+"""Stands for a column where a rule judges the state of others (`when:`); no observed value can have such a name."""
 UNOWNED = "unowned"
 OBSERVED_ONLY = "observed_only"
 """Scalar of a step that no optimizer takes."""
@@ -261,6 +263,7 @@ SCALAR_COLUMNS = tuple(one.name for one in CATALOGUE if one.of == "step")
 """Columns with one value per step rather than one per site."""
 
 _SCALARS = frozenset(SCALAR_COLUMNS)
+_ONE_A_STEP = _SCALARS | {OTHER_RULES}
 OF_SCALER = frozenset({"loss_scale", "scaler_skip"})
 """Scalars that a GradScaler makes: their rules are judged on the steps it rejects too."""
 
@@ -288,7 +291,7 @@ COUNT_COLUMNS = frozenset({"nonfinite", "nan_count", "inf_count", "norm_overflow
 ALWAYS = frozenset(one.name for one in CATALOGUE if one.always)
 """Columns that every step has, or whose absence says as much: a rule on one of them is never without data."""
 
-FREE_COLUMNS = ALWAYS | _SCALARS
+FREE_COLUMNS = ALWAYS | _ONE_A_STEP
 """Columns that a step has without being asked for them."""
 
 
@@ -299,7 +302,7 @@ def is_observed(column: str) -> bool:
 
 def is_scalar(column: str) -> bool:
     """True of a column with one value per step."""
-    return column in _SCALARS or is_observed(column)
+    return column in _ONE_A_STEP or is_observed(column)
 
 
 def is_free(column: str) -> bool:

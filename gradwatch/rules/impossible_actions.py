@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from gradwatch.policies import POLICIES, find_policy
 from gradwatch.records.columns import MODULE_COLUMNS, RANK_COLUMNS
-from gradwatch.rules.action_kinds import changing_gradients
+from gradwatch.rules.action_kinds import ACTIONS, changing_gradients
+from gradwatch.rules.condition import When, rules_below
 from gradwatch.rules.rule_set import NOT_BUILT, Action, Clip, Rule, RuleSet
 
 BASELINE_COLUMNS = ("norm", "norm_applied", "norm_local", "rms", "total_norm")
@@ -29,6 +30,7 @@ def impossible_actions(ruleset: RuleSet) -> Iterator[ImpossibleAction]:
     """Everything that cannot be carried out whatever the model; rules that are switched off are not looked at."""
     for rule in ruleset.rules:
         reasons = [*_not_built(rule), *_meaningless(rule), *_misplaced(rule, ruleset)] if rule.enabled else []
+        reasons += _between(rule, ruleset) if rule.enabled else ()
         if rule.acts and ruleset.modules is None and rule.detect.columns[0] in MODULE_COLUMNS:
             reasons.append(
                 f"{rule.detect.columns[0]} is read by module taps only: add `modules: {{tap: output}}`"
@@ -46,6 +48,19 @@ def clip_places(clip: Clip | None) -> Mapping[str, str]:
         return {}
     total = {} if clip.total is None else {TOTAL: clip.total.method}
     return {**total, **{f"groups.{name}": said.method for name, said in clip.groups.items()}}
+
+
+def rules_joined(rule: Rule, ruleset: RuleSet) -> list[Rule]:
+    """The rules with a detector that the condition of a rule is about; none where it has no condition."""
+    conditions = {one.id: one.detect.condition for one in ruleset.rules if isinstance(one.detect, When)}
+    below = rules_below(conditions, rule.id) if rule.id in conditions else ()
+    return [one for one in ruleset.rules if one.id in below]
+
+
+def by_what_acts(ruleset: RuleSet) -> frozenset[str]:
+    """The ids of the rules by whose state gradients may be changed: those that act, and what their conditions join."""
+    acting = [rule for rule in ruleset.rules if rule.acts]
+    return frozenset(one.id for rule in acting for one in (rule, *rules_joined(rule, ruleset)))
 
 
 def at_backward(action: Action) -> bool:
@@ -80,6 +95,19 @@ def _meaningless(rule: Rule) -> Iterator[str]:
         )
     if "zero_nonfinite" in names and not rule.detect.finiteness:
         yield f"zero_nonfinite needs a rule about NaN and Inf; kind {rule.kind} is about finite numbers"
+
+
+def _between(rule: Rule, ruleset: RuleSet) -> Iterator[str]:
+    """Actions of a rule with a condition that steps in between would miss: others are judged at some steps only."""
+    protecting = {action.does for action in rule.do if ACTIONS[action.does].every_step}
+    for one in rules_joined(rule, ruleset):
+        of_ranks = one.detect.columns[0] in RANK_COLUMNS
+        named = {action.does for action in rule.do} if of_ranks else protecting
+        if named and one.every > 1:
+            yield (
+                f"{_listed(named)} with a condition on {one.id!r}, which is judged every {one.every} steps: a step in"
+                f" between would go unjudged; write `every: 1` in {one.id!r}"
+            )
 
 
 def _listed(names: set[str]) -> str:

@@ -108,7 +108,7 @@ _ENTRIES = (
     Code(
         "GW102",
         "missing key",
-        "A key that this map cannot do without; for a rule that is `detect`, unless a file it extends has"
+        "A key that this map cannot do without; for a rule that is `detect` or `when`, unless a file it extends has"
         " that rule.",
         "rules: {exploding: {for: 3}}",
         "Add the key; if you meant to change an inherited rule, check the spelling of its id.",
@@ -229,7 +229,8 @@ _ENTRIES = (
         "GW211",
         "an action that is not judged at every step",
         "`skip_step` and `clip` protect every step, and so does any action of a rule on ranks, which has the ranks"
-        " exchange at every step; with `every:` above 1 the steps in between go unjudged.",
+        " exchange at every step; with `every:` above 1 the steps in between go unjudged. A condition (`when:`) is"
+        " known as often as the rules it names.",
         "every: 10\ndo: [skip_step]",
         "Write `every: 1` for this rule.",
     ),
@@ -263,6 +264,23 @@ _ENTRIES = (
         " not installed here. `gradwatch run` refuses it too.",
         "rules: {r: {detect: {kind: rank_outlier}, do: [clip: {to: 1.0}]}}",
         "The message names the alternative: another action, another option, or what to install.",
+    ),
+    Code(
+        "GW216",
+        "a condition on a rule that judges nothing",
+        "`when:` names a rule that neither this file nor one it extends has, or one that is switched off: its"
+        " silence would say nothing, so the condition could never be known.",
+        "rules: {diverging: {when: {all: [loss-surge, norm-surg]}}}",
+        "Correct the id (`gradwatch rules list --rules FILE` shows those there are), or switch that rule on; with"
+        " `optional: true` a rule whose condition names one that is off is kept, inactive.",
+    ),
+    Code(
+        "GW217",
+        "a condition on itself",
+        "`when:` names the rule it belongs to, directly or through the conditions of others, so that none of them"
+        " could be evaluated before the other.",
+        "rules: {a: {when: {any: [b, norm-surge]}}, b: {when: {not: a}}}",
+        "Take one of the ids out; a rule that fires on is kept firing by `keep_firing_for`.",
     ),
     Code(
         "GW301",

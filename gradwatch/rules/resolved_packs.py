@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from gradwatch.detectors import find_detector
+from gradwatch.rules.condition import When, when_of
 from gradwatch.rules.packs import SUFFIX, pack_directory, pack_path
 from gradwatch.rules.rule_set import (
     Action,
@@ -70,9 +71,12 @@ def _rule_set(rules: Mapping[str, Any], origins: Mapping[str, Any], digest: str)
 
 def _rule(given: Mapping[str, Any]) -> Rule:
     detect = dict(given["detect"])
-    detector = find_detector(detect.pop("kind"))
-    assert detector is not None
+    kind = detect.pop("kind")
     actions = tuple(Action(**one) for one in given["do"])
+    if kind == When.kind:
+        return _made(Rule, {**given, "detect": when_of(detect), "do": actions})
+    detector = find_detector(kind)
+    assert detector is not None
     return _made(Rule, {**given, "detect": _made(detector, detect), "do": actions})
 
 

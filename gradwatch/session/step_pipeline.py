@@ -108,7 +108,7 @@ class StepPipeline:
         self._extra_columns = extra_columns
         self._publishing = publishing
         self._sources = sources
-        self._acts_on_jumps = any(rule.acts and rule.kind == "jump" for rule in engine.ruleset.rules)
+        self._acts_on_jumps = engine.acts_by("jump")
         self._defers = deferral_allowed(engine, rule_bindings)
         self._ordinary_steps = OrdinarySteps(
             sources.capture,

@@ -28,8 +28,9 @@ from gradwatch.detectors import (
 )
 from gradwatch.engine import BoundEngine, Engine
 from gradwatch.records.snapshot import Column
+from gradwatch.rules.condition import Condition, When
 from gradwatch.rules.files import load_rules
-from gradwatch.rules.rule_set import Rule, RuleSet
+from gradwatch.rules.rule_set import Action, Rule, RuleSet
 from tests.engine.cases import GROUPS, default_like, everywhere, make_sites, rule
 
 SIZE = 8
@@ -175,6 +176,28 @@ def packs() -> dict[str, tuple[Rule, ...]]:
         rule("norm", AboveRecentMax(above=1.4, window=12, warmup=5)),
         rule("seen", AboveRecentMax(of="observed.reward", above=1.4, window=12, warmup=5)),
     )
+    conditions = (
+        *tight,
+        rule("loss", Above(threshold=2.15, of="loss")),
+        rule("seen", Above(threshold=20.0, of="observed.reward")),
+        rule("unseen", Above(threshold=0.0, of="observed.other")),
+        rule("every", Spike(above=3.0, warmup=5), every=3),
+        rule("dead", Dead(min_ndim=0), every=3, for_=1),
+        rule("nan", NonFinite(), do=(Action("skip_step", {"max_consecutive": None, "then": "continue"}),)),
+        joining("both", all_of("spike", "drift"), 10),
+        joining("one", any_of("loss", all_of("zero", "stale"), "fading"), for_=2, keep_firing_for=5),
+        joining("without", all_of("spike-total", not_("seen")), 3, cooldown=20),
+        joining("calm", not_("spike-hard"), for_=3),
+        joining("unknown", all_of("spike", not_("unseen")), 5),
+        joining("chain", all_of("both", not_("unknown")), 4),
+        joining("chained", any_of("chain", all_of(not_("calm"), "spike")), 2),
+        joining("rare", any_of(all_of("every", "dead"), "nan"), 7),
+    )
+    acting = (
+        *conditions,
+        joining("stops", all_of("both", "fading"), 4, do=(Action("stop", {}),)),
+        joining("clips", any_of("spike-total", "drift"), do=(Action("clip", {"to": 1.0, "at": "step"}),)),
+    )
     default = load_rules("default").rules
     return {
         "default": default,
@@ -186,7 +209,33 @@ def packs() -> dict[str, tuple[Rule, ...]]:
         "alike": alike,
         "staggered": staggered,
         "beside": beside,
+        "conditions": conditions,
+        "acting": acting,
     }
+
+
+def joining(name: str, condition: Condition, within: int = 1, **keys: Any) -> Rule:
+    """A rule with a condition on others."""
+    return Rule(name, When(condition, within), "total", **keys)
+
+
+def all_of(*parts: str | Condition) -> Condition:
+    """Holds where each of these does."""
+    return Condition("all", parts=tuple(map(_part, parts)))
+
+
+def any_of(*parts: str | Condition) -> Condition:
+    """Holds where one of these does."""
+    return Condition("any", parts=tuple(map(_part, parts)))
+
+
+def not_(part: str | Condition) -> Condition:
+    """Holds where this does not."""
+    return Condition("not", parts=(_part(part),))
+
+
+def _part(part: str | Condition) -> Condition:
+    return Condition("rule", part) if isinstance(part, str) else part
 
 
 def bind(rules: tuple[Rule, ...]) -> BoundEngine:

@@ -179,9 +179,8 @@ def test_steady_steps_are_judged_in_blocks(pack: str) -> None:
     while at < len(snapshots):
         found, state = judged_together(engine, state, snapshots[at : at + MOST])
         at, calls = at + len(found), calls + (at >= 100)
-    rare = {"odd": 2 * 200 / 3, "beside": 2 * 200 / 5}.get(
-        pack, 0
-    )  # the steps of `every`, and what is between them
+    third, fifth = 2 * 200 / 3, 2 * 200 / 5  # the steps of `every`, and what is between them
+    rare = {"odd": third, "beside": fifth, "conditions": third, "acting": third}.get(pack, 0)
     assert calls <= rare + 200 / 10, calls
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import asdict, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -215,6 +215,10 @@ def resolved(rule: Rule, ruleset: RuleSet, origin: bool) -> str:
 
 def settings(rule: Rule) -> dict[str, Any]:
     """A rule as the file would spell it in full: `detect.*` flattened, `for` without its underscore."""
+    from gradwatch.rules.condition import OF_DETECTOR, When  # not at the top: it needs numpy
+
+    if isinstance(rule.detect, When):
+        return {"when": rule.detect.spelled()} | _beside(rule, OF_DETECTOR)
     flat: dict[str, Any] = {"detect.kind": rule.kind}
     own = (
         {each.name for each in fields(rule.detect)} - {"warmup", "half_life"}
@@ -222,8 +226,14 @@ def settings(rule: Rule) -> dict[str, Any]:
         else set()
     )
     flat |= {f"detect.{name}": getattr(rule.detect, name) for name in sorted(own)}
+    return flat | _beside(rule, ("detect",))
+
+
+def _beside(rule: Rule, without: Collection[str]) -> dict[str, Any]:
+    """The settings of a rule beside what it judges."""
+    flat: dict[str, Any] = {}
     for each in fields(rule):
-        if each.name not in ("id", "detect"):
+        if each.name != "id" and each.name not in without:
             value = getattr(rule, each.name)
             if each.name == "do":
                 value = [

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from gradwatch.detectors import State, leading
 from gradwatch.detectors import breaches as breaches_of
 from gradwatch.detectors.baseline import logs_of_scalars
+from gradwatch.engine.conditions.evaluation import values_of
 from gradwatch.engine.engine_state import EngineState
 from gradwatch.engine.fast_path.one_step import (
     BY_RANK,
@@ -36,11 +37,13 @@ from gradwatch.engine.judge import firing_now, under_factor
 from gradwatch.engine.rule_plan import NO_BANK, RulePlan
 from gradwatch.engine.snapshot_reader import Reader
 from gradwatch.engine.turns import InTurn
-from gradwatch.records.columns import is_scalar, scalar_name
+from gradwatch.records.columns import OTHER_RULES, is_scalar, scalar_name
 from gradwatch.records.snapshot import BoolArray, FloatArray, Snapshot
 from gradwatch.records.verdict import Verdict
 
 NONE_BREACH: BoolArray = np.zeros(0, np.bool_)
+HOLDS: BoolArray = np.ones(1, np.bool_)
+"""Of a condition."""
 
 
 def active_without_action(state: EngineState, rules: Iterable[int]) -> list[tuple[RulePlan, Track]] | None:
@@ -86,7 +89,7 @@ class FastBlock:
 
     def leading_ordinary(self, state: EngineState) -> tuple[int, tuple[State, ...]]:
         """Count the first steps that surely change no rule; with the baselines after those."""
-        count = self._usual()
+        count = min(self._usual(), self._conditions_unchanged(state))
         count = self._cannot_breach(count) if count else 0
         baselines = state.baselines
         totals = [snapshot.total_norm for snapshot in self._snapshots[:count]]
@@ -97,6 +100,25 @@ class FastBlock:
                 return count, baselines
             count = below
         return 0, state.baselines
+
+    def _conditions_unchanged(self, state: EngineState) -> int:
+        """Count the first steps on which no condition changes what it judges while no other rule changes."""
+        plan, active = state.plan, state.active
+        if not plan.conditions or active is None:
+            return len(self._snapshots)
+        for t, snapshot in enumerate(self._snapshots):
+            values = values_of(plan.conditions, state.tracks, state.unjudged, snapshot.step)
+            for one in plan.conditions:
+                track, holds = state.tracks[one.number], values[one.number]
+                if track.idle:
+                    unsettled = one.unsettled(state.tracks, active, snapshot.step)
+                    unchanged = not holds and unsettled == (one.number in active)
+                else:
+                    for_ = plan.rules[one.number].rule.for_
+                    unchanged = bool(holds) and unchanged_by(track, HOLDS, HOLDS, for_)
+                if not unchanged:
+                    return t
+        return len(self._snapshots)
 
     def _usual(self) -> int:
         """Count the first steps judged by rules of every step only, and with finite gradients that are not 0."""
@@ -159,8 +181,9 @@ class FastBlock:
         """bool[K] for the firing rules without a baseline: the series that breach on; None where that changes any."""
         found: dict[str, BoolArray] = {}
         for one, track in self._firing:
-            found[one.rule.id] = NONE_BREACH
-            if one.bank != NO_BANK:
+            # What a condition joins has not changed (`_conditions_unchanged`).
+            found[one.rule.id] = track.firing if one.series.column == OTHER_RULES else NONE_BREACH
+            if one.bank != NO_BANK or one.series.column == OTHER_RULES:
                 continue
             sample = reader.sample(one.series, one.detector.columns)
             if sample is None and one.series.phases is not None:

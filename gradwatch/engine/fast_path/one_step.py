@@ -29,7 +29,7 @@ from gradwatch.engine.judge import BankResult
 from gradwatch.engine.rule_plan import NO_BANK, Bank, Plan, RulePlan
 from gradwatch.engine.snapshot_reader import Reader
 from gradwatch.engine.turns import InTurn, Turn
-from gradwatch.records.columns import COUNT_COLUMNS, RANK_COLUMNS, is_scalar, scalar_name
+from gradwatch.records.columns import COUNT_COLUMNS, OTHER_RULES, RANK_COLUMNS, is_scalar, scalar_name
 from gradwatch.records.snapshot import Column, FloatArray, Snapshot
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
@@ -127,7 +127,12 @@ class FastPath:
         self.plan = plan
         # Those with an `every` of their own are due at steps that are judged from the start.
         self.active_every_step = tuple(sorted(n for n in active if plan.rules[n].judged_every == 1))
-        idle = [one for number, one in enumerate(plan.rules) if number not in active]
+        # Where no other rule changes, a condition that is not active does not either (`BoundCondition.unsettled`).
+        idle = [
+            one
+            for number, one in enumerate(plan.rules)
+            if number not in active and one.series.column != OTHER_RULES
+        ]
         guarded = [one for one in idle if one.bank == NO_BANK and not (one.rare or _proven(one))]
         self._staggered = tuple(one for one in idle if one.series.phases is not None)
         others = (one.detector.columns for one in plan.rules if one.series.phases is None)

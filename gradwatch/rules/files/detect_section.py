@@ -9,6 +9,7 @@ from typing import Any
 
 import gradwatch.detectors  # noqa: F401  (registers the built-in kinds)
 from gradwatch.detectors.detector import DETECTORS, KNOWN_NOT_BUILT, Detector, find_detector, rule_keys
+from gradwatch.rules.condition import When
 from gradwatch.rules.files.pydantic_models import RuleEntry, detector_model
 from gradwatch.rules.files.validation import check, keys_of
 from gradwatch.rules.yaml.nodes import Map, Mark, Problems, Scalar, quoted, shown, without
@@ -63,6 +64,8 @@ def _kind(kind: Scalar, problems: Problems) -> type[Detector] | None:
     if cls is None:
         known = sorted({*DETECTORS, *KNOWN_NOT_BUILT})
         message = f"unknown detector kind {quoted(kind.text)}{problems.meant(kind.text, known)}"
+        if kind.text == When.kind:
+            hint = "a condition stands in the place of `detect:`: when: {all: […]}"
         problems.add(kind.mark, "GW201", message, hint or f"kinds: {', '.join(known)}")
     return cls
 

@@ -15,10 +15,12 @@ from pydantic import BaseModel
 from gradwatch.detectors.detector import DETECTORS, KNOWN_NOT_BUILT
 from gradwatch.policies import POLICIES
 from gradwatch.rules.action_kinds import ACTIONS
+from gradwatch.rules.condition import JOINS
 from gradwatch.rules.field_types import NAME
 from gradwatch.rules.files.models import parameters_model
 from gradwatch.rules.files.pydantic_models import (
     ClipEntry,
+    ConditionEntry,
     Defaults,
     Document,
     GroupEntry,
@@ -27,6 +29,7 @@ from gradwatch.rules.files.pydantic_models import (
     ModulesEntry,
     Override,
     RuleEntry,
+    WhenEntry,
     detector_model,
     policy_model,
 )
@@ -42,6 +45,8 @@ def json_schema() -> Schema:
         "Defaults": Defaults,
         "Group": GroupEntry,
         "Rule": RuleEntry,
+        "Condition": ConditionEntry,
+        "When": WhenEntry,
         "Clip": ClipEntry,
         "Modules": ModulesEntry,
         "Histograms": HistogramsEntry,
@@ -53,9 +58,10 @@ def json_schema() -> Schema:
     schema = _of(Document)
     _sections(schema)
     schema["properties"]["overrides"]["items"] = _ref("Override")
-    # A rule of a file that extends nothing has to say itself what it detects.
+    # A rule of a file that extends nothing has to say itself what it judges.
+    judging = {"oneOf": [{"required": ["detect"]}, {"required": ["when"]}]}
     complete = {
-        "rules": {"additionalProperties": {"required": ["detect"]}},
+        "rules": {"additionalProperties": judging},
         "groups": {"additionalProperties": {"required": ["params"]}},
     }
     schema["if"] = {"not": {"required": ["extends"]}}
@@ -84,10 +90,22 @@ def _fill(definitions: dict[str, Schema]) -> None:
     rule = definitions["Rule"]["properties"]
     rule["detect"] = _ref("Detect")
     rule["do"]["items"] = _ref("Action")
+    rule["when"] = _ref("When")
+    for name in ("Condition", "When"):
+        _joining(definitions[name])
     definitions["Clip"]["properties"]["total"] = _ref("Policy")
     definitions["Clip"]["properties"]["groups"] = {"type": "object", "additionalProperties": _ref("Policy")}
     definitions["Override"]["properties"]["match"] = _ref("Match")
     _sections(definitions["Override"])
+
+
+def _joining(schema: Schema) -> None:
+    """Exactly one of all, any and not, each of ids of rules and of further conditions."""
+    part, properties = {"anyOf": [{"type": "string"}, _ref("Condition")]}, schema["properties"]
+    for key in ("all", "any"):
+        properties[key]["items"] = part
+    properties["not"] |= part
+    schema["oneOf"] = [{"required": [key]} for key in JOINS]
 
 
 def _sections(schema: Schema) -> None:

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from gradwatch.rules.yaml.nodes import Entry, Map, Node, Scalar
+from gradwatch.rules.condition import OF_DETECTOR
+from gradwatch.rules.yaml.nodes import Entry, Map, Node, Scalar, without
 
 Merge = Callable[[Map, Map], Map]
 SECTIONS = ("defaults", "groups", "rules", "clip", "modules", "histograms", "sinks")
@@ -37,8 +38,21 @@ def merge_detect(base: Map, top: Map) -> Map:
 
 
 def merge_rule(base: Map, top: Map) -> Map:
-    """Key by key; `detect`, `labels` and `annotations` by their own keys; lists are replaced."""
+    """Key by key; `detect`, `labels` and `annotations` by their own keys; lists and `when` are replaced.
+
+    A condition in the place of a detector starts afresh, and so does a detector in the place of a condition.
+    """
+    if "when" in top.entries and "detect" not in top.entries:
+        base = _without(base, OF_DETECTOR)
+    elif "detect" in top.entries and "when" not in top.entries:
+        base = _without(base, ("when",))
     return overlay(base, top, {"detect": merge_detect, "labels": overlay, "annotations": overlay})
+
+
+def _without(node: Map, keys: tuple[str, ...]) -> Map:
+    for key in keys:
+        node = without(node, key)
+    return node
 
 
 def merge_groups(base: Map, top: Map) -> Map:

@@ -21,6 +21,7 @@ from gradwatch.rules.files.models import CONFIG, Model, unset
 from gradwatch.rules.rule_set import ClipAt, HistogramOf, Mode, Scope, Tap
 
 HistogramsOf = Annotated[list[HistogramOf], Field(min_length=1)]
+Parts = Annotated[list[Any], Field(min_length=1)]
 MOST_FILES = 16
 MOST_OVERRIDES = 32
 
@@ -102,6 +103,7 @@ class RuleEntry(Timing):
     """A rule: its detector, its series, its timing and its actions."""
 
     detect: dict[str, Any] = unset("The detector: its kind and its thresholds.")
+    when: dict[str, Any] = unset("Instead of a detector: a condition on other rules.")
     scope: Scope | Literal["module"] = unset(
         "param: each parameter; group: one value for each group, made as gradwatch/docs/columns.md says of the "
         "column; total: over all selected; module: each tapped module, of the columns that are measured there."
@@ -113,6 +115,25 @@ class RuleEntry(Timing):
     do: list[Any] = unset("Actions.")
     enabled: bool = unset("False switches the rule off.")
     optional: bool = unset("No warning when it matches nothing, and no refusal by --strict-rules.")
+
+
+class ConditionEntry(Model):
+    """A condition on rules, by their ids: exactly one of all, any and not."""
+
+    all_: Parts = unset("Holds where each of these does.", alias="all")
+    any_: Parts = unset("Holds where at least one of these does.", alias="any")
+    not_: Any = unset(
+        "Holds where this does not; not known, and so no reason to fire, as long as its rule has had no data.",
+        alias="not",
+    )
+
+
+class WhenEntry(ConditionEntry):
+    """The condition of a rule on others, judged at every step, after them."""
+
+    within: Count = unset(
+        "A rule holds where it is firing, or was at one of so many last steps, this one included (1)."
+    )
 
 
 class ModulesEntry(Model):

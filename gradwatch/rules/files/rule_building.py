@@ -4,17 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
+from functools import cached_property
 from typing import Any
 
 from gradwatch.detectors.detector import Detector, rule_keys
 from gradwatch.records.columns import MODULE_COLUMNS, RANK_COLUMNS, UNGROUPED
 from gradwatch.rules.action_kinds import ACTIONS
+from gradwatch.rules.condition import OF_DETECTOR, Condition, When
 from gradwatch.rules.files.annotations import check_annotations, check_labels
 from gradwatch.rules.files.clip_section import unknown_group
 from gradwatch.rules.files.detect_section import Found, build_detector, find_kind
 from gradwatch.rules.files.do_and_sinks import actions
 from gradwatch.rules.files.pydantic_models import Defaults, GroupEntry, RuleEntry
 from gradwatch.rules.files.validation import check, keys_of
+from gradwatch.rules.files.when_section import check_circle, named, when_section
 from gradwatch.rules.rule_set import COSTLY_EVERY, Action, Group, Rule, is_costly, whole_optimizer
 from gradwatch.rules.yaml.nodes import Map, Mark, Node, Problems, Scalar, Seq, quoted
 
@@ -74,11 +77,10 @@ class Resolver:
         if not isinstance(node, Map):
             return None
         entry = check(node, RuleEntry, self.problems, mark, f"rule {quoted(rule_id)}")
+        if isinstance(node.get("when"), Map):
+            return self._joining(rule_id, node, mark, entry)
         found = self._detect(rule_id, node, mark)
-        do = actions(node.get("do"), self.problems)
-        self._known_groups(node.get("groups"))
-        check_annotations(node.get("annotations"), self.problems)
-        check_labels(node.get("labels"), self.problems)
+        do = self._lists(node)
         if entry is None or found is None or self.defaults is None:
             return None
         if found.cls is None:
@@ -86,10 +88,19 @@ class Resolver:
             return None
         return self._build(rule_id, node, mark, entry, found, do)
 
+    def _lists(self, node: Map) -> tuple[Action, ...]:
+        """The actions of a rule, after checking its groups and texts."""
+        do = actions(node.get("do"), self.problems)
+        self._known_groups(node.get("groups"))
+        check_annotations(node.get("annotations"), self.problems)
+        check_labels(node.get("labels"), self.problems)
+        return do
+
     def _detect(self, rule_id: str, node: Map, mark: Mark) -> Found | None:
         detect = node.get("detect")
         if detect is None:
-            self._no_detect(rule_id, node, mark)
+            if "when" not in node.entries:  # else it is no map, and reported
+                self._no_detect(rule_id, node, mark)
             return None
         if not isinstance(detect, Map):
             return None
@@ -97,7 +108,8 @@ class Resolver:
 
     def _no_detect(self, rule_id: str, node: Map, mark: Mark) -> None:
         unknown = [key for key in node.entries if key not in keys_of(RuleEntry)]
-        if "detect" in node.dropped or any(self.problems.closest(key, ["detect"]) for key in unknown):
+        known = ["detect", "when"]
+        if node.dropped.intersection(known) or any(self.problems.closest(key, known) for key in unknown):
             return  # refused or misspelt, and reported as that
         rules = {key: entry.node for key, entry in self.section.entries.items()}
         others = [key for key, other in rules.items() if isinstance(other, Map) and "detect" in other.entries]
@@ -141,20 +153,63 @@ class Resolver:
         self._origins(rule_id, node, detect)
         if len(self.problems) != before:
             return None
-        return Rule(
-            id=rule_id,
-            detect=detector,
-            scope=scope,
-            groups=tuple(entry.groups or ()),
-            exclude=tuple(entry.exclude or ()),
-            for_=timing.pop("for"),
-            **timing,
-            labels=dict(entry.labels or {}),
-            annotations=dict(entry.annotations or {}),
-            do=do,
-            enabled=entry.enabled is not False,
-            optional=bool(entry.optional),
+        return _rule(rule_id, detector, scope, timing, entry, do)
+
+    # -- conditions --------------------------------------------------------------------------------------
+
+    def _joining(self, rule_id: str, node: Map, mark: Mark, entry: RuleEntry | None) -> Rule | None:
+        """A rule with a condition on others, or None (wrong, or inactive)."""
+        before, do = len(self.problems), self._lists(node)
+        section = node.get("when")
+        assert isinstance(section, Map)
+        for key in OF_DETECTOR:
+            if key in node.entries:
+                message = (
+                    f"rule {quoted(rule_id)} has 'when', which joins rules at every step, and {quoted(key)}"
+                )
+                self.problems.add(node.key_mark(key), "GW208", message, "keep one of them")
+        when = when_section(section, node.key_mark("when"), f"rule {quoted(rule_id)}", self.problems)
+        check_circle(rule_id, section, self._conditions, self.problems)
+        off = self._named_off(rule_id, section, optional=bool(entry and entry.optional))
+        if entry is None or when is None or self.defaults is None:
+            return None
+        keys = [key for key in keys_of(Defaults) if key not in OF_DETECTOR]
+        timing = {key: self._timing(rule_id, key, node, entry, When) for key in keys}
+        self._clip_baseline(node, do, When)
+        self._origins(rule_id, node)
+        if off:
+            self.inactive[rule_id] = off
+        return (
+            None if off or len(self.problems) != before else _rule(rule_id, when, "total", timing, entry, do)
         )
+
+    @cached_property
+    def _conditions(self) -> dict[str, Condition]:
+        """The conditions of all rules that have one, as far as they are right; what is wrong is reported elsewhere."""
+        found = {}
+        for rule_id, (mark, node) in self.section.entries.items():
+            section = node.get("when") if isinstance(node, Map) else None
+            when = when_section(section, mark, rule_id, Problems()) if isinstance(section, Map) else None
+            if when is not None:
+                found[rule_id] = when.condition
+        return found
+
+    def _named_off(self, rule_id: str, section: Map, optional: bool) -> str:
+        """The reason why an optional condition is not evaluated, "" where it is; report rules that are not there."""
+        off = ""
+        for one in named(section):
+            entry = self.section.entries.get(one.text)
+            if entry is None:
+                others = [each for each in self.section.entries if each != rule_id]
+                message = f"the condition of rule {quoted(rule_id)} names {quoted(one.text)}, and there is no such rule"
+                self.problems.add(one.mark, "GW216", message + self.problems.meant(one.text, others))
+            elif isinstance(entry.node, Map) and _switched_off(entry.node):
+                reason = f"its condition names {quoted(one.text)}, which is switched off"
+                off = off or reason
+                if not optional:
+                    hint = "with `optional: true` the rule is kept, inactive"
+                    self.problems.add(one.mark, "GW216", f"rule {quoted(rule_id)}: {reason}", hint)
+        return off
 
     def _timing(self, rule_id: str, key: str, node: Map, entry: RuleEntry, cls: type[Detector]) -> Any:
         """The rule's own key, else `defaults` (where the kind has that notion), else the kind's default."""
@@ -230,12 +285,37 @@ class Resolver:
             message = f"'clip' to the baseline: the detector '{cls.kind}' has no baseline that gives a limit"
             self.problems.add(node.key_mark("do"), "GW208", message, "use kind: spike, or clip to a number")
 
-    def _origins(self, rule_id: str, node: Map, detect: Map) -> None:
+    def _origins(self, rule_id: str, node: Map, detect: Map | None = None) -> None:
         self.origins[rule_id] = str(self.section.key_mark(rule_id))
         for key, entry in node.entries.items():
             self.origins[f"{rule_id}.{key}"] = str(entry.key)
-        for key, entry in detect.entries.items():
+        for key, entry in () if detect is None else detect.entries.items():
             self.origins[f"{rule_id}.detect.{key}"] = str(entry.key)
+
+
+def _rule(
+    rule_id: str, detector: Any, scope: Any, timing: dict[str, Any], entry: RuleEntry, do: tuple[Action, ...]
+) -> Rule:
+    """The rule, with what is said of it whatever it judges."""
+    return Rule(
+        id=rule_id,
+        detect=detector,
+        scope=scope,
+        groups=tuple(entry.groups or ()),
+        exclude=tuple(entry.exclude or ()),
+        for_=timing.pop("for"),
+        **timing,
+        labels=dict(entry.labels or {}),
+        annotations=dict(entry.annotations or {}),
+        do=do,
+        enabled=entry.enabled is not False,
+        optional=bool(entry.optional),
+    )
+
+
+def _switched_off(node: Map) -> bool:
+    enabled = node.get("enabled")
+    return isinstance(enabled, Scalar) and enabled.value is False
 
 
 def _field_default(cls: type[Detector], key: str) -> Any:

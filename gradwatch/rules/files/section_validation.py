@@ -22,6 +22,7 @@ from gradwatch.rules.files.pydantic_models import (
     RuleEntry,
 )
 from gradwatch.rules.files.validation import check, keys_of
+from gradwatch.rules.files.when_section import when_section
 from gradwatch.rules.yaml.nodes import Map, Node, Problems, Scalar, Seq, quoted, shown
 
 _IN_RULE = dict.fromkeys(keys_of(RuleEntry), "a key of a rule: write it below the rule's id in `rules:`")
@@ -61,11 +62,14 @@ def sections(document: Map, problems: Problems) -> None:
     _named(document.get("groups"), "group", GroupEntry, problems)
     _named(document.get("rules"), "rule", RuleEntry, problems)
     rules = document.get("rules")
-    for entry in rules.entries.values() if isinstance(rules, Map) else ():
+    for rule_id, entry in rules.entries.items() if isinstance(rules, Map) else ():
         if isinstance(entry.node, Map):
             actions(entry.node.get("do"), problems)
             check_annotations(entry.node.get("annotations"), problems)
             check_labels(entry.node.get("labels"), problems)
+            when = entry.node.get("when")
+            if isinstance(when, Map):
+                when_section(when, entry.node.key_mark("when"), f"rule {quoted(rule_id)}", problems)
 
 
 def _named(section: Node | None, what: str, model: type[Model], problems: Problems) -> None:

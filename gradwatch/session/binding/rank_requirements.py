@@ -14,7 +14,8 @@ from gradwatch.engine.strictest_clip import Clipping
 from gradwatch.engine.unsupported_rules import Refusal, only_at
 from gradwatch.records.columns import BATCH_HASH, COMPARING_RANKS, is_observed, scalar_name
 from gradwatch.records.snapshot import Sites
-from gradwatch.rules.impossible_actions import clip_places
+from gradwatch.rules.impossible_actions import by_what_acts, clip_places, rules_joined
+from gradwatch.rules.rule_set import Rule, RuleSet
 
 LOCAL_COLUMNS = MODULE_COLUMNS | {"norm_local", BATCH_HASH}
 """Columns that differ from rank to rank and are not reduced: an action on them would part the ranks."""
@@ -34,11 +35,14 @@ def rank_requirements(engine: Engine) -> RankRequirements:
     """Collectives that a watch with these rules needs."""
     rules = engine.ruleset.rules
     clip = engine.ruleset.clip
+    acting = by_what_acts(engine.ruleset)
     on_facts = [rule for rule in rules if rule.enabled and any(map(_reduced, rule.detect.columns))]
     return RankRequirements(
         rules=(engine.ruleset.digest or repr(sorted(rule.id for rule in rules))) + _armed(engine),
         acts=clip is not None or any(rule.acts for rule in rules),
-        facts=any(rule.acts or COMPARING_RANKS.intersection(rule.detect.columns) for rule in on_facts),
+        facts=any(
+            rule.id in acting or COMPARING_RANKS.intersection(rule.detect.columns) for rule in on_facts
+        ),
         ranked=bool(COMPARING_RANKS & engine.columns),
         averaged=("loss", *sorted(scalar_name(name) for name in filter(is_observed, engine.columns))),
         costly=tuple(sorted(engine.needs.only(READER_COLUMNS).columns)),
@@ -47,9 +51,9 @@ def rank_requirements(engine: Engine) -> RankRequirements:
         cadences=tuple(
             sorted(
                 {
-                    1 if rule.acts else rule.every
+                    1 if rule.id in acting else rule.every
                     for rule in on_facts
-                    if rule.acts or COMPARING_RANKS.intersection(rule.detect.columns)
+                    if rule.id in acting or COMPARING_RANKS.intersection(rule.detect.columns)
                 }
             )
         ),
@@ -83,8 +87,13 @@ def refused_on_shards(engine: Engine, sites: Sites, sharded: Sequence[int]) -> l
     return found + [
         Refusal(NEVER_WHOLE, "judge `norm` or `rms`, or use `mode: shadow`", rule=rule.id)
         for rule in ruleset.rules
-        if rule.acts and "max_abs" in rule.detect.columns
+        if rule.acts and "max_abs" in _columns_behind(rule, ruleset)
     ]
+
+
+def _columns_behind(rule: Rule, ruleset: RuleSet) -> frozenset[str]:
+    """The columns that a rule reads, or those that its condition is about."""
+    return frozenset(name for one in (rule, *rules_joined(rule, ruleset)) for name in one.detect.columns)
 
 
 def sharded_rows(clipping: Clipping, sites: Sites, sharded: Sequence[int]) -> str:
@@ -102,7 +111,7 @@ def sharded_rows(clipping: Clipping, sites: Sites, sharded: Sequence[int]) -> st
 def _on_local(engine: Engine) -> list[Refusal]:
     """The rules that act on what differs from rank to rank."""
     local = {
-        rule.id: sorted(LOCAL_COLUMNS.intersection(rule.detect.columns))
+        rule.id: sorted(LOCAL_COLUMNS & _columns_behind(rule, engine.ruleset))
         for rule in engine.ruleset.rules
         if rule.acts
     }

@@ -16,15 +16,17 @@ from gradwatch.account.rules_without_data import (
     NOT_READ,
     SHARDED,
     Reads,
+    of_condition,
 )
 from gradwatch.capture.columns import column_reader
 from gradwatch.distributed.sharded_norms import REDUCED_COLUMNS
 from gradwatch.engine import BoundEngine, Engine
 from gradwatch.engine.columns_needed import first_step
+from gradwatch.engine.conditions.bound_condition import BoundCondition
 from gradwatch.engine.rule_plan import RulePlan
 from gradwatch.engine.snapshot_reader import Reader
 from gradwatch.engine.turns import InTurn, Turns
-from gradwatch.records.columns import ALWAYS, RANK_COLUMNS, is_observed, is_scalar
+from gradwatch.records.columns import ALWAYS, OTHER_RULES, RANK_COLUMNS, is_observed, is_scalar
 from gradwatch.records.snapshot import Snapshot
 from gradwatch.rules.rule_set import HistogramOf
 from gradwatch.session.optimizer_context import OptimizerContext
@@ -85,7 +87,8 @@ def reads_of(bound: BoundEngine, unread: Mapping[str, str] = NOTHING_UNREAD) -> 
 
     `unread` are reasons by column why it is not read here.
     """
-    return {
+    joined = {bound.plan.rules[one.number].rule.id: _of_rules(bound, one) for one in bound.plan.conditions}
+    return joined | {
         one.rule.id: Reads(
             one.series.column,
             one.rule.every,
@@ -97,7 +100,19 @@ def reads_of(bound: BoundEngine, unread: Mapping[str, str] = NOTHING_UNREAD) -> 
             valueless=NEVER_POSITIVE.format(one.series.column, one.rule.kind) if _positive_only(one) else "",
         )
         for one in bound.plan.rules
+        if one.rule.id not in joined
     }
+
+
+def _of_rules(bound: BoundEngine, condition: BoundCondition) -> Reads:
+    """A rule with a condition has data where all rules have that it is about."""
+    rules = bound.plan.rules
+    missing = [rule for rule in condition.condition.rules() if rule not in condition.named]
+    return Reads(
+        OTHER_RULES,
+        joined=tuple(sorted(rules[number].rule.id for number in condition.of)),
+        why=of_condition(missing, bound.inactive) if missing else "",
+    )
 
 
 def staggered(bound: BoundEngine, unread: Mapping[str, str] = NOTHING_UNREAD) -> dict[str, StaggeredSeries]:

@@ -1,0 +1,34 @@
+"""Conditions bound to the rules that judge something among some sites, and those that can never be known there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from collections.abc import Set as AbstractSet
+
+from gradwatch.engine.conditions.bound_condition import BoundCondition
+from gradwatch.rules.condition import When, in_order, rules_below
+
+NOT_BOUND = "its condition can never be known to hold: no data here for {}"
+
+
+def conditions_of(rules: Mapping[str, When], numbers: Mapping[str, int]) -> Iterator[BoundCondition]:
+    """The conditions of `rules`, each after those that it names; `numbers` are those of all rules bound here."""
+    conditions = {rule: when.condition for rule, when in rules.items()}
+    for rule in in_order(conditions):
+        named = {one: numbers[one] for one in conditions[rule].rules() if one in numbers}
+        below = frozenset(numbers[one] for one in rules_below(conditions, rule) if one in numbers)
+        yield BoundCondition(numbers[rule], conditions[rule], rules[rule].within, named, below)
+
+
+def never_known(conditions: Mapping[str, When], bound: AbstractSet[str]) -> dict[str, str]:
+    """The reason why a condition can hold at no step, by rule, where only the rules `bound` judge anything.
+
+    `bound` may hold some of `conditions`, which then are not, nor what needs those to be known.
+    """
+    found: dict[str, str] = {}
+    for rule in in_order({rule: when.condition for rule, when in conditions.items()}):
+        condition = conditions[rule].condition
+        if not condition.possible((bound - found.keys()).__contains__):
+            missing = [repr(one) for one in condition.rules() if one not in bound or one in found]
+            found[rule] = NOT_BOUND.format(" and ".join(missing))
+    return found

@@ -1,0 +1,66 @@
+"""Rules with a condition on other rules (`when:`), bound: in the order in which they are evaluated, after all others.
+
+What such a rule judges follows from the tracks of the rules it names, from which of those have judged anything so far,
+and from the step alone. So on steps that change no other rule it changes at few: where a window closes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+from gradwatch.engine.firing import NEVER, Track
+from gradwatch.rules.condition import Condition
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class BoundCondition:
+    """A rule with a condition: `number` its own in the plan, `named` those of the rules it names, by id.
+
+    A rule that judges nothing among these sites has no number, and is never known. `of` are the numbers of the rules
+    with a detector that it is about, through other conditions too.
+    """
+
+    number: int
+    condition: Condition
+    within: int
+    named: Mapping[str, int]
+    of: frozenset[int]
+
+    def held(self, track: Track, step: int) -> bool:
+        """True if the rule of this track is firing after this step, or was at one of the `within` steps up to it."""
+        return bool(track.firing.any()) or self._was_firing(track, step)
+
+    def _was_firing(self, track: Track, step: int) -> bool:
+        # It was firing for the last time at the step before that of its resolve.
+        return track.resolved_at != NEVER and 0 <= step - track.resolved_at < self.within - 1
+
+    def value(
+        self,
+        tracks: Sequence[Track],
+        unjudged: AbstractSet[int],
+        others: Mapping[int, bool | None],
+        step: int,
+    ) -> bool | None:
+        """True, False, or None where it is not known; `others` are the values of the conditions before it."""
+
+        def of(rule: str) -> bool | None:
+            number = self.named.get(rule)
+            if number is None:
+                return None
+            if self.held(tracks[number], step):
+                return True
+            # One that is not firing because its own condition is not known says nothing.
+            return None if number in unjudged or others.get(number, False) is None else False
+
+        return self.condition.holds(of)
+
+    def rules_that_hold(self, tracks: Sequence[Track], step: int) -> list[str]:
+        """The ids of the rules that hold."""
+        return [rule for rule, number in self.named.items() if self.held(tracks[number], step)]
+
+    def unsettled(self, tracks: Sequence[Track], active: AbstractSet[int], step: int) -> bool:
+        """True if what it judges may be another at the next step, though no rule begins to fire that is not active."""
+        numbers = self.named.values()
+        return any(number in active or self._was_firing(tracks[number], step) for number in numbers)

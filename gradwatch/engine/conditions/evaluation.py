@@ -1,0 +1,29 @@
+"""All conditions of a plan at one step: their values, and which of them may change though no other rule does."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+
+from gradwatch.engine.conditions.bound_condition import BoundCondition
+from gradwatch.engine.firing import Track
+
+
+def values_of(
+    conditions: Sequence[BoundCondition], tracks: Sequence[Track], unjudged: AbstractSet[int], step: int
+) -> dict[int, bool | None]:
+    """The value of each of these conditions, by number; they are in order."""
+    values: dict[int, bool | None] = {}
+    for one in conditions:
+        values[one.number] = one.value(tracks, unjudged, values, step)
+    return values
+
+
+def with_unsettled(
+    conditions: Sequence[BoundCondition], tracks: Sequence[Track], active: frozenset[int], step: int
+) -> frozenset[int]:
+    """The rules that are `active`, and those whose condition is unsettled."""
+    for one in conditions:
+        if one.unsettled(tracks, active, step):
+            active |= {one.number}
+    return active

@@ -1,0 +1,81 @@
+"""`when:` -> the condition of a rule on others: its shape, the rules it names, and where it goes in a circle."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from gradwatch.rules.condition import JOINS, Condition, Join, When, circle
+from gradwatch.rules.files.pydantic_models import ConditionEntry, WhenEntry
+from gradwatch.rules.files.validation import check, keys_of
+from gradwatch.rules.yaml.nodes import Map, Mark, Node, Problems, Scalar, Seq, quoted, shown
+
+FORM = "all: […], any: […] or not: …, of ids of rules or further such maps"
+
+
+def when_section(node: Map, at: Mark, where: str, problems: Problems) -> When | None:
+    """The condition of a rule, or None after reporting what is wrong with it; which rules there are is not asked."""
+    entry = check(node, WhenEntry, problems, at, f"`when` of {where}")
+    condition = _joined(node, at, f"`when` of {where}", problems)
+    return None if entry is None or condition is None else When(condition, entry.within or 1)
+
+
+def named(node: Map) -> Iterator[Scalar]:
+    """The places at which rules are named in a condition."""
+    for key in JOINS:
+        part = node.get(key)
+        for each in part.items if isinstance(part, Seq) else (part,):
+            if isinstance(each, Map):
+                yield from named(each)
+            elif isinstance(each, Scalar) and isinstance(each.value, str):
+                yield each
+
+
+def check_circle(rule: str, node: Map, conditions: Mapping[str, Condition], problems: Problems) -> None:
+    """Report a condition that leads back to its own rule, at the first id of that way."""
+    way = circle(conditions, rule) if rule in conditions else ()
+    if not way:
+        return
+    mark = next((one.mark for one in named(node) if one.text == way[1]), node.mark)
+    through = f" through {', '.join(map(quoted, way[1:-1]))}" if len(way) > 2 else ""
+    message = f"the condition of rule {quoted(rule)} names the rule itself{through}"
+    problems.add(mark, "GW217", message, "take one of these ids out of its condition")
+
+
+def _joined(node: Map, at: Mark, where: str, problems: Problems) -> Condition | None:
+    """The condition of a map, which has exactly one of `all`, `any` and `not`."""
+    joins = [key for key in JOINS if key in node.entries]
+    if len(joins) != 1:
+        misspelt = not joins and any(key not in keys_of(WhenEntry) for key in node.entries)
+        if not (misspelt or node.dropped.intersection(JOINS)):
+            what = "none of the keys" if not joins else "more than one of the keys"
+            hint = "put them into one list: all: [{any: […]}, {not: …}]" if joins else FORM
+            mark = node.key_mark(joins[1]) if joins else at
+            problems.add(mark, "GW102" if not joins else "GW208", f"{where} has {what} all, any, not", hint)
+        return None
+    join, mark, part = joins[0], node.key_mark(joins[0]), node.entries[joins[0]].node
+    if join == "not":
+        parts = [_part(part, join, mark, problems)]
+    elif isinstance(part, Seq):
+        parts = [_part(each, join, mark, problems) for each in part.items]
+    else:
+        return None  # reported by the model
+    known = tuple(each for each in parts if each is not None)
+    return Condition(join, parts=known) if known and len(known) == len(parts) else None
+
+
+def _part(node: Node, join: Join, at: Mark, problems: Problems) -> Condition | None:
+    if isinstance(node, Scalar) and isinstance(node.value, str):
+        return Condition("rule", node.text)
+    if isinstance(node, Map):
+        where = f"a part of {quoted(join)}"
+        entry = check(node, ConditionEntry, problems, node.mark, where, _ON_TOP)
+        condition = _joined(node, node.mark, where, problems)
+        return None if entry is None else condition
+    mark = node.mark if isinstance(node, Seq) or node.value is not None else at
+    problems.add(
+        mark, "GW103", f"a part of {quoted(join)} must be the id of a rule or a map, not {shown(node)}", FORM
+    )
+    return None
+
+
+_ON_TOP = {"within": "one window for the whole condition: write it at the top of `when`"}
