@@ -1,7 +1,8 @@
 """Conditions that join rules (`when:`): `all`, `any` and `not` over rules by id, within a window of steps.
 
 A rule holds at a step where it is firing, or was at one of the last `within` steps, this one included; one that is
-about many parameters holds where it fires on any of them. A rule that has judged nothing so far neither holds nor does
+about many parameters holds where it fires on any of them. A part may have a window of its own, such as a longer one for
+what would explain the others and came before them. A rule that has judged nothing so far neither holds nor does
 not: that is unknown (None), and joined as Kleene's logic has it, so that what fires would fire whatever is unknown.
 """
 
@@ -24,26 +25,31 @@ OF_DETECTOR = ("detect", "scope", "groups", "exclude", "every", "warmup", "half_
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """One rule (`rule` its id), or `parts` joined: by `all`, by `any`, or, of a single one, by `not`."""
+    """One rule (`rule` its id), or `parts` joined: by `all`, by `any`, or, of a single one, by `not`.
+
+    `within` is the window of the rule, or of the parts that have no other.
+    """
 
     join: Join
     rule: str = ""
     parts: tuple[Condition, ...] = ()
+    within: int = 1
 
     def rules(self) -> tuple[str, ...]:
         """The ids it names, each once, in the order in which they stand."""
-        return tuple(dict.fromkeys(self._rules()))
+        return tuple(dict.fromkeys(rule for rule, _ in self.windows()))
 
-    def _rules(self) -> Iterator[str]:
+    def windows(self) -> Iterator[tuple[str, int]]:
+        """The ids it names with the windows that they are named with."""
         if self.join == "rule":
-            yield self.rule
+            yield self.rule, self.within
         for part in self.parts:
-            yield from part._rules()
+            yield from part.windows()
 
-    def holds(self, of: Callable[[str], bool | None]) -> bool | None:
-        """True or False, or None where that depends on a rule of which `of(id)` is None."""
+    def holds(self, of: Callable[[str, int], bool | None]) -> bool | None:
+        """True or False, or None where that depends on a rule of which `of(id, window)` is None."""
         if self.join == "rule":
-            return of(self.rule)
+            return of(self.rule, self.within)
         values = [part.holds(of) for part in self.parts]
         if self.join == "not":
             return None if values[0] is None else not values[0]
@@ -61,12 +67,13 @@ class Condition:
         every = all if (self.join == "all") == value else any
         return every(part.possible(known, value) for part in self.parts)
 
-    def spelled(self) -> Any:
-        """As a rule file spells it."""
+    def spelled(self, around: int = 0) -> Any:
+        """As a rule file spells it inside a condition with the window `around`."""
         if self.join == "rule":
             return self.rule
-        parts = [part.spelled() for part in self.parts]
-        return {self.join: parts[0] if self.join == "not" else parts}
+        parts = [part.spelled(self.within) for part in self.parts]
+        own = {} if self.within == around else {"within": self.within}
+        return {self.join: parts[0] if self.join == "not" else parts, **own}
 
 
 @dataclass(frozen=True)
@@ -80,7 +87,6 @@ class When(Detector):
     scopes: ClassVar[tuple[Scope, ...]] = ("total",)
 
     condition: Condition
-    within: int = 1
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -99,16 +105,17 @@ class When(Detector):
 
     def spelled(self) -> dict[str, Any]:
         """`when:` as a rule file spells it."""
-        return {**self.condition.spelled(), "within": self.within}
+        spelled: dict[str, Any] = self.condition.spelled()
+        return spelled
 
 
 def when_of(given: Mapping[str, Any]) -> When:
     """A `When` of its fields as plain data (`gradwatch.rules.files.rules_digest`)."""
-    return When(_condition(given["condition"]), given["within"])
+    return When(_condition(given["condition"]))
 
 
 def _condition(given: Mapping[str, Any]) -> Condition:
-    return Condition(given["join"], given["rule"], tuple(map(_condition, given["parts"])))
+    return Condition(given["join"], given["rule"], tuple(map(_condition, given["parts"])), given["within"])
 
 
 def rules_below(conditions: Mapping[str, Condition], rule: str) -> tuple[str, ...]:

@@ -219,7 +219,8 @@ _ENTRIES = (
     Code(
         "GW210",
         "placeholder that cannot be filled in",
-        "Annotations may hold {param}, {where} (the parameter, else the column), {group}, {kind}, {rule},"
+        "Annotations may hold {param}, {where} (the parameter, else the column; of a condition the"
+        " rules that hold), {group}, {kind}, {rule},"
         " {value}, {score}, {threshold}, {step}, {rank}, {nonfinite}, {numel} and {count}; anything else in"
         " braces is refused now, rather than printed as it stands when the incident happens.",
         'summary: "{parameter} exploded"',

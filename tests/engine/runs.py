@@ -186,7 +186,7 @@ def packs() -> dict[str, tuple[Rule, ...]]:
         rule("nan", NonFinite(), do=(Action("skip_step", {"max_consecutive": None, "then": "continue"}),)),
         joining("both", all_of("spike", "drift"), 10),
         joining("one", any_of("loss", all_of("zero", "stale"), "fading"), for_=2, keep_firing_for=5),
-        joining("without", all_of("spike-total", not_("seen")), 3, cooldown=20),
+        joining("without", all_of("spike-total", not_("seen", 40)), 3, cooldown=20),
         joining("calm", not_("spike-hard"), for_=3),
         joining("unknown", all_of("spike", not_("unseen")), 5),
         joining("chain", all_of("both", not_("unknown")), 4),
@@ -216,7 +216,13 @@ def packs() -> dict[str, tuple[Rule, ...]]:
 
 def joining(name: str, condition: Condition, within: int = 1, **keys: Any) -> Rule:
     """A rule with a condition on others."""
-    return Rule(name, When(condition, within), "total", **keys)
+    return Rule(name, When(_with_window(condition, within)), "total", **keys)
+
+
+def _with_window(condition: Condition, within: int) -> Condition:
+    """The condition with this window, where its parts have none of their own."""
+    parts = tuple(_with_window(part, within) for part in condition.parts)
+    return replace(condition, parts=parts, within=within if condition.within == 1 else condition.within)
 
 
 def all_of(*parts: str | Condition) -> Condition:
@@ -229,9 +235,9 @@ def any_of(*parts: str | Condition) -> Condition:
     return Condition("any", parts=tuple(map(_part, parts)))
 
 
-def not_(part: str | Condition) -> Condition:
-    """Holds where this does not."""
-    return Condition("not", parts=(_part(part),))
+def not_(part: str | Condition, within: int = 1) -> Condition:
+    """Holds where this does not; within a window of its own where that is not 1."""
+    return _with_window(Condition("not", parts=(_part(part),)), within)
 
 
 def _part(part: str | Condition) -> Condition:

@@ -17,7 +17,7 @@ def conditions_of(rules: Mapping[str, When], numbers: Mapping[str, int]) -> Iter
     for rule in in_order(conditions):
         named = {one: numbers[one] for one in conditions[rule].rules() if one in numbers}
         below = frozenset(numbers[one] for one in rules_below(conditions, rule) if one in numbers)
-        yield BoundCondition(numbers[rule], conditions[rule], rules[rule].within, named, below)
+        yield BoundCondition(numbers[rule], conditions[rule], named, below)
 
 
 def never_known(conditions: Mapping[str, When], bound: AbstractSet[str]) -> dict[str, str]:

@@ -24,17 +24,8 @@ class BoundCondition:
 
     number: int
     condition: Condition
-    within: int
     named: Mapping[str, int]
     of: frozenset[int]
-
-    def held(self, track: Track, step: int) -> bool:
-        """True if the rule of this track is firing after this step, or was at one of the `within` steps up to it."""
-        return bool(track.firing.any()) or self._was_firing(track, step)
-
-    def _was_firing(self, track: Track, step: int) -> bool:
-        # It was firing for the last time at the step before that of its resolve.
-        return track.resolved_at != NEVER and 0 <= step - track.resolved_at < self.within - 1
 
     def value(
         self,
@@ -45,11 +36,11 @@ class BoundCondition:
     ) -> bool | None:
         """True, False, or None where it is not known; `others` are the values of the conditions before it."""
 
-        def of(rule: str) -> bool | None:
+        def of(rule: str, within: int) -> bool | None:
             number = self.named.get(rule)
             if number is None:
                 return None
-            if self.held(tracks[number], step):
+            if held(tracks[number], step, within):
                 return True
             # One that is not firing because its own condition is not known says nothing.
             return None if number in unjudged or others.get(number, False) is None else False
@@ -58,9 +49,25 @@ class BoundCondition:
 
     def rules_that_hold(self, tracks: Sequence[Track], step: int) -> list[str]:
         """The ids of the rules that hold."""
-        return [rule for rule, number in self.named.items() if self.held(tracks[number], step)]
+        bound = [(rule, within) for rule, within in self.condition.windows() if rule in self.named]
+        found = [rule for rule, within in bound if held(tracks[self.named[rule]], step, within)]
+        return list(dict.fromkeys(found))
 
     def unsettled(self, tracks: Sequence[Track], active: AbstractSet[int], step: int) -> bool:
         """True if what it judges may be another at the next step, though no rule begins to fire that is not active."""
-        numbers = self.named.values()
-        return any(number in active or self._was_firing(tracks[number], step) for number in numbers)
+        windows = ((self.named.get(rule), within) for rule, within in self.condition.windows())
+        return any(
+            number is not None and (number in active or was_firing(tracks[number], step, within))
+            for number, within in windows
+        )
+
+
+def held(track: Track, step: int, within: int) -> bool:
+    """True if a rule is firing after this step, or was at one of the `within` steps up to it."""
+    return bool(track.firing.any()) or was_firing(track, step, within)
+
+
+def was_firing(track: Track, step: int, within: int) -> bool:
+    """True if a rule that has been resolved was firing at one of the `within` steps up to this one."""
+    # For the last time at the step before that of its resolve.
+    return track.resolved_at != NEVER and 0 <= step - track.resolved_at < within - 1

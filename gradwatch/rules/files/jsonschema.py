@@ -29,7 +29,6 @@ from gradwatch.rules.files.pydantic_models import (
     ModulesEntry,
     Override,
     RuleEntry,
-    WhenEntry,
     detector_model,
     policy_model,
 )
@@ -46,7 +45,6 @@ def json_schema() -> Schema:
         "Group": GroupEntry,
         "Rule": RuleEntry,
         "Condition": ConditionEntry,
-        "When": WhenEntry,
         "Clip": ClipEntry,
         "Modules": ModulesEntry,
         "Histograms": HistogramsEntry,
@@ -90,9 +88,8 @@ def _fill(definitions: dict[str, Schema]) -> None:
     rule = definitions["Rule"]["properties"]
     rule["detect"] = _ref("Detect")
     rule["do"]["items"] = _ref("Action")
-    rule["when"] = _ref("When")
-    for name in ("Condition", "When"):
-        _joining(definitions[name])
+    rule["when"] = _ref("Condition")
+    _joining(definitions["Condition"])
     definitions["Clip"]["properties"]["total"] = _ref("Policy")
     definitions["Clip"]["properties"]["groups"] = {"type": "object", "additionalProperties": _ref("Policy")}
     definitions["Override"]["properties"]["match"] = _ref("Match")

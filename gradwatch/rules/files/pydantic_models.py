@@ -118,7 +118,7 @@ class RuleEntry(Timing):
 
 
 class ConditionEntry(Model):
-    """A condition on rules, by their ids: exactly one of all, any and not."""
+    """A condition on rules, by their ids: exactly one of all, any and not; judged at every step, after them."""
 
     all_: Parts = unset("Holds where each of these does.", alias="all")
     any_: Parts = unset("Holds where at least one of these does.", alias="any")
@@ -126,13 +126,8 @@ class ConditionEntry(Model):
         "Holds where this does not; not known, and so no reason to fire, as long as its rule has had no data.",
         alias="not",
     )
-
-
-class WhenEntry(ConditionEntry):
-    """The condition of a rule on others, judged at every step, after them."""
-
     within: Count = unset(
-        "A rule holds where it is firing, or was at one of so many last steps, this one included (1)."
+        "A rule holds where it is firing, or was at one of so many last steps, this one included (as around it; 1)."
     )
 
 

@@ -173,6 +173,7 @@ class Resolver:
         off = self._named_off(rule_id, section, optional=bool(entry and entry.optional))
         if entry is None or when is None or self.defaults is None:
             return None
+        self.origins |= {f"{rule_id}.{key}": "default" for key in keys_of(Defaults)}
         keys = [key for key in keys_of(Defaults) if key not in OF_DETECTOR]
         timing = {key: self._timing(rule_id, key, node, entry, When) for key in keys}
         self._clip_baseline(node, do, When)

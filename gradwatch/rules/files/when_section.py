@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 
 from gradwatch.rules.condition import JOINS, Condition, Join, When, circle
-from gradwatch.rules.files.pydantic_models import ConditionEntry, WhenEntry
+from gradwatch.rules.files.pydantic_models import ConditionEntry
 from gradwatch.rules.files.validation import check, keys_of
 from gradwatch.rules.yaml.nodes import Map, Mark, Node, Problems, Scalar, Seq, quoted, shown
 
@@ -14,9 +14,8 @@ FORM = "all: […], any: […] or not: …, of ids of rules or further such maps
 
 def when_section(node: Map, at: Mark, where: str, problems: Problems) -> When | None:
     """The condition of a rule, or None after reporting what is wrong with it; which rules there are is not asked."""
-    entry = check(node, WhenEntry, problems, at, f"`when` of {where}")
-    condition = _joined(node, at, f"`when` of {where}", problems)
-    return None if entry is None or condition is None else When(condition, entry.within or 1)
+    condition = _joined(node, at, f"`when` of {where}", 1, problems)
+    return None if condition is None else When(condition)
 
 
 def named(node: Map) -> Iterator[Scalar]:
@@ -41,41 +40,44 @@ def check_circle(rule: str, node: Map, conditions: Mapping[str, Condition], prob
     problems.add(mark, "GW217", message, "take one of these ids out of its condition")
 
 
-def _joined(node: Map, at: Mark, where: str, problems: Problems) -> Condition | None:
-    """The condition of a map, which has exactly one of `all`, `any` and `not`."""
+def _joined(node: Map, at: Mark, where: str, around: int, problems: Problems) -> Condition | None:
+    """The condition of a map, which has exactly one of `all`, `any` and `not`; `around` is the window around it."""
+    entry = check(node, ConditionEntry, problems, at, where)
     joins = [key for key in JOINS if key in node.entries]
     if len(joins) != 1:
-        misspelt = not joins and any(key not in keys_of(WhenEntry) for key in node.entries)
-        if not (misspelt or node.dropped.intersection(JOINS)):
-            what = "none of the keys" if not joins else "more than one of the keys"
-            hint = "put them into one list: all: [{any: […]}, {not: …}]" if joins else FORM
-            mark = node.key_mark(joins[1]) if joins else at
-            problems.add(mark, "GW102" if not joins else "GW208", f"{where} has {what} all, any, not", hint)
+        _not_one(node, at, where, joins, problems)
         return None
+    within = around if entry is None or entry.within is None else entry.within
     join, mark, part = joins[0], node.key_mark(joins[0]), node.entries[joins[0]].node
     if join == "not":
-        parts = [_part(part, join, mark, problems)]
+        parts = [_part(part, join, mark, within, problems)]
     elif isinstance(part, Seq):
-        parts = [_part(each, join, mark, problems) for each in part.items]
+        parts = [_part(each, join, mark, within, problems) for each in part.items]
     else:
         return None  # reported by the model
     known = tuple(each for each in parts if each is not None)
-    return Condition(join, parts=known) if known and len(known) == len(parts) else None
+    complete = entry is not None and 0 < len(known) == len(parts)
+    return Condition(join, parts=known, within=within) if complete else None
 
 
-def _part(node: Node, join: Join, at: Mark, problems: Problems) -> Condition | None:
+def _not_one(node: Map, at: Mark, where: str, joins: list[Join], problems: Problems) -> None:
+    """Report a map that has none of the keys that join, or more than one."""
+    if joins:
+        hint = "put them into one list: all: [{any: […]}, {not: …}]"
+        message = f"{where} has more than one of the keys all, any, not"
+        problems.add(node.key_mark(joins[1]), "GW208", message, hint)
+        return
+    misspelt = any(key not in keys_of(ConditionEntry) for key in node.entries)
+    if not (misspelt or node.dropped.intersection(JOINS)):
+        problems.add(at, "GW102", f"{where} has none of the keys all, any, not", FORM)
+
+
+def _part(node: Node, join: Join, at: Mark, within: int, problems: Problems) -> Condition | None:
     if isinstance(node, Scalar) and isinstance(node.value, str):
-        return Condition("rule", node.text)
+        return Condition("rule", node.text, within=within)
     if isinstance(node, Map):
-        where = f"a part of {quoted(join)}"
-        entry = check(node, ConditionEntry, problems, node.mark, where, _ON_TOP)
-        condition = _joined(node, node.mark, where, problems)
-        return None if entry is None else condition
+        return _joined(node, node.mark, f"a part of {quoted(join)}", within, problems)
     mark = node.mark if isinstance(node, Seq) or node.value is not None else at
-    problems.add(
-        mark, "GW103", f"a part of {quoted(join)} must be the id of a rule or a map, not {shown(node)}", FORM
-    )
+    message = f"a part of {quoted(join)} must be the id of a rule or a map, not {shown(node)}"
+    problems.add(mark, "GW103", message, FORM)
     return None
-
-
-_ON_TOP = {"within": "one window for the whole condition: write it at the top of `when`"}

@@ -5,6 +5,7 @@ Steps are held for orders to `snapshot` too (`gradwatch.session.actions.snapshot
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
@@ -204,6 +205,12 @@ def incident_of(verdict: Verdict, rule: str) -> Event | None:
     return next((event for event in events if event.kind != "resolved"), None)
 
 
+def _suspicion(event: Event, snapshot: Snapshot) -> Suspicion:
+    if event.detector == "when":  # a condition may be on rules of any kind
+        return "exploding" if math.isfinite(snapshot.total_norm) else "nonfinite"
+    return SUSPICIONS.get(event.detector, "nonfinite")
+
+
 def _ask(action: Action, event: Event, snapshot: Snapshot) -> Ask:
     return Ask(
         way=action.params["by"],
@@ -212,5 +219,5 @@ def _ask(action: Action, event: Event, snapshot: Snapshot) -> Ask:
         incident=event.incident,
         step=snapshot.step,
         first_parameter=event.first_cause,
-        suspicion=SUSPICIONS.get(event.detector, "nonfinite"),
+        suspicion=_suspicion(event, snapshot),
     )
