@@ -77,7 +77,7 @@ def test_a_watched_step_calls_nothing_that_waits(pack: str, optimizer: str) -> N
         for _ in range(SETTLED):
             training.step()
         torch.cuda.synchronize()
-        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA], acc_events=True) as profiler:
             for _ in range(20):
                 training.step()
         found.append(Counter(event.name for event in profiler.events() if event.name in WAITING_CALLS))
