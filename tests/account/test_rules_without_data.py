@@ -284,3 +284,45 @@ def test_the_account_of_a_model_in_eval_mode_says_so(tmp_path: Path) -> None:
     assert reasons["saturated"].startswith(
         "no tapped Tanh, Sigmoid, Hardtanh, ReLU6 or Hardsigmoid was called"
     )
+
+
+def test_a_condition_has_data_where_all_its_rules_have() -> None:
+    """Until then it is listed with what they lack, also what judges nothing in this model."""
+    rules = parse_rules("""version: 1
+groups: {none: {params: ["nothing.*"]}}
+rules:
+  norm: {detect: {kind: above, of: norm, threshold: 0}}
+  loss: {detect: {kind: above, of: loss, threshold: 0}}
+  off: {detect: {kind: above, of: norm, threshold: 0}, groups: [none]}
+  joined: {when: {all: [norm, {not: loss}]}}
+  joins: {when: {any: [joined, norm]}}
+  misses: {when: {any: [norm, off]}}
+  never: {when: {all: [norm, off]}}
+""")
+    engine, without_data = Engine(rules).bind(SITES), RulesWithoutData()
+    without_data.bind(0, reads_of(engine))
+    without_data.observe(make_snapshot(SITES, 0, [1.0] * 4), NONE_IN_TURN)
+    reasons = without_data.reasons()
+    assert sorted(reasons) == ["joined", "joins", "loss", "misses"]
+    assert reasons["joined"] == f"its condition is not known without `loss` ({reasons['loss']})"
+    assert reasons["joins"] == reasons["joined"]
+    assert (
+        reasons["misses"] == "its condition is not known without `off` (matches no parameter of groups: none)"
+    )
+    assert "no data here for 'off'" in engine.inactive["never"]
+    without_data.observe(make_snapshot(SITES, 1, [1.0] * 4, scalars={"loss": 1.0}), NONE_IN_TURN)
+    assert sorted(without_data.reasons()) == ["misses"]
+
+
+def test_a_condition_waits_for_the_warm_up_of_its_rules() -> None:
+    """And is listed with it."""
+    rules = parse_rules("""version: 1
+rules:
+  spike: {detect: {kind: spike}, warmup: 5}
+  joined: {when: {not: spike}}
+""")
+    engine = Engine(rules).bind(SITES)
+    assert engine.warming_up(engine.init()) == {
+        "spike": "warm-up not over: 0 of 5 samples",
+        "joined": "its condition is not known without `spike` (warm-up not over: 0 of 5 samples)",
+    }

@@ -187,3 +187,19 @@ def test_a_rank_alone_in_not_being_finite_is_named_before_any_baseline() -> None
     assert found.tolist() == [0.0, np.inf, 0.0]
     nobody = detector.score(state, Sample(np.full(3, np.nan), np.ones(3, bool)))
     assert not (nobody > detector.fires_at).any()
+
+
+def test_what_an_acting_condition_is_about_is_exchanged_and_refused_as_if_it_acted() -> None:
+    """Also through another condition: every rank must come to the same value of it."""
+    text = """version: 1
+rules:
+  loss: {detect: {kind: loss_nonfinite}}
+  local: {detect: {kind: above, of: norm_local, threshold: 1}}
+  inner: {when: {any: [%s]}}
+  outer: {when: {all: [inner]}, mode: %s, do: [stop]}
+"""
+    assert rank_requirements(Engine(parse_rules(text % ("loss", "act")))).facts
+    assert not rank_requirements(Engine(parse_rules(text % ("loss", "shadow")))).facts
+    refused = refused_on_ranks(Engine(parse_rules(text % ("local", "act"))), 2)
+    assert [one.rule for one in refused] == ["outer"]
+    assert "acts on norm_local" in refused[0].reason

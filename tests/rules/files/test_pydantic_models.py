@@ -66,6 +66,14 @@ VALID: dict[str, Any] = {
         },
         "depth": {"detect": {"kind": "depth_ratio", "below": 1e-3, "depths": [0, 3]}, "enabled": False},
         "rail": {"detect": {"kind": "above", "of": "total_norm", "threshold": 1e3}, "optional": True},
+        "joined": {
+            "when": {
+                "all": ["rail", {"any": ["exploding", "non-finite"]}, {"not": "rail", "within": 5}],
+                "within": 20,
+            },
+            "for": 2,
+            "do": ["stop"],
+        },
     },
     "clip": {
         "total": {"method": "norm", "max_norm": 1.0},
