@@ -28,11 +28,14 @@ class ManualGradients:
         self._before, self._now = self._now, {}
         self.seen = bool(self._before)
 
-    def is_new(self, k: int, grad: Tensor, now: State, before: State | None, backwards: int) -> bool:
+    def is_new(
+        self, k: int, grad: Tensor, now: State, before: State | None, backwards: int, silenced: bool
+    ) -> bool:
         """True if a gradient arrived since the last step: not the same tensor, never written to since.
 
         `now` and `before` are the states at the two steps; `backwards` have ended in between, for any parameter. A
-        zero gradient after a backward that did not reach it is what `zero_grad(set_to_none=False)` left.
+        zero gradient after a backward that did not reach it is what `zero_grad(set_to_none=False)` left. `silenced`: a
+        swap of the parameter's contents has disabled its hook since the last step.
         """
         ids, versions, raw = now
         norms = raw.norms() if isinstance(raw, CpuNorms) else None
@@ -50,7 +53,7 @@ class ManualGradients:
             return True  # written through `.data`, which no version tells
         known = self._before.get(k)
         if known is None:  # announced at the last step, so not set by hand then
-            return ids[k] != last_ids[k]
+            return silenced or ids[k] != last_ids[k]
         return storage is None or storage.cdata != known[0].cdata
 
 

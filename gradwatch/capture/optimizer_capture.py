@@ -85,6 +85,7 @@ class OptimizerCapture:
         self.pruning = HookPruning(len(params))
         self.spans_two_steps = False  # this window cannot be one step's alone
         self.hook_missed = False  # a gradient arrived and its hook was not called
+        self.hook_silenced: Callable[[int, nn.Parameter], bool] = _not_silenced  # of a slot, by a swap
         self.backward_end_missed = False  # the end of its last backward was missed: read at the step boundary
         self.inside_backward = inside_backward
         self.without_optimizer = without_optimizer
@@ -497,10 +498,17 @@ class OptimizerCapture:
         by_hand = []
         for k in np.flatnonzero(calls == 0).tolist():  # sync: numpy
             grad = grads[k]
-            if grad is not None and self._manual.is_new(k, grad, state, self._last, current):
+            if grad is None:
+                continue
+            silenced = self.hook_silenced(int(self.slots[k]), self.params[k])
+            if self._manual.is_new(k, grad, state, self._last, current, silenced):
                 by_hand.append(k)
         self.hook_missed = self.hook_missed or bool(by_hand)
         return self.arrivals.corrected(absent, by_hand)
+
+
+def _not_silenced(slot: int, param: nn.Parameter) -> bool:
+    return False
 
 
 def _sent_with(raw: Reading) -> CopiedNumber | None:

@@ -214,6 +214,7 @@ class Capture:
         self.slots.unowned = None
         sites = self.slots.sites(kept, params, known)
         built = OptimizerCapture(index, optimizer, params, sites, kept, fresh, like=captured)
+        built.hook_silenced = self.slots.hooks.swapped
         if captured is None:
             self.captures.append(built)
         else:

@@ -11,9 +11,11 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import gradwatch
+from gradwatch.capture import optimizer_capture
 from gradwatch.rules.files import parse_rules
 from gradwatch.rules.rule_set import RuleSet
 from tests.support.kept import Kept
+from tests.support.on_device import gradients_on_device
 from tests.support.recorder import norms_of, seen
 
 STEPS = 14
@@ -155,3 +157,31 @@ def test_a_clip_of_the_model_they_are_taken_from_does_not_read_them(how: str, cl
     ]
     # Whether a backward was missed is not known at once.
     assert [record.snapshot.provisional for record in kept.records][2:] == [False] * (STEPS - 2)
+
+
+def test_a_gradient_that_lies_where_the_last_one_did_arrives_after_a_swap(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a device no norm tells it from the freed one, and a swap of the parameters has silenced the hooks."""
+    gradients_on_device(monkeypatch)
+    monkeypatch.setattr(
+        optimizer_capture,
+        "id",
+        lambda one: id(one) if isinstance(one, nn.Parameter) or not isinstance(one, torch.Tensor) else 7,
+        raising=False,
+    )
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    kept = Kept()
+    with gradwatch.watch(model, optimizer, rules="observe-only", sinks=[kept]):
+        for step in range(4):
+            optimizer.zero_grad()
+            if step == 2:
+                torch.__future__.set_swap_module_params_on_conversion(True)
+                try:
+                    model.to(torch.float64).to(torch.float32)
+                finally:
+                    torch.__future__.set_swap_module_params_on_conversion(False)
+            model(torch.ones(1, 4)).sum().backward()
+            optimizer.step()
+    assert [record.snapshot.calls[:2].tolist() for record in kept.records] == [[1, 1]] * 4
