@@ -121,7 +121,8 @@ class ColumnReader:
         if self._reads_weights:
             of_weights = {name: at for name, at in due.items() if name in WEIGHT_COLUMNS}
             self._weights.read(pending, step, params, of_weights)
-        pending.copy.leave()
+        if pending.copy is not None:
+            pending.copy.leave()
         if copied:
             moved = MovedParameters(step)
             self.awaiting.append(moved)

@@ -134,7 +134,8 @@ class ModuleTaps:
         self._running.read(pending, step, overdue)
         if self.bounds is not None:
             self._bounded(self.bounds.taken(), pending)
-        pending.copy.leave()
+        if pending.copy is not None:
+            pending.copy.leave()
         return pending
 
     def take_histograms(self) -> PendingHistograms | None:

@@ -131,11 +131,12 @@ class Numbers:
         """float[K] on their way to the host with everything of `pending`, divided there by `scale`."""
         if not self._of_devices:
             return HostNumbers(self._of_host, pending.count, scale)
+        copy = pending.copy = pending.copy or JointCopy()
         places = [
-            ([k for k, _ in group], pending.copy.add([number for _, number in group]))
+            ([k for k, _ in group], copy.add([number for _, number in group]))
             for group in self._of_devices.values()
         ]
-        return SentNumbers(pending.copy, places, self._of_host, pending.count, scale)
+        return SentNumbers(copy, places, self._of_host, pending.count, scale)
 
     def positions(self) -> list[int]:
         """The positions that have a number."""
@@ -167,7 +168,7 @@ class PendingColumns:
     """Columns of one step by name, with the positions of K at which each has a value, or a mask bool[K] of those.
 
     A column in `moved` has one only where the optimizer has moved the parameter; it is left out while that is unknown.
-    NaN is no value of a column in `defined`. Numbers of devices leave in `copy`, which `leaves` when all are there.
+    NaN is no value of a column in `defined`. Numbers of devices leave in `copy`, when all are there.
     """
 
     count: int
@@ -175,7 +176,7 @@ class PendingColumns:
     present: dict[str, BoolArray | Sequence[int]] = field(default_factory=dict)
     moved: dict[str, MovedParameters] = field(default_factory=dict)
     defined: set[str] = field(default_factory=set)
-    copy: JointCopy = field(default_factory=JointCopy)
+    copy: JointCopy | None = None
 
     def ready(self) -> bool:
         """True if `columns()` would return at once."""
