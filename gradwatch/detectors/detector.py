@@ -187,6 +187,19 @@ class Detector:
         """The score at which a firing rule starts to be quiet (default: where it fires)."""
         return self.fires_at
 
+    @property
+    def second(self) -> Detector | None:
+        """A second yardstick for the same series: what breaches by either of them breaches. None = there is none."""
+        return None
+
+    def exceeded(self, score: FloatArray) -> FloatArray:
+        """[K]: how far each score is towards its threshold, which is at 1: comparable between two yardsticks."""
+        return score / self.fires_at
+
+    def in_words(self, score: float) -> str:
+        """A score for people, to follow "the value is"."""
+        return f"at a score of {score:.4g}"
+
     def baseline_key(self) -> tuple[Any, ...]:
         """Two detectors with equal keys learn the same from the same samples and may share a state."""
         return (self.kind, *(getattr(self, f.name) for f in fields(self)))  # type: ignore[arg-type]

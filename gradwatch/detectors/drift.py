@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
@@ -101,6 +103,10 @@ class Drift(Exceeding):
     def advance_logs(self, state: State, x: Array32) -> tuple[FloatArray | None, State]:
         """As `advance`, without masks while all series have learned equally often."""
         before = cast(TrendState, state)
+        if len(x) == 1:
+            below, after = self._of_one(before, x)
+            if below:
+                return None, after
         n, means = before
         pace = common_pace(n, 0, self.slow, mature(self.slow, self.warmup))
         if pace is None:
@@ -116,6 +122,8 @@ class Drift(Exceeding):
     def advance_many_logs(self, state: State, x: Array32) -> tuple[int, State]:
         """As `advance_logs` of each in turn; only what depends on the sample before is done for one at a time."""
         before = cast(TrendState, state)
+        if x.shape[1] == 1:
+            return self._of_one(before, x[:, 0])
         paces = common_paces(before.n, 0, self.slow, mature(self.slow, self.warmup), len(x))
         if paces is None:
             return Exceeding.advance_many_logs(self, state, x)
@@ -130,6 +138,33 @@ class Drift(Exceeding):
         # What comes closer is judged by itself.
         below = leading(growth.astype(np.float64) < self.log_surely_below)
         return below, TrendState(paces[1][below - 1], found[below - 1].copy()) if below else state
+
+    def _of_one(self, before: TrendState, x: Array32) -> tuple[int, TrendState]:
+        """As `advance_many_logs` of x[T] of a single series, in plain floats as `spike`; ends at NaN, too."""
+        enough, n = mature(self.slow, self.warmup), int(before.n[0])
+        fast_gain, slow_gain = _gains(self.fast, self.slow)[:, 0].tolist()
+        (fast,), (slow,) = before.means.tolist()
+        lowest, below = self.log_surely_below, 0
+        cell = array("f", (0.0,))  # what is put into it is rounded to float32
+        for value in x.tolist():
+            cell[0] = 0.0 if n >= enough else 1.0 / (n + 1.0)
+            least = cell[0]
+            cell[0] = value - fast
+            cell[0] = cell[0] * max(fast_gain, least)
+            cell[0] = cell[0] + fast
+            new_fast = cell[0]
+            cell[0] = value - slow
+            cell[0] = cell[0] * max(slow_gain, least)
+            cell[0] = cell[0] + slow
+            new_slow = cell[0]
+            cell[0] = new_fast - new_slow
+            if not -math.inf < cell[0] < lowest:
+                break
+            fast, slow, n, below = new_fast, new_slow, min(n + 1, max(n, enough)), below + 1
+        if not below:
+            return 0, before
+        counts = before.n if n == before.n[0] else np.array([n], np.int32)
+        return below, TrendState(counts, np.array([[fast], [slow]], np.float32))
 
     def _judged(
         self, before: TrendState, after: TrendState, x: Array32

@@ -40,6 +40,7 @@ NONE = np.float32(-1e4)
 _ZERO = np.float32(math.log(ZERO_NORM))
 
 Window = Annotated[int, Limits(ge=1, le=1_000_000)]
+Factor = Annotated[float, Limits(gt=1, allow_inf_nan=False)]
 Lag = Annotated[int, Limits(ge=0, le=1_000_000)]
 
 
@@ -107,6 +108,11 @@ class _RecentExtreme(Exceeding):
     def baseline_key(self) -> tuple[Any, ...]:
         """Key of the baseline; what is learned depends on the threshold, too."""
         return (self.kind, self.above, self.window, self.lag, self.warmup)
+
+    def exceeded(self, score: FloatArray) -> FloatArray:
+        """As logarithms: 1 at `above`."""
+        with np.errstate(divide="ignore"):
+            return np.log(score) / math.log(self.above)
 
     def init(self, size: int) -> RecentState:
         """No sample seen."""
@@ -255,6 +261,10 @@ class AboveRecentMax(_RecentExtreme):
     __pydantic_config__: ClassVar = STRICT
     kind: ClassVar[str] = "above_recent_max"
 
+    def in_words(self, score: float) -> str:
+        """The factor over the largest."""
+        return f"{score:.4g} times the largest of the last {self.window}"
+
 
 @register_detector
 @dataclass(frozen=True, slots=True)
@@ -274,6 +284,10 @@ class BelowRecentMin(_RecentExtreme):
     above: Positive = 10.0
     window: Window = 200
     lag: Lag = 20
+
+    def in_words(self, score: float) -> str:
+        """The factor below the smallest."""
+        return f"{score:.4g} times below the smallest of {self.window} before"
 
     def scale(self, sample: Sample) -> Array32:
         """-ln value, of 0 that of 1e-30; not finite where missing, not finite or negative."""

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,7 @@ from gradwatch.detectors.baseline import (
     common_pace,
     common_paces,
     deviation,
+    gain,
     judged,
     leading,
     log_of,
@@ -32,10 +34,14 @@ from gradwatch.detectors.baseline import (
     restart_level,
 )
 from gradwatch.detectors.detector import STRICT, NormColumn, ObservedColumn, Sample, State, register_detector
+from gradwatch.detectors.recent_extremes import AboveRecentMax, Factor, Window
 from gradwatch.detectors.thresholds import Finite, Positive
 from gradwatch.records.snapshot import BoolArray, FloatArray
 
+LEAST_OF_WINDOW = 30
+"""Samples that a window must hold before a factor over its largest means something."""
 _SIGMA, _FLOOR = np.float32(SIGMA_PER_MEAN_DEVIATION), np.float32(FLOOR)
+_SIGMA_FLOAT, _FLOOR_FLOAT = float(_SIGMA), float(_FLOOR)
 
 
 def _winsorise(d: Array32, bound: Array32) -> None:
@@ -55,6 +61,22 @@ class _Level(Robust):
 
     __slots__ = ()
     invertible: ClassVar[bool] = True
+
+    of: Any
+    factor: float | None
+    window: int
+
+    @property
+    def second(self) -> AboveRecentMax | None:
+        """With `factor`: that many times the largest of the last `window` samples."""
+        if self.factor is None:
+            return None
+        warmup = max(self.warmup, LEAST_OF_WINDOW)
+        return AboveRecentMax(of=self.of, above=self.factor, window=self.window, warmup=warmup)
+
+    def in_words(self, score: float) -> str:
+        """The deviations above the usual level."""
+        return f"{score:.4g} deviations above its usual level"
 
     def scale(self, sample: Sample) -> Array32:
         """x[K] in nats; not finite where there is nothing to judge or learn."""
@@ -83,6 +105,10 @@ class _Level(Robust):
     def advance_logs(self, state: State, x: Array32) -> tuple[FloatArray | None, State]:
         """As `advance`; x may hold anything that `scale` gives."""
         level, enough = cast(LevelState, state), mature(self.half_life, self.warmup)
+        if len(x) == 1:
+            below, after = self._of_one(level, x)
+            if below:
+                return None, after
         sigma = deviation(level)
         d = x - level.m
         z = d / sigma
@@ -105,6 +131,8 @@ class _Level(Robust):
     def advance_many_logs(self, state: State, x: Array32) -> tuple[int, State]:
         """As `advance_logs` of each in turn; only what depends on the sample before is done for one at a time."""
         level, enough = cast(LevelState, state), mature(self.half_life, self.warmup)
+        if x.shape[1] == 1:
+            return self._of_one(level, x[:, 0])
         paces = common_paces(level.n, max(RING, self.warmup), self.half_life, enough, len(x))
         if paces is None:
             return Robust.advance_many_logs(self, state, x)
@@ -129,6 +157,42 @@ class _Level(Robust):
         last = below - 1
         ring = level.ring[:0]
         return below, LevelState(paces[1][last], means[last].copy(), spreads[last].copy(), level.held, ring)
+
+    def _of_one(self, level: LevelState, x: Array32) -> tuple[int, LevelState]:
+        """As `advance_many_logs` of x[T] of a single series, in plain floats: each result rounded to float32.
+
+        Rounded twice it is the float32 that one operation of float32 gives. Ends at what is not finite, too.
+        """
+        enough, n = mature(self.half_life, self.warmup), int(level.n[0])
+        below, m, s, steady = 0, float(level.m[0]), float(level.s[0]), gain(self.half_life)
+        if n < max(RING, self.warmup):
+            return 0, level
+        cell = array("f", (0.0,))  # what is put into it is rounded to float32
+        for value in x.tolist():
+            cell[0] = s * _SIGMA_FLOAT
+            sigma = max(cell[0], _FLOOR_FLOAT)
+            cell[0] = value - m
+            d = cell[0]
+            cell[0] = d / sigma
+            if not -math.inf < cell[0] <= self.above:
+                break
+            cell[0] = sigma * WINSOR
+            d = max(min(d, cell[0]), -cell[0])
+            cell[0] = steady if n >= enough else max(steady, 1.0 / (n + 1.0))
+            a = cell[0]
+            cell[0] = abs(d) - s
+            cell[0] = cell[0] * a
+            cell[0] = cell[0] + s
+            s = cell[0]
+            cell[0] = d * a
+            cell[0] = cell[0] + m
+            m = cell[0]
+            n, below = min(n + 1, max(n, enough)), below + 1
+        if not below:
+            return 0, level
+        counts = level.n if n == level.n[0] else np.array([n], np.int32)
+        means, spreads = np.array([m], np.float32), np.array([s], np.float32)
+        return below, LevelState(counts, means, spreads, level.held, level.ring[:0])
 
     def limit(self, state: State) -> NDArray[np.float64]:
         """The value at which z is the threshold: the inverse of m + above·σ̂; inf while warming up."""
@@ -156,6 +220,10 @@ class Spike(_Level):
     from the median and the MAD of those samples. Blind to growth below about 5 % a step (use `drift`), to
     falls (use `drop`), and to NaN (use `nonfinite`). Default: per parameter z > 10, clears at z < 3. Of an observed
     value only positive ones are judged (else `loss_spike`).
+
+    A z is blind where a series scatters widely. With `factor` a value breaches as well that is more than so many times
+    the largest of the last `window` samples (as `above_recent_max` says, judged from the 30th on); an Event says by
+    which of the two.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -166,6 +234,8 @@ class Spike(_Level):
     above: Positive = 10.0
     clear_below: Finite | None = None
     half_life: HalfLife = field(default=100, metadata={"rule_key": True})
+    factor: Factor | None = None
+    window: Window = 100
     warmup: Warmup = field(default=20, metadata={"rule_key": True})
 
     def scale(self, sample: Sample) -> Array32:
@@ -189,7 +259,8 @@ class LossSpike(_Level):
     The loss is the value `backward` started from, or what `gw.observe(loss=…)` gave.
 
     The scale is asinh(loss), which is ln(2·loss) for large losses, linear below 1 (a converged loss of
-    0.001 may well be 0.01 on the next batch), and defined for negative ones.
+    0.001 may well be 0.01 on the next batch), and defined for negative ones. `factor` and `window` are as of
+    `spike`, and for positive losses only.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -199,6 +270,8 @@ class LossSpike(_Level):
     above: Positive = 10.0
     clear_below: Finite | None = None
     half_life: HalfLife = field(default=100, metadata={"rule_key": True})
+    factor: Factor | None = None
+    window: Window = 100
     warmup: Warmup = field(default=20, metadata={"rule_key": True})
 
     def scale(self, sample: Sample) -> Array32:

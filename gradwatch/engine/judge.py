@@ -13,16 +13,18 @@ from typing import NamedTuple
 
 import numpy as np
 
-from gradwatch.detectors import Sample, State, breaches, clears, may_breach
+from gradwatch.detectors import Sample, State, breaches, may_breach
 from gradwatch.engine.actions.escalation import alarm_due, climbed, ordered, remembered
 from gradwatch.engine.baseline_bounds import BASELINE_SIGMAS, part_of
 from gradwatch.engine.conditions.bound_condition import BoundCondition
 from gradwatch.engine.conditions.evaluation import with_unsettled
-from gradwatch.engine.culprit import culprit
 from gradwatch.engine.engine_state import EngineState
-from gradwatch.engine.events import Notice, Scored, build_event, worst_first
 from gradwatch.engine.firing import NEVER, Moved, Track, at_rest, move, unchanged_by
-from gradwatch.engine.rule_plan import NO_BANK, Plan, RulePlan
+from gradwatch.engine.reporting.culprit import culprit, may_have_moved
+from gradwatch.engine.reporting.events import Notice, build_event
+from gradwatch.engine.reporting.inhibition import inhibitor
+from gradwatch.engine.rule_plan import NO_BANK, Plan, RulePlan, Yardstick
+from gradwatch.engine.scored import Scored, cleared, scored_by, worst_first
 from gradwatch.engine.snapshot_reader import Reader
 from gradwatch.records.columns import RUNNING_STATISTICS, is_observed
 from gradwatch.records.event import Event, EventKind, Severity
@@ -162,15 +164,26 @@ class Step:
             assert sample is not None  # what has bounds was measured
             values: FloatArray = sample.values
             score: FloatArray = detector.score((), sample)
-        else:
-            result = self.banks[one.bank]
-            if result is None:
-                return MISSING
-            if idle and (result.score is None or not may_breach(detector, result.score[one.part])):
-                return IDLE
-            whole = detector.score(result.before, result.sample) if result.score is None else result.score
-            values, score = detector.shown(result.before, result.sample)[one.part], whole[one.part]
-        return Scored(values, score, breaches(detector, score))
+            return Scored(values, score, breaches(detector, score))
+        result = self.banks[one.bank]
+        if result is None:
+            return MISSING
+        if idle and not any(map(self._may_breach, one.yardsticks)):
+            return IDLE
+        first, *others = (self._score(yardstick) for yardstick in one.yardsticks)
+        return scored_by(detector, detector.shown(result.before, result.sample)[one.part], first, *others)
+
+    def _may_breach(self, yardstick: Yardstick) -> bool:
+        result = self.banks[yardstick.bank]
+        score = None if result is None else result.score
+        return score is not None and may_breach(yardstick.detector, score[yardstick.part])
+
+    def _score(self, yardstick: Yardstick) -> FloatArray:
+        result = self.banks[yardstick.bank]
+        assert result is not None  # both yardsticks read one series
+        if result.score is None:
+            return yardstick.detector.score(result.before, result.sample)[yardstick.part]
+        return result.score[yardstick.part]
 
     def _without_reported(self, one: RulePlan, scored: Scored) -> Scored:
         """The scores without those of NaN and Inf that a rule on finiteness has reported already on this step.
@@ -187,8 +200,11 @@ class Step:
         # Kinds that compare series (depths, ranks) say which one it was: another fact than that there is a NaN.
         if not self.nonfinite_reported or scored is IDLE or one.rule.do or not one.detector.elementwise:
             return scored
-        score = np.where(np.isfinite(scored.values), scored.score, np.nan)
-        return Scored(scored.values, score, breaches(one.detector, score))
+        finite = np.isfinite(scored.values)
+        scores = [
+            np.where(finite, score, np.nan) for score in (scored.score, scored.second) if score is not None
+        ]
+        return scored_by(one.detector, scored.values, *scores)
 
     def _cannot_breach(self, one: RulePlan) -> bool:
         """True if the rule's own series cannot breach, though others of the same column are not."""
@@ -199,11 +215,11 @@ class Step:
         """Count, and report what changed."""
         one, track = self.plan.rules[number], self.tracks[number]
         rule, step = one.rule, self.snapshot.step
-        judged = ~np.isnan(scored.score)
+        judged = scored.judged
         if unchanged_by(track, scored.breach, judged, rule.for_):
             moved = Moved(track, *[np.zeros(len(scored.breach), np.bool_)] * 2)
         else:
-            clear = clears(one.detector, scored.score)
+            clear = cleared(one.detector, scored)
             moved = move(track, scored.breach, clear, judged, step, rule.for_, rule.keep_firing_for)
         if scored.breach.any():
             self.breaching[rule.id] = one.shown.spread(scored.breach, len(self.plan.sites))
@@ -212,40 +228,45 @@ class Step:
             self.acting.add(rule.id)
             self.consecutive[number] = self._before[number] + 1
             self.due[rule.id] = self._due(one, scored, upon, moved.track)
-        self.tracks[number] = self._report_move(one, track, moved, scored, self.consecutive[number])
+        self.tracks[number] = self._report_move(number, track, moved, scored, self.consecutive[number])
 
     def _due(self, one: RulePlan, scored: Scored, upon: BoolArray, track: Track) -> Due:
         """Series that the actions of a rule are about at this step."""
-        worst = int(worst_first(scored.score, one.shown.depths, upon, one.detector.comparison)[0])
+        worst = int(worst_first(one.detector, scored, one.shown.depths, upon)[0])
         result, usual = None if one.bank == NO_BANK else self.banks[one.bank], None
         if result is not None:
             usual = one.detector.usual(part_of(one.detector, result.before, one.part), BASELINE_SIGMAS)
         return Due(upon, worst, usual, climbed(one, track, self.snapshot.step))
 
-    def _report_move(self, one: RulePlan, was: Track, moved: Moved, scored: Scored, acted: int) -> Track:
+    def _report_move(self, number: int, was: Track, moved: Moved, scored: Scored, acted: int) -> Track:
         """Emit the Events of a move; `acted` = steps in a row the rule has acted on, 0 = it does not."""
+        one = self.plan.rules[number]
         rule, step, track = one.rule, self.snapshot.step, moved.track
+        own = f"{rule.id}-{self.snapshot.optimizer}-"
         was_firing, firing = bool(was.firing.any()), bool(track.firing.any())
         if firing and not was_firing:
-            reopened = was.resolved_at != NEVER and step - was.resolved_at <= rule.cooldown
-            incident = was.incident if reopened else f"{rule.id}-{self.snapshot.optimizer}-{step}"
+            involved = scored.breach & track.firing
+            inhibited = inhibitor(self.plan, number, self.tracks, involved, self._moved_most)
+            recently = was.resolved_at != NEVER and step - was.resolved_at <= rule.cooldown
+            reopened = recently and was.incident.startswith(own)
+            incident = inhibited or (was.incident if reopened else f"{own}{step}")
             track = track._replace(incident=incident)
-            self._emit(one, scored, acted, "firing", incident, scored.breach & track.firing, not reopened)
+            self._emit(number, scored, acted, "firing", incident, involved, not (reopened or inhibited))
         elif was_firing and not firing:
             track = track._replace(resolved_at=step)
-            self._emit(one, scored, 0, "resolved", track.incident, moved.resolved, True)
+            self._emit(number, scored, 0, "resolved", track.incident, moved.resolved, True)
         elif not firing and was.idle and track.streak.any():
-            self._emit(one, scored, acted, "pending", "", scored.breach, True)
+            self._emit(number, scored, acted, "pending", "", scored.breach, True)
         alarm = alarm_due(one, acted)
         if alarm or (was_firing and firing and acted):
-            self._emit(one, scored, acted, "repeat", track.incident, scored.breach, alarm)
+            self._emit(number, scored, acted, "repeat", track.incident, scored.breach, alarm)
         if acted and set(climbed(one, track, step)) - set(climbed(one, was, max(was.acted, default=NEVER))):
-            self._emit(one, scored, acted, "escalated", track.incident, scored.breach, True)
+            self._emit(number, scored, acted, "escalated", track.incident, scored.breach, True)
         return track if firing or track.streak.any() else at_rest(track)
 
     def _emit(
         self,
-        one: RulePlan,
+        number: int,
         scored: Scored,
         acted: int,
         kind: EventKind,
@@ -253,12 +274,13 @@ class Step:
         involved: BoolArray,
         notify: bool,
     ) -> None:
+        one = self.plan.rules[number]
         alarm = kind == "escalated" or (kind == "repeat" and notify)
         severity: Severity = "critical" if alarm else one.rule.severity
         due = self.due.get(one.rule.id)
         actions = ordered(one, acted, () if due is None else due.climbed)
         notice = Notice(kind, incident, involved, severity, actions, notify)
-        moved = culprit(self.plan, self._baselines, one, self.snapshot)
+        moved = self._moved_most(number)
         others = self._rules_that_hold(one)
         self.events.append(
             build_event(one.rule, one.shown, scored, notice, self.snapshot, self.rank, moved, others)
@@ -270,6 +292,23 @@ class Step:
         return ", ".join(
             rule for each in conditions for rule in each.rules_that_hold(self.tracks, self.snapshot.step)
         )
+
+    def _moved_most(self, number: int) -> str:
+        """The parameter that moved a total most; "" = no single one.
+
+        Where none stands apart by its usual level it is the only one that breaches a rule which this one inhibits.
+        """
+        one = self.plan.rules[number]
+        found = culprit(self.plan, self._baselines, one, self.snapshot)
+        if found or one.detector.comparison == "below":
+            return found
+        for other, inhibitors in zip(self.plan.rules, self.plan.inhibitors, strict=True):
+            if number in inhibitors and other.series.scope == "param" and other.series.column == "norm":
+                breach = self._scored(other, idle=True).breach
+                if np.count_nonzero(breach) == 1:
+                    name = other.series.names[int(np.argmax(breach))]
+                    return name if may_have_moved(self.snapshot, name) else ""
+        return ""
 
     def finish(self, baselines: tuple[State, ...], lr: float | None) -> tuple[Verdict, EngineState]:
         """The verdict of the rules on this step, and the state after it."""

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from types import MappingProxyType
+from typing import NamedTuple
 
 import numpy as np
 
@@ -72,11 +73,20 @@ def _narrow(values: FloatArray) -> FloatArray:
     return values if (np.isinf(narrow) & np.isfinite(values)).any() else narrow
 
 
+class Yardstick(NamedTuple):
+    """A detector that a rule judges its series by, the bank (its number) it learns in, and the rule's part of that."""
+
+    detector: Detector
+    bank: int
+    part: slice
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RulePlan:
     """One rule bound: the series it judges (`shown` is how Events name them), and its share of a bank.
 
-    `bank` is the index of its bank and `part` its slice there; NO_BANK for a kind that learns nothing.
+    `bank` is the index of its bank and `part` its slice there; NO_BANK for a kind that learns nothing. `second` is its
+    second yardstick, if it has one: what breaches by either of them breaches.
     """
 
     rule: Rule
@@ -86,6 +96,15 @@ class RulePlan:
     judged_every: int  # as the rule's own, which has to be worked out
     bank: int = NO_BANK
     part: slice = field(default_factory=lambda: slice(None))
+    second: Yardstick | None = None
+
+    @property
+    def yardsticks(self) -> tuple[Yardstick, ...]:
+        """All detectors that learn for it."""
+        if self.bank == NO_BANK:
+            return ()
+        first = Yardstick(self.detector, self.bank, self.part)
+        return (first,) if self.second is None else (first, self.second)
 
     @property
     def rare(self) -> bool:
@@ -120,6 +139,8 @@ class Plan:
     staggering: Staggering
     roots: FloatArray
     clipping: Clipping = NO_CLIPPING
+    inhibitors: tuple[tuple[int, ...], ...] = ()
+    """By rule: the numbers of the rules that inhibit it, which all come before it."""
     may_be_done: tuple[bool, ...] = ()
     """By bank: whether there can be nothing left for it to learn of healthy steps."""
     conditions: tuple[BoundCondition, ...] = ()
@@ -140,7 +161,7 @@ def make_plan(ruleset: RuleSet, sites: Sites) -> Plan:
     """Bind every enabled rule; `sites` carry their labels. Never raises for a rule that matches nothing."""
     inactive, found = dict(ruleset.inactive), []
     staggering = staggering_of(sites)
-    for rule in sorted((rule for rule in ruleset.rules if rule.enabled), key=lambda rule: rule.id):
+    for rule in _inhibitors_first(rule for rule in ruleset.rules if rule.enabled):
         series = series_of(rule, ruleset, sites, staggering)
         reason = idle_reason(rule, ruleset, series)
         if reason:
@@ -156,6 +177,11 @@ def make_plan(ruleset: RuleSet, sites: Sites) -> Plan:
         for number, bank in enumerate(banks)
         for segment, part in zip(bank.segments, bank.parts, strict=True)
     }
+
+    def yardstick(rule: Rule, detector: Detector, series: Series) -> Yardstick:
+        key = _bank_key(rule, detector, series), series.key
+        return Yardstick(detector, *home.get(key, (NO_BANK, slice(None))))
+
     rules = tuple(
         RulePlan(
             rule,
@@ -163,7 +189,8 @@ def make_plan(ruleset: RuleSet, sites: Sites) -> Plan:
             series,
             _shown(rule, series),
             rule.judged_every,
-            *home.get((_bank_key(rule, series), series.key), ()),
+            *yardstick(rule, rule.detect, series)[1:],
+            None if rule.detect.second is None else yardstick(rule, rule.detect.second, series),
         )
         for rule, series in found
     )
@@ -172,11 +199,32 @@ def make_plan(ruleset: RuleSet, sites: Sites) -> Plan:
     known = MappingProxyType(inactive), needs, staggering, roots_of(sites), clipping
     numbers = {one.rule.id: number for number, one in enumerate(rules)}
     conditions = tuple(conditions_of(_conditions(rule for rule, _ in found), numbers))
-    return Plan(sites, rules, banks, *known, tuple(map(_may_be_done, banks)), conditions)
+    return Plan(sites, rules, banks, *known, _inhibitors(rules), tuple(map(_may_be_done, banks)), conditions)
 
 
 def _conditions(rules: Iterable[Rule]) -> dict[str, When]:
     return {rule.id: rule.detect for rule in rules if isinstance(rule.detect, When)}
+
+
+def _inhibitors_first(rules: Iterable[Rule]) -> list[Rule]:
+    """Rules by id, but each after those that inhibit it: whether these fire must be known first."""
+    ordered: dict[str, Rule] = {}
+    left = sorted(rules, key=lambda rule: rule.id)
+    while left:
+        waiting = {rule.id for rule in left}
+        ready = [
+            rule for rule in left if waiting.isdisjoint(rule.inhibited_by)
+        ] or left  # a circle is refused before
+        ordered |= {rule.id: rule for rule in ready}
+        left = [rule for rule in left if rule.id not in ordered]
+    return list(ordered.values())
+
+
+def _inhibitors(rules: Sequence[RulePlan]) -> tuple[tuple[int, ...], ...]:
+    numbers = {one.rule.id: number for number, one in enumerate(rules)}
+    return tuple(
+        tuple(numbers[other] for other in one.rule.inhibited_by if other in numbers) for one in rules
+    )
 
 
 def _may_be_done(bank: Bank) -> bool:
@@ -228,9 +276,8 @@ def _learns(detector: Detector) -> bool:
     return len(detector.init(1)) > 0
 
 
-def _bank_key(rule: Rule, series: Series) -> str:
-    """Rules with equal keys share a bank; a kind that compares series with each other shares only its own."""
-    detector: Detector = rule.detect
+def _bank_key(rule: Rule, detector: Detector, series: Series) -> str:
+    """Yardsticks with equal keys share a bank; a kind that compares series with each other shares only its own."""
     kind, *learned = detector.baseline_key()
     key = f"{kind}({','.join(map(str, learned))})"
     key = key if rule.every == 1 else f"{key}/every={rule.every}"
@@ -239,12 +286,17 @@ def _bank_key(rule: Rule, series: Series) -> str:
 
 
 def _banks(found: list[tuple[Rule, Series]]) -> Iterator[Bank]:
-    learning = [(_bank_key(rule, series), series, rule) for rule, series in found if _learns(rule.detect)]
+    learning = [
+        (_bank_key(rule, detector, series), series, rule, detector)
+        for rule, series in found
+        for detector in (rule.detect, rule.detect.second)
+        if detector is not None and _learns(detector)
+    ]
     learning.sort(key=lambda item: (item[0], item[1].key))
     for key, items in groupby(learning, key=lambda item: item[0]):
         members = list(items)
-        segments = {series.key: series for _, series, _ in members}
+        segments = {series.key: series for _, series, _, _ in members}
         ends = np.cumsum([0, *(len(series) for series in segments.values())]).tolist()
         parts = tuple(slice(start, stop) for start, stop in pairwise(ends))
-        rule = min((rule for _, _, rule in members), key=lambda rule: float(rule.detect.fires_at))
-        yield Bank(key, rule.detect, rule.judged_every, tuple(segments.values()), parts, ends[-1])
+        _, _, rule, detector = min(members, key=lambda member: float(member[3].fires_at))
+        yield Bank(key, detector, rule.judged_every, tuple(segments.values()), parts, ends[-1])

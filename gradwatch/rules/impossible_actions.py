@@ -129,6 +129,8 @@ def _cannot(rule: Rule, to: object, ruleset: RuleSet) -> str:
     detector, column = rule.detect, rule.detect.columns[0]
     if not detector.invertible or detector.comparison != "above":
         return f"needs a detector with a limit known beforehand (above, spike), not {detector.kind!r}"
+    if detector.second is not None:
+        return "needs a limit known beforehand, which `factor` does not give"
     if rule.for_ != 1:
         return "acts on the first gradient above the limit, so it needs `for: 1`"
     if column in MODULE_COLUMNS:

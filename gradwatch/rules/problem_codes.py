@@ -221,8 +221,8 @@ _ENTRIES = (
         "placeholder that cannot be filled in",
         "Annotations may hold {param}, {where} (the parameter, else the column; of a condition the"
         " rules that hold), {group}, {kind}, {rule},"
-        " {value}, {score}, {threshold}, {step}, {rank}, {nonfinite}, {numel} and {count}; anything else in"
-        " braces is refused now, rather than printed as it stands when the incident happens.",
+        " {value}, {score}, {threshold}, {beyond} (the score in words), {step}, {rank}, {nonfinite}, {numel} and"
+        " {count}; anything else in braces is refused now, rather than printed as it stands when the incident happens.",
         'summary: "{parameter} exploded"',
         "Use a known placeholder in single braces, without a format; there are no literal braces.",
     ),
@@ -271,7 +271,7 @@ _ENTRIES = (
         "a condition on a rule that judges nothing",
         "`when:` names a rule that neither this file nor one it extends has, or one that is switched off: its"
         " silence would say nothing, so the condition could never be known.",
-        "rules: {diverging: {when: {all: [loss-surge, norm-surg]}}}",
+        "rules: {diverging: {when: {all: [loss-spike, norm-spik]}}}",
         "Correct the id (`gradwatch rules list --rules FILE` shows those there are), or switch that rule on; with"
         " `optional: true` a rule whose condition names one that is off is kept, inactive.",
     ),
@@ -280,8 +280,16 @@ _ENTRIES = (
         "a condition on itself",
         "`when:` names the rule it belongs to, directly or through the conditions of others, so that none of them"
         " could be evaluated before the other.",
-        "rules: {a: {when: {any: [b, norm-surge]}}, b: {when: {not: a}}}",
+        "rules: {a: {when: {any: [b, norm-spike]}}, b: {when: {not: a}}}",
         "Take one of the ids out; a rule that fires on is kept firing by `keep_firing_for`.",
+    ),
+    Code(
+        "GW218",
+        "rules that cannot inhibit",
+        "`inhibited_by:` names rules of the same file whose incident this rule is then part of; one that is not"
+        " there, or that is inhibited by this one itself, cannot be.",
+        "norm-spike: {inhibited_by: [total-spike]}",
+        "Correct the id, or delete it.",
     ),
     Code(
         "GW301",

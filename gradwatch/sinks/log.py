@@ -128,7 +128,7 @@ class LogSink:
             return
         now = self._clock()
         for event in record.verdict.events:
-            if event.kind in _LOGGED:
+            if event.kind in _LOGGED and not event.inhibited:
                 self._transition(event, _done_about(event, record), now)
         for finding in record.findings:
             self._cause(finding, now)

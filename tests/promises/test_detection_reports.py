@@ -87,8 +87,8 @@ def test_a_healthy_job_is_told_nothing_of() -> None:
         (none_of_it, nothing, False, "total-norm-fall", ON + 19),
         (none_of_it, nothing, False, "no-gradient", ON + 19),
         (lambda loss: loss * 1e-4, nothing, False, "total-norm-fall", ON + 19),
-        (tenfold, nothing, True, "total-norm-surge", ON),
-        (tenfold, nothing, True, "norm-surge", ON),
+        (tenfold, nothing, True, "total-norm-spike", ON),
+        (tenfold, nothing, True, "norm-spike", ON),
     ],
     ids=[
         "times 1000",
@@ -149,4 +149,4 @@ def test_a_loss_that_is_never_positive_is_said_to_be_judged_by_no_factor() -> No
             (model(torch.randn(3, 4)).square().mean() - 100).backward()
             optimizer.step()
         reasons = session_of(gw).account().no_data
-    assert "loss was not positive" in reasons["loss-surge"]
+    assert "loss was not positive" in reasons["loss-rise"]

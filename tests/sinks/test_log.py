@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import itertools
 import json
@@ -363,3 +364,14 @@ def test_the_first_line_draws_no_random_number() -> None:
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (0, "")
     assert "gradwatch internal error" in done.stderr
+
+
+def test_what_another_rule_reports_is_no_second_line() -> None:
+    """The beginning and the end of a rule that is part of another's incident are in the journal, not in the log."""
+    log = Log()
+    log.write(
+        make_event("firing", "total"),
+        dataclasses.replace(make_event("firing", "each"), inhibited=True, notify=False),
+        dataclasses.replace(make_event("resolved", "each"), inhibited=True),
+    )
+    assert [json.loads(line)["rule"] for line in log.lines] == ["total"]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -62,10 +63,26 @@ def _unchanged(one: RulePlan, track: Track, score: FloatArray) -> BoolArray | No
     return breach if unchanged_by(track, breach, ~np.isnan(score), one.rule.for_) else None
 
 
+class _Found(NamedTuple):
+    """bool[K]: the series of a rule that breach, and those that were judged."""
+
+    breach: BoolArray
+    judged: BoolArray
+
+
 class FastBlock:
     """Snapshots of one optimizer, one after the other, on which every gradient has arrived."""
 
-    __slots__ = ("_breaching", "_firing", "_in_turn", "_norm", "_path", "_scalars", "_snapshots")
+    __slots__ = (
+        "_breaching",
+        "_by_one_of_two",
+        "_firing",
+        "_in_turn",
+        "_norm",
+        "_path",
+        "_scalars",
+        "_snapshots",
+    )
 
     def __init__(
         self,
@@ -82,6 +99,7 @@ class FastBlock:
         self._path = path
         self._firing = firing
         self._breaching: list[dict[str, BoolArray]] = []
+        self._by_one_of_two: dict[tuple[str, int], _Found] = {}
         self._snapshots = snapshots
         self._in_turn = in_turn
         self._norm = norm
@@ -221,6 +239,7 @@ class FastBlock:
     def _advanced(self, state: EngineState, logs: NDArray[np.float32]) -> tuple[int, tuple[State, ...]]:
         """Count the first steps that come close to no threshold; with the baselines after them where that is all."""
         count, after = len(logs), list(state.baselines)
+        self._by_one_of_two.clear()
         for bank in self._path.bank_inputs:
             if not count or (state.done and state.done[bank.number] and not bank.result_wanted):
                 continue
@@ -246,7 +265,12 @@ class FastBlock:
 
     def _learned_while_firing(self, bank: BankInput, state: State, count: int) -> tuple[int, State]:
         """As `_one_by_one`, of a bank some of whose rules fire: up to where that changes."""
-        firing = [(one, track) for one, track in self._firing if one.bank == bank.number]
+        firing = [
+            (one, track, yardstick)
+            for one, track in self._firing
+            for yardstick in one.yardsticks
+            if yardstick.bank == bank.number
+        ]
         for t in range(count):
             sample = bank.bank.sample(self._reader(t))
             if sample is None:
@@ -255,13 +279,28 @@ class FastBlock:
             if score is not None and bank.idle_may_breach(score):
                 return t, state
             whole = bank.detector.score(state, sample) if score is None else score
-            for one, track in firing:
-                breach = _unchanged(one, track, whole[one.part])
-                if breach is None:
+            for one, track, yardstick in firing:
+                score = whole[yardstick.part]
+                found = self._with_other(
+                    one, t, _Found(breaches_of(yardstick.detector, score), ~np.isnan(score))
+                )
+                if found is None:
+                    continue
+                if not unchanged_by(track, *found, one.rule.for_):
                     return t, state
-                self._breaching[t][one.rule.id] = breach
+                self._breaching[t][one.rule.id] = found.breach
             state = after
         return count, state
+
+    def _with_other(self, one: RulePlan, t: int, found: _Found) -> _Found | None:
+        """The result of both yardsticks of a rule at step t; None until both have been asked."""
+        if one.second is None:
+            return found
+        before = self._by_one_of_two.pop((one.rule.id, t), None)
+        if before is None:
+            self._by_one_of_two[one.rule.id, t] = found
+            return None
+        return _Found(before.breach | found.breach, before.judged | found.judged)
 
     def _one_by_one(self, bank: BankInput, state: State, count: int) -> tuple[int, State]:
         """As `advance_many_logs`, of a kind that does not learn from logarithms alone."""

@@ -386,10 +386,15 @@ def _guards(rules: Iterable[RulePlan]) -> Iterable[ColumnBound]:
 
 def _bank_inputs(plan: Plan, active: AbstractSet[int]) -> Iterable[BankInput]:
     for number, bank in enumerate(plan.banks):
-        rules = [n for n, one in enumerate(plan.rules) if one.bank == number]
-        idle = [plan.rules[n].detector for n in rules if n not in active]
-        parts = tuple(plan.rules[n].part for n in rules if n not in active)
-        wanted = len(idle) < len(rules)
+        shares = [
+            (n, yardstick)
+            for n, one in enumerate(plan.rules)
+            for yardstick in one.yardsticks
+            if yardstick.bank == number
+        ]
+        idle = [yardstick.detector for n, yardstick in shares if n not in active]
+        parts = tuple(yardstick.part for n, yardstick in shares if n not in active)
+        wanted = len(idle) < len(shares)
         if bank.judged_every == 1 and (wanted or any(segment.always for segment in bank.segments)):
             lowest = first_crossed(idle) if idle else None
             alone = len(bank.segments) == 1 and bank.segments[0].column == "total_norm"

@@ -17,6 +17,7 @@ PLACEHOLDERS = (
     "value",
     "score",
     "threshold",
+    "beyond",
     "step",
     "rank",
     "nonfinite",

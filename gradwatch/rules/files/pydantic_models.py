@@ -110,6 +110,10 @@ class RuleEntry(Timing):
     )
     groups: Names = unset("Only the parameters of these groups.")
     exclude: Globs = unset("Not the parameters whose names match these globs.")
+    inhibited_by: Names = unset(
+        "Ids of rules: where one of them, as grave or graver, fires for the same reason (the same parameter, or the "
+        "whole), this rule gives no alarm of its own, and its events belong to the other's incident."
+    )
     labels: Words = unset("Further labels of its events.")
     annotations: Words = unset("Texts for people: summary, description, runbook_url …")
     do: list[Any] = unset("Actions.")

@@ -15,6 +15,7 @@ from gradwatch.rules.files.annotations import check_annotations, check_labels
 from gradwatch.rules.files.clip_section import unknown_group
 from gradwatch.rules.files.detect_section import Found, build_detector, find_kind
 from gradwatch.rules.files.do_and_sinks import actions
+from gradwatch.rules.files.inhibition import check_inhibition
 from gradwatch.rules.files.pydantic_models import Defaults, GroupEntry, RuleEntry
 from gradwatch.rules.files.validation import check, keys_of
 from gradwatch.rules.files.when_section import check_circle, named, when_section
@@ -69,7 +70,9 @@ class Resolver:
     def all(self) -> tuple[Rule, ...]:
         """Every rule that can be had; what is wrong is reported and left out."""
         rules = (self.one(rule_id) for rule_id in self.section.entries)
-        return tuple(rule for rule in rules if rule is not None)
+        found = tuple(rule for rule in rules if rule is not None)
+        check_inhibition(self.section, self.problems)
+        return found
 
     def one(self, rule_id: str) -> Rule | None:
         """One rule, or None (wrong, or inactive in this version)."""
@@ -311,6 +314,7 @@ def _rule(
         do=do,
         enabled=entry.enabled is not False,
         optional=bool(entry.optional),
+        inhibited_by=tuple(entry.inhibited_by or ()),
     )
 
 

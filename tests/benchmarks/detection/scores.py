@@ -90,6 +90,11 @@ def is_alarm(alarm: Alarm) -> bool:
     return alarm.severity != "info"
 
 
+def named_by(alarm: Alarm) -> str:
+    """The parameter that an alarm names first; of the total that which moved it most."""
+    return alarm.sites[0] if alarm.sites else alarm.first_cause
+
+
 def outcome(
     fault: str, training: str, onset: int, horizon: int, culprits: frozenset[str], found: Sequence[Alarm]
 ) -> Outcome:
@@ -98,8 +103,9 @@ def outcome(
     if not alarms:
         return Outcome(fault, training, None)
     first = min(alarms, key=lambda one: one.step)
-    naming = [one for one in alarms if one.sites and one.step <= first.step + NAMED_WITHIN]
-    named = min(naming, key=lambda one: one.step).sites[0] if naming else ""
+    soon = [one for one in alarms if one.step <= first.step + NAMED_WITHIN]
+    naming = sorted((one for one in soon if named_by(one)), key=lambda one: one.step)
+    named = named_by(naming[0]) if naming else ""
     right = named in culprits if culprits else None
     return Outcome(fault, training, first.step - onset, first.rule, named, right)
 

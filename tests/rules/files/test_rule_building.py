@@ -468,13 +468,15 @@ def test_default_pack_has_the_documented_thresholds() -> None:
     assert (rules["exploded"].detect.threshold, rules["exploded"].for_) == (1e3, 3)
     assert [rules[f"total-norm-spike{end}"].detect.above for end in ("", "-severe")] == [6, 10]
     assert (rules["norm-spike"].detect.above, rules["norm-spike"].detect.clear_below) == (10, 3)
+    factors = [rules[name].detect.factor for name in ("norm-spike", "total-norm-spike", "loss-spike")]
+    assert factors == [3.5, 2.5, 4]
     assert (rules["drift"].detect.above, rules["vanishing-by-share"].detect.above) == (10, 100)
     assert (rules["vanishing-by-depth"].detect.below, rules["vanishing-by-depth"].for_) == (1e-3, 20)
     assert (rules["dead"].detect.at_least, rules["dead"].for_) == (0.95, 2)
     assert {rules[name].every for name in ("dead", "stuck", "update-too-big")} == {10}
     assert (rules["all-zero"].for_, rules["all-zero-experts"].for_) == (5, 50)
     assert (rules["stale"].for_, rules["never"].detect.within) == (3, 20)
-    assert (rules["stuck"].detect.below, rules["update-too-big"].detect.above) == (1e-9, 0.1)
+    assert (rules["stuck"].detect.below, rules["update-too-big"].detect.above) == (1e-9, 0.2)
 
 
 def test_observe_only_is_default_without_actions() -> None:

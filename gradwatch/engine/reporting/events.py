@@ -10,10 +10,11 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from gradwatch.engine.scored import Scored, exceeded_by, worst_first
 from gradwatch.engine.series import Series
 from gradwatch.records.columns import RANK_COLUMNS
 from gradwatch.records.event import Event, EventKind, Severity
-from gradwatch.records.snapshot import BoolArray, FloatArray, Snapshot
+from gradwatch.records.snapshot import BoolArray, Snapshot
 from gradwatch.rules.rule_set import Rule
 
 NAMED = 5
@@ -23,14 +24,6 @@ NOT_ONE = "no single parameter"
 """Stands for `{param}` where no parameter is apart from the others."""
 
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
-
-
-class Scored(NamedTuple):
-    """Result of a rule on one step: `values[K]` read, `score[K]`, `breach[K]`."""
-
-    values: FloatArray
-    score: FloatArray
-    breach: BoolArray
 
 
 class Notice(NamedTuple):
@@ -59,8 +52,9 @@ def build_event(
     `moved` is the parameter that moved a total most, and the first cause of such an Event; `others` are the rules that
     hold, where it is one of their condition.
     """
-    order = worst_first(scored.score, series.depths, notice.involved, rule.detect.comparison)
+    order = worst_first(rule.detect, scored, series.depths, notice.involved)
     worst = int(order[0]) if len(order) else 0
+    yardstick, score = exceeded_by(rule.detect, scored, worst)
     named = tuple(series.names[k] for k in order[:NAMED] if series.names[k])
     event = Event(
         kind=notice.kind,
@@ -74,25 +68,20 @@ def build_event(
         count=len(order) if named else 0,
         first_cause=(_on_rank(series, worst, snapshot) or _deepest(series, order)) if named else moved,
         value=float(scored.values[worst]) if len(scored.values) > worst else float("nan"),
-        score=float(scored.score[worst]),
-        threshold=float(rule.detect.fires_at),
+        score=score,
+        threshold=float(yardstick.fires_at),
+        yardstick="" if scored.second is None else yardstick.kind,
         actions=notice.actions,
         notify=notice.notify,
         labels=rule.labels,
+        inhibited=bool(notice.incident)
+        and not notice.incident.startswith(f"{rule.id}-{snapshot.optimizer}-"),
     )
     facts = _facts(event, series, worst, snapshot, rank, moved, others)
+    facts["beyond"] = yardstick.in_words(score)
     summary = rule.annotations.get("summary", "{kind} on {where}")
     description = rule.annotations.get("description", "")
     return replace(event, summary=fill(summary, facts), description=fill(description, facts))
-
-
-def worst_first(
-    score: FloatArray, depths: NDArray[np.int64], involved: BoolArray, comparison: str
-) -> NDArray[np.intp]:
-    """Indices of the series involved, worst score first; of equals the deepest first."""
-    chosen = np.flatnonzero(involved)
-    badness = score[chosen] if comparison == "below" else -score[chosen]
-    return chosen[np.lexsort((-depths[chosen], badness))]
 
 
 def _deepest(series: Series, order: NDArray[np.intp]) -> str:

@@ -48,6 +48,13 @@ def culprit(plan: Plan, baselines: tuple[State, ...], one: RulePlan, snapshot: S
     return ""
 
 
+def may_have_moved(snapshot: Snapshot, name: str) -> bool:
+    """True if a parameter has a share in the total, now that it is large."""
+    norm = snapshot.norm.astype(np.float64)
+    own = float(norm[snapshot.sites.names.index(name)])
+    return own**2 >= PART * float(np.sum(np.square(norm), where=np.isfinite(norm)))
+
+
 def _levels(plan: Plan, baselines: tuple[State, ...]) -> Iterator[tuple[Series, NDArray[np.float64]]]:
     """The series of parameters' norms that some baseline knows, and the usual level of each."""
     for bank, state in zip(plan.banks, baselines, strict=True):

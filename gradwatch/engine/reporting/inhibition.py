@@ -1,0 +1,54 @@
+"""Inhibition: a rule that begins to fire for the reason for which another one fires already is no second alarm.
+
+Axes: K series of one rule.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import get_args
+
+from gradwatch.engine.firing import Track
+from gradwatch.engine.rule_plan import Plan, RulePlan
+from gradwatch.records.event import Severity
+from gradwatch.records.snapshot import BoolArray
+
+_GRAVITY = {severity: number for number, severity in enumerate(get_args(Severity))}
+
+
+def inhibitor(
+    plan: Plan, number: int, tracks: Sequence[Track], involved: BoolArray, moved_most: Callable[[int], str]
+) -> str:
+    """The incident that the beginning of a rule, of the series `involved`, is part of; "" = it is one of its own.
+
+    That of the first of its `inhibited_by` that fires, is as grave, and is about the same: both about the whole, or
+    with a parameter in common. A rule that acts reports for itself what it has done. `moved_most` gives the parameter
+    that moved the total a rule is about, by its number; "" where several did.
+    """
+    one = plan.rules[number]
+    if one.rule.do:
+        return ""
+    own = _names(one, involved)
+    for other_number in plan.inhibitors[number]:
+        other, track = plan.rules[other_number], tracks[other_number]
+        if track.idle or not track.firing.any() or _gravity(other) < _gravity(one):
+            continue
+        others = _names(other, track.firing)
+        # One of them is about the whole: then what moved that is asked for.
+        if not (own and others) and (own or others):
+            moved = moved_most(other_number if own else number)
+            of_one_cause = moved in (own or others) if moved else len(own or others) > 1
+        else:
+            of_one_cause = own == others or not own.isdisjoint(others)
+        if of_one_cause:
+            return track.incident
+    return ""
+
+
+def _gravity(one: RulePlan) -> int:
+    return _GRAVITY[one.rule.severity]
+
+
+def _names(one: RulePlan, involved: BoolArray) -> frozenset[str]:
+    """The names of the series involved; none of a total."""
+    return frozenset(name for name, here in zip(one.shown.names, involved, strict=True) if here and name)
