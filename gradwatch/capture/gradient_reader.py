@@ -32,22 +32,14 @@ Seen = tuple[list[int], list[int]]
 NOTHING: Mapping[int, float] = {}
 
 
-class SizePlan:
-    """Reader, write probes and floors for parameters of these sizes, whichever parameters they are."""
-
-    def __init__(self, sites: Sites) -> None:
-        self.elements = int(sites.numels.sum())
-        self.floor: NDArray[np.float64] = sites.numels.astype(np.float64) * UNDERFLOW
-        self.reader = CpuReader()
-        self.write_probes = WriteProbes(sites.numels)
-
-
 class GradientReader:
-    """Norms of the gradients of one capture, and of what became of them since the last read."""
+    """Norms of gradients of these sizes, whichever parameters they are of, and of what became of them since a read."""
 
-    def __init__(self, plan: SizePlan, on_cpu: bool, distributed: bool) -> None:
-        self._floor, self._reader = plan.floor, plan.reader
-        self.write_probes = plan.write_probes
+    def __init__(self, sites: Sites, on_cpu: bool, distributed: bool) -> None:
+        self.elements = int(sites.numels.sum())
+        self._floor: NDArray[np.float64] = sites.numels.astype(np.float64) * UNDERFLOW
+        self._reader = CpuReader()
+        self.write_probes = WriteProbes(sites.numels)
         self._on_cpu, self._distributed = on_cpu, distributed
         # Other code than torch's may average over ranks: read again at the step.
         self.manual_allreduce = False

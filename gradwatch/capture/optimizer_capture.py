@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from gradwatch.capture.accumulation_steps import AccumulationSchedule
 from gradwatch.capture.arrivals import ArrivalCounts
 from gradwatch.capture.columns.loss import Root, WindowLoss
-from gradwatch.capture.gradient_reader import NOTHING, GradientReader, Grads, SizePlan
+from gradwatch.capture.gradient_reader import NOTHING, GradientReader, Grads
 from gradwatch.capture.hook_pruning import HookPruning, PrunedCount
 from gradwatch.capture.manual_gradients import ManualGradients
 from gradwatch.capture.norm_after_user_clip import KnownScaling
@@ -60,8 +60,8 @@ class OptimizerCapture:
     ) -> None:
         """`slots[K]` are those of `params`, `given` every parameter of the optimizer, frozen ones included.
 
-        What is made of the sizes of its sites alone is taken from one `like` it, whose place it takes, where that has
-        the same sites.
+        One `like` it, whose place it takes, hands its reader over where that has the same sites: what is made of their
+        sizes alone, and the total that is usual.
 
         `inside_backward`: its optimizers step inside the backward; `without_optimizer`: its weights are moved by the
         loop's own code. Both are observed only.
@@ -92,17 +92,16 @@ class OptimizerCapture:
         self.closed_at = -1  # backwards when the window was closed; -1 while it is open
         self.reduced_total: float | None = None  # over all ranks, where this one's total is not all of it
         self.known_scalings: list[KnownScaling] = []  # clips since the read, by the one who clips
-        self._size_plan: SizePlan = (
-            SizePlan(sites) if like is None or like.sites is not sites else like._size_plan
-        )
-        self._reader = GradientReader(self._size_plan, self.on_cpu, self.distributed)
+        kind = sites, self.on_cpu, self.distributed
+        alike = like is not None and (like.sites, like.on_cpu, like.distributed) == kind
+        self._reader: GradientReader = like._reader if like is not None and alike else GradientReader(*kind)
         self._norms: Reading | None = None
         self._after: Reading | None = None
         self.kept: list[Tensor | None] | None = None  # a second walk finds them faster while they are held
         self._assumed = False  # the versions at the read were taken to be those foreseen
         self._held: list[weakref.ref[Tensor] | None] = []  # of gradients too large to be held until the step
         self._left_alone = False  # no code changed a gradient between the end of backward and the last step
-        self._keeps = self.on_cpu and self._size_plan.elements <= KEPT
+        self._keeps = self.on_cpu and self._reader.elements <= KEPT
         # Norms that gradwatch's hooks have taken inside the backward: they need not be read again.
         self.norms_from_hooks: Callable[[Grads], Mapping[int, float]] | None = None
         self._read_at = 0

@@ -86,20 +86,31 @@ class LrJump(Detector):
 
     def advance_logs(self, state: State, x: Array32) -> tuple[FloatArray | None, State]:
         """As `advance` of these values, all present."""
-        return self.advance(state, Sample(x, np.ones(len(x), np.bool_)))
+        after = _without_rise(cast(RateState, state), x[None])
+        return self.advance(state, Sample(x, np.ones(len(x), np.bool_))) if after is None else (None, after)
 
     def advance_many_logs(self, state: State, x: Array32) -> tuple[int, State]:
-        """As `advance_logs` of each in turn; at once where the rate never exceeds what it was."""
-        n, _, largest = cast(RateState, state)
-        if (n >= LEAST).all() and (x > 0).all() and (x <= largest).all():
-            return len(x), RateState(n, x[-1].copy(), largest)
-        return Detector.advance_many_logs(self, state, x)
+        """As `advance_logs` of each in turn; at once where no rate that is judged exceeds those before it."""
+        after = _without_rise(cast(RateState, state), x)
+        return Detector.advance_many_logs(self, state, x) if after is None else (len(x), after)
 
     def rebaseline(self, state: State, mask: BoolArray, keep_judging: bool) -> RateState:
         """Start over; what was the largest stays so across a change that keeps judging."""
         rate = cast(RateState, state)
         zeroed = (np.where(mask, np.zeros(1, one.dtype), one) for one in rate)
         return rate if keep_judging else RateState(*zeroed)
+
+
+def _without_rise(state: RateState, x: Array32) -> RateState | None:
+    """The state after these x[T, K]; None where one that is judged is the largest yet, or not all are known."""
+    n, _, largest = state
+    if not (x > 0).all() or not (x < math.inf).all():
+        return None
+    before = np.maximum.accumulate(np.concatenate((largest[None], x)))
+    judged = np.arange(len(x))[:, None] >= LEAST - n
+    if (judged & (x > before[:-1])).any():
+        return None
+    return RateState(np.minimum(n + len(x), LEAST).astype(np.int32), x[-1].copy(), before[-1].copy())
 
 
 def _known(sample: Sample) -> BoolArray:

@@ -19,7 +19,7 @@ from gradwatch.engine.actions.rule_actions import by_rule, orders, rescaled, wit
 from gradwatch.engine.clip_policy_binding import clips_only_total, needs_host
 from gradwatch.engine.columns_needed import Needs, needs_of
 from gradwatch.engine.engine_state import EngineState, empty_state
-from gradwatch.engine.fast_path.many_steps import FastBlock, active_without_action
+from gradwatch.engine.fast_path.many_steps import FastBlock, Restarts, active_without_action
 from gradwatch.engine.fast_path.one_step import FastPath, FastPaths, Learned
 from gradwatch.engine.judge import Step, firing_now, judges
 from gradwatch.engine.rule_plan import NO_BANK, Plan, make_plan
@@ -165,11 +165,11 @@ class BoundEngine:
             (number, np.concatenate([np.full(len(one), one.column == "lr") for one in bank.segments]))
             for number, bank in enumerate(plan.banks)
         )
-        self._of_lr = tuple(
-            (number, mask, plan.banks[number].detector.init(len(mask)) if mask.all() else None)
+        self._of_lr = {
+            number: (mask, plan.banks[number].detector.init(len(mask)) if mask.all() else None)
             for number, mask in of_lr
             if mask.any()
-        )
+        }
         conditions = {one.number for one in plan.conditions}
         self._others = tuple(n for n in range(len(plan.rules)) if n not in conditions.union(facts))
 
@@ -250,13 +250,18 @@ class BoundEngine:
         return self._rule_by_rule(state, snapshot, in_turn, lr)
 
     def evaluate_many(
-        self, state: EngineState, snapshots: Sequence[Snapshot], norm: NDArray[np.float32]
+        self,
+        state: EngineState,
+        snapshots: Sequence[Snapshot],
+        norm: NDArray[np.float32],
+        anew: Sequence[int] = (),
     ) -> BlockVerdict:
-        """Judge the first of several steps of one optimizer together, as far as they are surely as usual.
+        """Judge the first of several steps together, as far as they are surely as usual.
 
         As `evaluate` would one after the other, bit by bit; the next one is for `evaluate`. The Snapshots are not
         provisional, and every gradient has arrived; `norm` float32[T, P] are their norms. A rule without `do` may go on
-        firing on the same series. Where the state has just been loaded, nothing is known to be usual.
+        firing on the same series. Where the state has just been loaded, nothing is known to be usual. `anew` are the
+        steps, in order, that are the first of another optimizer: as if each came after `for_another_optimizer`.
         """
         if state.plan is not self.plan or any(len(one.norm) != self._size for one in snapshots):
             raise GradwatchError("state or snapshot belongs to other sites; use adopt()")
@@ -274,7 +279,8 @@ class BoundEngine:
                 break
             in_turn.append(turn)
         usual = len(in_turn)
-        block = FastBlock(path, snapshots[:usual], in_turn, norm[:usual], firing)
+        restarts = Restarts(anew, self._of_lr.keys(), self._without_rate) if anew else None
+        block = FastBlock(path, snapshots[:usual], in_turn, norm[:usual], firing, restarts)
         count, baselines = block.leading_ordinary(state) if in_turn else (0, state.baselines)
         if not count:
             return BlockVerdict(state)
@@ -448,12 +454,14 @@ class BoundEngine:
     def for_another_optimizer(self, state: EngineState) -> EngineState:
         """The state without what was learned of the learning rate: another optimizer has a schedule of its own."""
         baselines = list(state.baselines)
-        for number, mask, fresh in self._of_lr:
-            detector = self.plan.banks[number].detector
-            baselines[number] = (
-                detector.rebaseline(baselines[number], mask, False) if fresh is None else fresh
-            )
+        for number in self._of_lr:
+            baselines[number] = self._without_rate(number, baselines[number])
         return replace(state, baselines=tuple(baselines))
+
+    def _without_rate(self, bank: int, baseline: State) -> State:
+        """The baseline of the bank with this number without what it learned of the learning rate."""
+        mask, fresh = self._of_lr[bank]
+        return self.plan.banks[bank].detector.rebaseline(baseline, mask, False) if fresh is None else fresh
 
     def _restarted(self, state: EngineState, mask_S: BoolArray, keep_judging: bool) -> tuple[State, ...]:
         after = []

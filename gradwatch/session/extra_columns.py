@@ -42,6 +42,7 @@ class Measurement:
     clock: Clock
     deferrable: bool = False  # on a device: no more was measured than of a step that may be judged later
     usual: bool = False  # it may be judged together with others that are
+    begins_anew: bool = False  # the first of another optimizer, by the rules of the one before
     exchange: Exchange | None = None  # what it was to tell the other ranks is on its way
 
     def ready(self) -> bool:
@@ -155,7 +156,9 @@ class ExtraColumns:
             scalars["scaler_skip"] = window.skipped
         deferrable = False
         if window.deferrable or not (captured.on_cpu or window.provisional):
-            complete = not params or (not overdue and bool(window.calls.all()))
+            complete = not params or (
+                not overdue and all(one.complete for one in params) and bool(window.calls.all())
+            )
             deferrable = (
                 complete
                 and not (modules or histograms)
@@ -170,7 +173,10 @@ class ExtraColumns:
         now = time.perf_counter()
         before, bound_rules.last_step = bound_rules.last_step, now
         clock = Clock(self._spent(), None if before is None else now - before, time.time())
-        return Measurement(captured, bound_rules, window, extras, scalars, clock, deferrable)
+        begins_anew, bound_rules.begins_anew = bound_rules.begins_anew, False
+        return Measurement(
+            captured, bound_rules, window, extras, scalars, clock, deferrable, begins_anew=begins_anew
+        )
 
     def _deferrable(
         self, ctx: OptimizerContext, bound_rules: OptimizerRules, window: WindowNorms, scalars: dict[str, Any]

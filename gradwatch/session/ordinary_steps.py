@@ -77,7 +77,8 @@ class OrdinarySteps:
             snapshots = assemble_many(
                 bound_rules.sites, first.captured.index, measured, self._capture.coverage.ratio
             )
-            judged = bound_rules.bound.evaluate_many(before, snapshots.snapshots, snapshots.norm)
+            anew = [t for t, one in enumerate(measured) if one.begins_anew]
+            judged = bound_rules.bound.evaluate_many(before, snapshots.snapshots, snapshots.norm, anew)
         if judged is None or len(judged.in_turn) < FEWEST:
             bound_rules.block_backoff = min(2 * bound_rules.block_backoff + 1, MOST_BACKOFF)
             bound_rules.block_retry_in = bound_rules.block_backoff
@@ -107,13 +108,12 @@ class OrdinarySteps:
         """The first of these that were measured alike: by the same rules, with all gradients, no more than columns."""
         found: list[Measurement] = []
         first = waiting[0]
-        captured, bound_rules, kinds = first.captured, first.bound_rules, first.bound_rules.sites.kinds
+        bound_rules, kinds = first.bound_rules, first.bound_rules.sites.kinds
         count = len(kinds) - kinds.count("rank")
         for one in waiting:
             window, extras = one.window, one.extras
             if (
                 not one.usual
-                or one.captured is not captured
                 or one.bound_rules is not bound_rules
                 or len(window.sites) != count
                 or window.provisional

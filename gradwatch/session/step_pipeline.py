@@ -208,6 +208,8 @@ class StepPipeline:
         there is a window to look at (in `OptimizerCapture.close_window`): the others clip that step, this one does not.
         """
         bound_rules = measurement.bound_rules
+        if measurement.begins_anew:
+            bound_rules.forget_rate()
         shared = self._shared(ctx, measurement)
         if shared is None:  # the other ranks' part of these numbers is missing
             return Judged(Decision())

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -39,17 +39,22 @@ def calm(snapshot: Snapshot) -> bool:
 
 
 def judged_together(
-    engine: BoundEngine, state: EngineState, snapshots: list[Snapshot]
+    engine: BoundEngine, state: EngineState, snapshots: list[Snapshot], anew: Sequence[int] = ()
 ) -> tuple[list[Verdict], EngineState]:
-    """Judge the first of these: as many as are calm together, else one; their verdicts, the state then."""
+    """Judge the first of these: as many as are calm together, else one; their verdicts, the state then.
+
+    `anew` are the first of another optimizer.
+    """
     count = next((t for t, one in enumerate(snapshots) if not calm(one)), len(snapshots))
     norm = np.array([one.norm[:SIZE] for one in snapshots[:count]]).reshape(count, SIZE)
-    found = engine.evaluate_many(state, snapshots[:count], norm)
+    found = engine.evaluate_many(state, snapshots[:count], norm, [t for t in anew if t < count])
     if found.in_turn:
         assert len(found.verdicts) == len(found.in_turn)
         assert not any(verdict.events or verdict.acting for verdict in found.verdicts)
         return list(found.verdicts), found.state
-    verdict, after = engine.evaluate(state, snapshots[0])
+    verdict, after = engine.evaluate(
+        engine.for_another_optimizer(state) if 0 in anew else state, snapshots[0]
+    )
     return [verdict], after
 
 
@@ -90,17 +95,22 @@ def test_a_block_sees_what_single_steps_see(
     see_the_same(engine, snapshots_of(engine, run(seed), columns_every), seed)
 
 
-def see_the_same(engine: BoundEngine, snapshots: list[Snapshot], seed: int) -> None:
+def see_the_same(
+    engine: BoundEngine, snapshots: list[Snapshot], seed: int, anew: Collection[int] = ()
+) -> None:
     """Blocks of these, cut anywhere, give the verdicts and states of one after the other."""
     rng, singly, states, verdicts = np.random.default_rng(seed), engine.init(), [], []
-    for snapshot in snapshots:
-        verdict, singly = engine.evaluate(singly, snapshot)
+    for t, snapshot in enumerate(snapshots):
+        verdict, singly = engine.evaluate(
+            engine.for_another_optimizer(singly) if t in anew else singly, snapshot
+        )
         states.append(singly)
         verdicts.append(told(verdict))
     state, at = engine.init(), 0
     while at < len(snapshots):
         cut = int(rng.integers(1, MOST + 1))
-        found, state = judged_together(engine, state, snapshots[at : at + cut])
+        first = [t - at for t in range(at, at + cut) if t in anew]
+        found, state = judged_together(engine, state, snapshots[at : at + cut], first)
         assert verdicts[at : at + len(found)] == list(map(told, found))
         at += len(found)
         expected = states[at - 1]
@@ -112,6 +122,21 @@ def see_the_same(engine: BoundEngine, snapshots: list[Snapshot], seed: int) -> N
         assert {k: v.tolist() for k, v in state.overdue.items()} == {
             k: v.tolist() for k, v in expected.overdue.items()
         }
+
+
+@settings(max_examples=examples(8))
+@given(st.integers(0, 10**6))
+def test_a_block_of_several_optimizers_sees_what_single_steps_see(seed: int) -> None:
+    """What is learned of a rate ends with its optimizer, in the midst of a block too, whatever its schedule is."""
+    rng, engine = np.random.default_rng(seed), bind(packs()["default"])
+    anew = set(np.flatnonzero(rng.random(STEPS) < rng.choice([0.02, 0.3])).tolist())
+    run, rate, factor = mostly_healthy(seed), 1e-3, 1.0
+    for step, one in enumerate(run):
+        if step in anew:
+            rate, factor = rng.choice([1e-3, 2e-3]), rng.choice([1.0, 1.0, 0.9, 2.5])
+        rate = min(rate * (factor if rng.random() < 0.95 else 2.9), 1e3)
+        one["scalars"]["lr"] = float(rate)
+    see_the_same(engine, snapshots_of(engine, run, 10), seed, anew)
 
 
 def among_ranks(seed: int, faulty: bool) -> tuple[BoundEngine, list[Snapshot]]:

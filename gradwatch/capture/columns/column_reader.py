@@ -8,7 +8,7 @@ a copy of the weights, made one step before.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -103,8 +103,8 @@ class ColumnReader:
         if not due and not copied:
             self.idle = range(step, step + self._idle_for.at(step))
         gradients = grads() if due or copied or overdue else ()
+        late = self._positions(overdue) if overdue else []
         if overdue:
-            late = self._positions(overdue)
             now = self._overdue(late, step, params, gradients, optimizer)
             due = {name: at for name in self._names if (at := _joined(due.get(name, []), now.get(name, [])))}
             copied = _joined(copied, _updates(late, gradients, zero))
@@ -128,6 +128,7 @@ class ColumnReader:
             self.awaiting.append(moved)
             # No optimizer moves a parameter without a gradient.
             self._weights.keep(step, params, [k for k in copied if gradients[k] is not None], moved)
+        pending.complete = not due or _has_all(pending, due, late)
         return pending if due else None
 
     def _positions(self, overdue: OverdueSites) -> list[tuple[tuple[str, ...], list[int]]]:
@@ -179,6 +180,21 @@ class ColumnReader:
         if self.awaiting and (step is None or self.awaiting[0].step == step):
             moved = self.awaiting.popleft()
             moved.stepped, moved.zero = stepped, zero
+
+
+def _has_all(
+    pending: PendingColumns,
+    due: Mapping[str, Sequence[int]],
+    late: Iterable[tuple[tuple[str, ...], list[int]]],
+) -> bool:
+    """True if all that is due has a value, but for what had none before: at its turn either."""
+    for name, at in due.items():
+        without = set(at).difference(pending.positions(name))
+        if without and not without.issubset(
+            k for columns, positions in late if name in columns for k in positions
+        ):
+            return False
+    return True
 
 
 def _joined(some: list[int], others: list[int]) -> list[int]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol
@@ -177,6 +177,13 @@ class PendingColumns:
     moved: dict[str, MovedParameters] = field(default_factory=dict)
     defined: set[str] = field(default_factory=set)
     copy: JointCopy | None = None
+    complete: bool = True
+    """Nothing that was due for the first time is without a value."""
+
+    def positions(self, name: str) -> Iterable[int]:
+        """The positions of K at which a column has a value, those included that may turn out to have none."""
+        present = self.present.get(name, ())
+        return np.flatnonzero(present).tolist() if isinstance(present, np.ndarray) else present
 
     def ready(self) -> bool:
         """True if `columns()` would return at once."""

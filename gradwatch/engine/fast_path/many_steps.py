@@ -10,7 +10,9 @@ Axes: T steps, S sites, P parameters, K series of one bank.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -70,8 +72,22 @@ class _Found(NamedTuple):
     judged: BoolArray
 
 
+class Restarts(NamedTuple):
+    """Baselines that start over within a block: before each of the `steps`, in order, those of the `banks` do."""
+
+    steps: Sequence[int]
+    banks: AbstractSet[int]
+    restarted: Callable[[int, State], State]
+    """Given the number of a bank and its baseline."""
+
+    def parts(self, count: int) -> Iterable[tuple[int, int]]:
+        """The first `count` steps in parts, each up to where the baselines start over."""
+        bounds = sorted({0, *(step for step in self.steps if step < count), count})
+        return pairwise(bounds)
+
+
 class FastBlock:
-    """Snapshots of one optimizer, one after the other, on which every gradient has arrived."""
+    """Snapshots, one after the other, on which every gradient has arrived."""
 
     __slots__ = (
         "_breaching",
@@ -80,6 +96,7 @@ class FastBlock:
         "_in_turn",
         "_norm",
         "_path",
+        "_restarts",
         "_scalars",
         "_snapshots",
     )
@@ -91,6 +108,7 @@ class FastBlock:
         in_turn: Sequence[InTurn],
         norm: NDArray[np.float32],
         firing: Sequence[tuple[RulePlan, Track]] = (),
+        restarts: Restarts | None = None,
     ) -> None:
         """`norm` is float32[T, P], those of the Snapshots; `path` the evaluation while none but these rules is active.
 
@@ -102,6 +120,7 @@ class FastBlock:
         self._by_one_of_two: dict[tuple[str, int], _Found] = {}
         self._snapshots = snapshots
         self._in_turn = in_turn
+        self._restarts = restarts
         self._norm = norm
         self._scalars = [scalars_of(snapshot) for snapshot in snapshots]
 
@@ -243,27 +262,50 @@ class FastBlock:
         for bank in self._path.bank_inputs:
             if not count or (state.done and state.done[bank.number] and not bank.result_wanted):
                 continue
-            below, after[bank.number] = self._learned(bank, after[bank.number], logs[:count])
+            if self._restarts is None or bank.number not in self._restarts.banks:
+                below, after[bank.number] = self._learned(bank, after[bank.number], logs, 0, count)
+            else:
+                below, after[bank.number] = self._learned_in_parts(
+                    bank, after[bank.number], logs, count, self._restarts
+                )
             count = min(count, below)
         return count, tuple(after)
 
-    def _learned(self, bank: BankInput, before: State, logs: NDArray[np.float32]) -> tuple[int, State]:
+    def _learned_in_parts(
+        self, bank: BankInput, state: State, logs: NDArray[np.float32], count: int, restarts: Restarts
+    ) -> tuple[int, State]:
+        for first, end in restarts.parts(count):
+            if first in restarts.steps:
+                state = restarts.restarted(bank.number, state)
+            below, state = self._learned(bank, state, logs, first, end)
+            if below < end:
+                return below, state
+        return count, state
+
+    def _learned(
+        self, bank: BankInput, before: State, logs: NDArray[np.float32], first: int, end: int
+    ) -> tuple[int, State]:
+        """Of the steps from `first` on, the number of the one that comes close to a threshold, or `end`."""
         if bank.result_wanted:
-            return self._learned_while_firing(bank, before, len(logs))
-        if bank.select is not None:
-            if bank.alone:
-                totals = [snapshot.total_norm for snapshot in self._snapshots[: len(logs)]]
-                return bank.detector.advance_many_logs(before, logs_of_scalars(totals)[:, None])
-            return bank.detector.advance_many_logs(before, logs[:, bank.select])
-        if bank.scalar:
-            values = [scalars.get(bank.scalar) for scalars in self._scalars[: len(logs)]]
+            return self._learned_while_firing(bank, before, first, end)
+        chosen: NDArray[np.float32] | None = None
+        if bank.alone and bank.select is not None:
+            chosen = logs_of_scalars([snapshot.total_norm for snapshot in self._snapshots[first:end]])[
+                :, None
+            ]
+        elif bank.select is not None:
+            chosen = logs[first:end, bank.select]
+        elif bank.scalar:
+            values = [scalars.get(bank.scalar) for scalars in self._scalars[first:end]]
             known = [value for value in values if value is not None and math.isfinite(value)]
             scaled = bank.detector.logs_of(known) if len(known) == len(values) else None
-            if scaled is not None:
-                return bank.detector.advance_many_logs(before, scaled[:, None])
-        return self._one_by_one(bank, before, len(logs))
+            chosen = None if scaled is None else scaled[:, None]
+        if chosen is None:
+            return self._one_by_one(bank, before, first, end)
+        below, after = bank.detector.advance_many_logs(before, chosen)
+        return first + below, after
 
-    def _learned_while_firing(self, bank: BankInput, state: State, count: int) -> tuple[int, State]:
+    def _learned_while_firing(self, bank: BankInput, state: State, first: int, end: int) -> tuple[int, State]:
         """As `_one_by_one`, of a bank some of whose rules fire: up to where that changes."""
         firing = [
             (one, track, yardstick)
@@ -271,7 +313,7 @@ class FastBlock:
             for yardstick in one.yardsticks
             if yardstick.bank == bank.number
         ]
-        for t in range(count):
+        for t in range(first, end):
             sample = bank.bank.sample(self._reader(t))
             if sample is None:
                 return t, state
@@ -290,7 +332,7 @@ class FastBlock:
                     return t, state
                 self._breaching[t][one.rule.id] = found.breach
             state = after
-        return count, state
+        return end, state
 
     def _with_other(self, one: RulePlan, t: int, found: _Found) -> _Found | None:
         """The result of both yardsticks of a rule at step t; None until both have been asked."""
@@ -302,9 +344,9 @@ class FastBlock:
             return None
         return _Found(before.breach | found.breach, before.judged | found.judged)
 
-    def _one_by_one(self, bank: BankInput, state: State, count: int) -> tuple[int, State]:
-        """As `advance_many_logs`, of a kind that does not learn from logarithms alone."""
-        for t in range(count):
+    def _one_by_one(self, bank: BankInput, state: State, first: int, end: int) -> tuple[int, State]:
+        """As `_learned`, of a kind that does not learn from logarithms alone."""
+        for t in range(first, end):
             scalars: Mapping[str, float] = self._scalars[t]
             if bank.scalar and bank.scalar not in scalars:
                 continue
@@ -317,4 +359,4 @@ class FastBlock:
             if score is not None and bank.idle_may_breach(score):
                 return t, state
             state = after
-        return count, state
+        return end, state

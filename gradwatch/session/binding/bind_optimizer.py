@@ -88,7 +88,8 @@ class Binder:
     def _go_on(self, ctx: OptimizerContext) -> None:
         """An optimizer after another, of the same sites: what is bound to them holds, but what hangs on parameters."""
         with self._capture.arranging.held:
-            self.flush()  # what waits was measured on the parameters as they were
+            if not ctx.captured.on_cpu:  # steps under way compare weights with those of the optimizer before
+                self.flush()
             if self._capture.replaced:
                 self._capture.drop_dead()
             if not self._rule_bindings.go_on(ctx):

@@ -53,6 +53,7 @@ class OptimizerRules:
     block_backoff: int = 0  # steps to be judged one by one since several together were last tried in vain
     block_retry_in: int = 0  # those of them that are left
     ordinary_steps: int = 0  # judged in a row without events, or anything about to act, or out of the usual
+    begins_anew: bool = False  # the next step to be measured is another optimizer's first
     record: Record | None = field(default=None)
     clip_section: ClipSection | None = None  # what `clip:` asks of it beside the total
     clipper: BackwardClipper | None = None
@@ -75,11 +76,18 @@ class OptimizerRules:
         return self._overdue[1:]
 
     def begin_anew(self, captured: OptimizerCapture) -> None:
-        """Another optimizer steps from now on: baselines go on, its pace, its rate and its weights are its own."""
-        self.captured, self.state = captured, self.bound.for_another_optimizer(self.state)
+        """Another optimizer steps from now on: baselines go on, its pace, its rate and its weights are its own.
+
+        Steps of the one before may still wait to be judged, so that its rate is forgotten with the first of this one.
+        """
+        self.captured, self.begins_anew = captured, True
         self.column_reader.discard()
         self.last_step = self.record = None
-        self.observed = self.ordinary_steps = 0
+        self.observed = 0
+
+    def forget_rate(self) -> None:
+        """The step that is about to be judged is another optimizer's first."""
+        self.state = self.bound.for_another_optimizer(self.state)
 
 
 def clip_section_of(

@@ -158,7 +158,9 @@ class RuleBindings:
         else:
             bound = (self._at_step if moved else self._engine).bind(sites)
             state = bound.init() if before is None else bound.adopt(before.state, before.bound)
-        if before is not None and _optimizer_of(before.captured) is not _optimizer_of(captured):
+        if before is not None and (
+            before.begins_anew or _optimizer_of(before.captured) is not _optimizer_of(captured)
+        ):
             state = bound.for_another_optimizer(state)
         local = self._local(bound, taps, before)
         own = own_sites(bound, captured)
