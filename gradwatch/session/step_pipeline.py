@@ -209,7 +209,7 @@ class StepPipeline:
         """
         bound_rules = measurement.bound_rules
         if measurement.begins_anew:
-            bound_rules.forget_rate()
+            bound_rules.discard_rate()
         shared = self._shared(ctx, measurement)
         if shared is None:  # the other ranks' part of these numbers is missing
             return Judged(Decision())

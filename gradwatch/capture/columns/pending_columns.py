@@ -183,7 +183,7 @@ class PendingColumns:
     def positions(self, name: str) -> Iterable[int]:
         """The positions of K at which a column has a value, those included that may turn out to have none."""
         present = self.present.get(name, ())
-        return np.flatnonzero(present).tolist() if isinstance(present, np.ndarray) else present
+        return map(int, np.flatnonzero(present)) if isinstance(present, np.ndarray) else present
 
     def ready(self) -> bool:
         """True if `columns()` would return at once."""

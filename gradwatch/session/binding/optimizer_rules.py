@@ -78,14 +78,14 @@ class OptimizerRules:
     def begin_anew(self, captured: OptimizerCapture) -> None:
         """Another optimizer steps from now on: baselines go on, its pace, its rate and its weights are its own.
 
-        Steps of the one before may still wait to be judged, so that its rate is forgotten with the first of this one.
+        Steps of the one before may still wait to be judged, so that its rate is discarded with the first of this one.
         """
         self.captured, self.begins_anew = captured, True
         self.column_reader.discard()
         self.last_step = self.record = None
         self.observed = 0
 
-    def forget_rate(self) -> None:
+    def discard_rate(self) -> None:
         """The step that is about to be judged is another optimizer's first."""
         self.state = self.bound.for_another_optimizer(self.state)
 
