@@ -193,6 +193,15 @@ def packs() -> dict[str, tuple[Rule, ...]]:
         joining("chained", any_of("chain", all_of(not_("calm"), "spike")), 2),
         joining("rare", any_of(all_of("every", "dead"), "nan"), 7),
     )
+    windows = (  # of which most steps leave none active
+        rule("spike-total", Spike(of="total_norm", above=3.0, warmup=5, half_life=20)),
+        rule("seen", Above(threshold=20.0, of="observed.reward")),
+        rule("late", Spike(of="total_norm", above=90.0, warmup=100)),
+        joining("both", all_of("spike-total", "seen"), 30),
+        joining("known", all_of("spike-total", not_("late")), 60),
+        joining("unless", all_of("seen", not_("spike-total", 9)), 40),
+        joining("next", all_of("both", not_("unless")), 20),
+    )
     acting = (
         *conditions,
         joining("stops", all_of("both", "fading"), 4, do=(Action("stop", {}),)),
@@ -210,6 +219,7 @@ def packs() -> dict[str, tuple[Rule, ...]]:
         "staggered": staggered,
         "beside": beside,
         "conditions": conditions,
+        "windows": windows,
         "acting": acting,
     }
 

@@ -82,6 +82,13 @@ def test_a_part_has_a_window_of_its_own() -> None:
     assert told(judged(one, steps="000000000010", wide="010000000000")) == [(10, "firing")]
 
 
+def test_a_window_that_closes_on_a_healthy_step_is_seen() -> None:
+    """On which no rule changes, and nothing else is to be judged."""
+    one = joining("joined", all_of("high", not_("wide", 4)), 9)
+    found = judged(one, steps="010000000000", wide="010000000000")
+    assert told(found) == [(5, "firing"), (10, "resolved")]
+
+
 def test_not_of_a_rule_without_data_is_not_known() -> None:
     """Its silence is no health: what depends on it waits until that rule has judged something."""
     rules = (joining("joined", all_of("high", not_("wide"))), joining("either", any_of("high", not_("wide"))))
