@@ -245,6 +245,10 @@ class CheckpointHealthTracker:
             self.suspected, total = snapshot.step, JUMP * self._largest
         self._grows_to(total)
 
+    def begin_anew(self) -> None:
+        """Norms of what comes are not compared with those of before: they were changed on purpose."""
+        self._grows_to(0.0)
+
     def _grows_to(self, largest: float) -> None:
         self._largest, self.surge_from = largest, SURGE * largest or inf
 

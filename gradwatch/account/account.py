@@ -109,8 +109,8 @@ class Watched:
 class Account:
     """One process: `taken` beside `watched`.
 
-    `fired` times by rule, `actions` times by name; `inactive` why a rule matched nothing, or what of its
-    actions is off (`NOT_ARMED`), `no_data` why a rule was
+    `fired` times by rule, `actions` times by name, `rebaselined` how often baselines began anew, by reason; `inactive`
+    why a rule matched nothing, or what of its actions is off (`NOT_ARMED`), `no_data` why a rule was
     never evaluated, by rule; `never_judged` which parameters a rule has not judged at any step, since nothing of theirs
     had a value when their turn came; `rules` how many are enabled. `reasons` are what is known to have kept steps from
     being watched (a watch that failed, or that was closed). `directory` is the run's folder, "" without one.
@@ -144,6 +144,7 @@ class Account:
     recorded: int = 0
     before: Taken = NOTHING_TAKEN
     after: Taken = NOTHING_TAKEN
+    rebaselined: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def trained_or_watched(self) -> bool:
@@ -175,7 +176,7 @@ class Account:
             for name in ("taken", "before", "after"):
                 known[name] = Taken(**_numbers(Taken, document.get(name, {})))
             known["watched"] = Watched(**_numbers(Watched, document.get("watched", {})))
-            for name in ("fired", "actions"):
+            for name in ("fired", "actions", "rebaselined"):
                 known[name] = {str(key): int(count) for key, count in document.get(name, {}).items()}
             for name in ("inactive", "no_data"):
                 known[name] = {str(key): str(reason) for key, reason in document.get(name, {}).items()}
@@ -210,6 +211,7 @@ def merged(accounts: Iterable[Account], taken: Taken = NOTHING_TAKEN) -> Account
         ended=last.ended,
         fired=summed(one.fired for one in found),
         actions=summed(one.actions for one in found),
+        rebaselined=summed(one.rebaselined for one in found),
         inactive=_in_all([one.inactive for one in found]),
         no_data=_in_all([one.no_data for one in found]),
         never_judged=_names_of_all([one.never_judged for one in found]),

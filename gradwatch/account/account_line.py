@@ -42,6 +42,7 @@ def fields(account: Account) -> Iterator[tuple[str, object]]:
         "coverage": seen.coverage,
         "fired": _counted(account.fired),
         "done": _counted(account.actions),
+        "rebaselined": _counted(account.rebaselined),
         "no_data": _without_data(without_data, account.rules) if without_data else "",
         "not_armed": _unarmed(account),
         "own_cost": "" if share is None else f"{share:.1%}",
@@ -106,6 +107,8 @@ def _parts(account: Account, folder: str) -> Iterator[str]:
         yield "no firing recorded" if account.unended else "no rule fired"
     if account.actions:
         yield f"done: {_counted(account.actions)}"
+    if account.rebaselined:
+        yield f"baselines begun anew: {_counted(account.rebaselined)}"
     if watched:
         without_data = never_evaluated(account)
         if without_data:

@@ -19,8 +19,9 @@ ATTACHING = 2
 class SessionCounts:
     """Counts over all optimizers of one watch; a step adds about half a microsecond.
 
-    `without_data` are the rules that have had no data so far; `own_time` is what the watch measures its cost by.
-    `unowned` are windows of loops without an optimizer; `cleared` and `unjudged` are counted by whoever notices them.
+    `rebaselined` are the reasons for which baselines began anew; `without_data` are the rules that have had no data so
+    far; `own_time` is what the watch measures its cost by. `unowned` are windows of loops without an optimizer;
+    `cleared` and `unjudged` are counted by whoever notices them.
     """
 
     def __init__(self) -> None:
@@ -30,6 +31,7 @@ class SessionCounts:
         self.stopped = False
         self.fired: dict[str, int] = {}
         self.actions: dict[str, int] = {}
+        self.rebaselined: dict[str, int] = {}
         self.without_data = RulesWithoutData()
         self.never_judged = NeverJudged()
         self.without_histogram = 0  # steps whose loss scale is no power of two

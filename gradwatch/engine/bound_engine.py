@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import replace
 from functools import cached_property
@@ -13,12 +13,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.account.rules_without_data import of_condition
-from gradwatch.detectors import State
+from gradwatch.detectors import Detector, State
 from gradwatch.engine.actions.backward_clips import Asked, asked, bounds, module_bounds, only_in_backward
 from gradwatch.engine.actions.rule_actions import by_rule, orders, rescaled, without_overridden
 from gradwatch.engine.clip_policy_binding import clips_only_total, needs_host
 from gradwatch.engine.columns_needed import Needs, needs_of
-from gradwatch.engine.engine_state import EngineState, empty_state
+from gradwatch.engine.engine_state import EngineState, NewBaselines, empty_state
 from gradwatch.engine.fast_path.many_steps import FastBlock, Restarts, active_without_action
 from gradwatch.engine.fast_path.one_step import FastPath, FastPaths, Learned
 from gradwatch.engine.judge import Step, firing_now, judges
@@ -170,6 +170,8 @@ class BoundEngine:
             for number, mask in of_lr
             if mask.any()
         }
+        # What is not known any more where another optimizer takes over.
+        self._blind_anew = self._blind({number: mask for number, (mask, _) in self._of_lr.items()})
         conditions = {one.number for one in plan.conditions}
         self._others = tuple(n for n in range(len(plan.rules)) if n not in conditions.union(facts))
 
@@ -213,7 +215,9 @@ class BoundEngine:
 
     def adopt(self, state: EngineState, previous: BoundEngine | None = None) -> EngineState:
         """The state carried over to these sites and rules by name; what is new starts empty."""
-        return EngineState.from_dict(state.to_dict(), self.plan)
+        after = EngineState.from_dict(state.to_dict(), self.plan)
+        none = tuple(np.zeros(bank.size, np.bool_) for bank in self.plan.banks)
+        return replace(after, begun_anew=tuple(NewBaselines(one.reason, none) for one in state.begun_anew))
 
     def evaluate(self, state: EngineState, snapshot: Snapshot) -> tuple[Verdict, EngineState]:
         """Judge one step. Pure; raises `GradwatchError` for a snapshot or a state of other sites.
@@ -270,12 +274,13 @@ class BoundEngine:
         if path is None or firing is None or state.may_act:
             return BlockVerdict(state)
         lr, in_turn = state.lr, list[InTurn]()
-        for snapshot in snapshots:
+        for t, snapshot in enumerate(snapshots):
             before, lr = lr, snapshot.scalars.get("lr", lr)
             turn = self.turns.in_turn(snapshot.step, state.overdue)
             missed = turn and self.turns.missed(turn, snapshot, state.overdue) is not state.overdue
             known = state.unjudged and self._may_be_known(state, snapshot, turn)
-            if missed or known or jumped(before, lr):
+            unknown = t in anew and not self._blind_anew <= state.unjudged
+            if missed or known or unknown or jumped(before, lr):
                 break
             in_turn.append(turn)
         usual = len(in_turn)
@@ -311,6 +316,7 @@ class BoundEngine:
         if not self._of_scaler:
             return Verdict(firing_now(state)), state
         step = Step(state, Reader(snapshot, in_turn, self.plan.roots), self.rank)
+        step.begin_anew(state.begun_anew)
         baselines = step.learn(state.baselines, learning=True, only=OF_SCALER)
         for number in self._of_scaler:
             step.judge(number)
@@ -323,11 +329,13 @@ class BoundEngine:
         """Facts first, then what is learned, then all others."""
         baselines = state.baselines
         step = Step(state, Reader(snapshot, in_turn, self.plan.roots), self.rank)
+        step.begin_anew(state.begun_anew)
         for number in self._facts:
             step.judge(number)
         if not snapshot.provisional:
             if jumped(state.lr, lr):
-                baselines = self._restarted(state, np.ones(len(self.plan.sites), np.bool_), keep_judging=True)
+                touched = self._touched(np.ones(len(self.plan.sites), np.bool_), of_gradients=True)
+                baselines = self._restarted(state, touched, keep_judging=True)
             baselines = step.learn(baselines, learning=not self._will_skip(step))
             for number in self._others:
                 step.judge(number)
@@ -432,23 +440,29 @@ class BoundEngine:
         """The decision on a step on which no rule acts, but for what policies of `clip:` make of its norms."""
         return self._every_step
 
-    def rebaseline(self, state: EngineState, glob: str = "*") -> EngineState:
-        """The state with the baselines of all sites that match `glob` forgotten, and of totals they are
-        part of; those of clip policies too.
+    def rebaseline(
+        self, state: EngineState, glob: str = "*", reason: str = "", rules: Collection[str] = ()
+    ) -> EngineState:
+        """The state with the baselines of all sites that match `glob` forgotten, and of totals they are part of.
 
-        For changes made on purpose: those series are blind until they have warmed up again.
+        Those of clip policies too; with `rules`, only those that these rules judge by. For changes made on purpose:
+        those series are blind until they have warmed up again, and nothing of them is firing any more. The next step
+        tells so, with the `reason`.
         """
         mask_S = self.sites.select(glob)
-        baselines = self._restarted(state, mask_S, keep_judging=False)
-        clips = self.clipping.reset(state.clips, mask_S)
+        masks = self._touched(mask_S, rules=rules)
+        if not any(mask.any() for mask in masks) and rules:
+            return state
         return EngineState(
             self.plan,
-            baselines,
+            self._restarted(state, masks, keep_judging=False),
             state.tracks,
             state.consecutive,
             state.lr,
-            clips=clips,
+            clips=state.clips if rules else self.clipping.reset(state.clips, mask_S),
             overdue=state.overdue,
+            unjudged=state.unjudged | self._blind(dict(enumerate(masks))),
+            begun_anew=(*state.begun_anew, NewBaselines(reason, masks)),
         )
 
     def for_another_optimizer(self, state: EngineState) -> EngineState:
@@ -456,23 +470,54 @@ class BoundEngine:
         baselines = list(state.baselines)
         for number in self._of_lr:
             baselines[number] = self._without_rate(number, baselines[number])
-        return replace(state, baselines=tuple(baselines))
+        return replace(state, baselines=tuple(baselines), unjudged=state.unjudged | self._blind_anew)
 
     def _without_rate(self, bank: int, baseline: State) -> State:
         """The baseline of the bank with this number without what it learned of the learning rate."""
         mask, fresh = self._of_lr[bank]
         return self.plan.banks[bank].detector.rebaseline(baseline, mask, False) if fresh is None else fresh
 
-    def _restarted(self, state: EngineState, mask_S: BoolArray, keep_judging: bool) -> tuple[State, ...]:
-        after = []
-        for bank, baseline in zip(self.plan.banks, state.baselines, strict=True):
-            touched = [
-                one.touched(self.sites, mask_S) & (not keep_judging or _of_gradients(one.column))
-                for one in bank.segments
-            ]
-            mask = np.concatenate(touched)
-            after.append(bank.detector.rebaseline(baseline, mask, keep_judging) if mask.any() else baseline)
-        return tuple(after)
+    def _blind(self, masks: Mapping[int, BoolArray]) -> frozenset[int]:
+        """The rules that conditions are about of which all series are among `masks`, bool[K] by bank."""
+        found = ((number, self.plan.rules[number]) for number in self.plan.joined)
+        return frozenset(
+            number
+            for number, one in found
+            if one.yardsticks
+            and all(each.bank in masks and masks[each.bank][each.part].all() for each in one.yardsticks)
+        )
+
+    def _touched(
+        self, mask_S: BoolArray, of_gradients: bool = False, rules: Collection[str] = ()
+    ) -> tuple[BoolArray, ...]:
+        """bool[K] by bank: its series that any of these sites is part of.
+
+        With `of_gradients` only those made of gradients, with `rules` only those that these judge. None of kinds that
+        remember something else than what is usual.
+        """
+        named = (one for one in self.plan.rules if one.rule.id in rules)
+        judged = {(each.bank, each.part.start) for one in named for each in one.yardsticks}
+        return tuple(
+            np.concatenate(
+                [
+                    one.touched(self.sites, mask_S)
+                    & (not of_gradients or _of_gradients(one.column))
+                    & (not rules or (number, part.start) in judged)
+                    & (type(bank.detector).rebaseline is not Detector.rebaseline)
+                    for one, part in zip(bank.segments, bank.parts, strict=True)
+                ]
+            )
+            for number, bank in enumerate(self.plan.banks)
+        )
+
+    def _restarted(
+        self, state: EngineState, masks: Iterable[BoolArray], keep_judging: bool
+    ) -> tuple[State, ...]:
+        banks = zip(self.plan.banks, state.baselines, masks, strict=True)
+        return tuple(
+            bank.detector.rebaseline(baseline, mask, keep_judging) if mask.any() else baseline
+            for bank, baseline, mask in banks
+        )
 
 
 def _of_gradients(column: str) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,9 +17,19 @@ from gradwatch.engine.rule_plan import Plan
 from gradwatch.engine.series import Series
 from gradwatch.engine.turns import InTurn, OverdueSeries
 from gradwatch.errors import GradwatchError
+from gradwatch.records.snapshot import BoolArray
 from gradwatch.records.verdict import Verdict
 
 FORMAT = 1
+
+
+class NewBaselines(NamedTuple):
+    """Series that learn anew, `masks` bool[K] of each bank; told with the next step."""
+
+    reason: str
+    masks: tuple[BoolArray, ...]
+
+
 NONE_ACTIVE: frozenset[int] = frozenset()
 
 
@@ -31,7 +41,8 @@ class EngineState:
     `consecutive` steps in a row on which each rule asked for an action; `lr` the last learning rate seen.
     `clips` one state per policy of `clip:`. `in_turn` the staggered series whose turn it was at the last step, and
     `overdue` those of them that it could not judge; neither is saved. `unjudged` the numbers of the rules that
-    conditions are about (`Plan.joined`) and that have judged nothing so far.
+    conditions are about (`Plan.joined`) and that have judged nothing so far. `begun_anew` what is still to be told; it
+    is not saved.
     What follows is only known of a state that `evaluate` made, and follows from the rest: `ordinary` the verdict
     on a healthy step, None while a rule on columns of every step is pending or firing; `done` by bank (see
     `Detector.done`); `active` the numbers of the rules that are pending, firing or acting, None where not known.
@@ -49,6 +60,7 @@ class EngineState:
     in_turn: InTurn = field(default_factory=dict)
     overdue: OverdueSeries = field(default_factory=dict)
     unjudged: frozenset[int] = NONE_ACTIVE
+    begun_anew: tuple[NewBaselines, ...] = ()
 
     def __repr__(self) -> str:
         firing = [

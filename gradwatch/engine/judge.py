@@ -18,10 +18,10 @@ from gradwatch.engine.actions.escalation import alarm_due, climbed, ordered, rem
 from gradwatch.engine.baseline_bounds import BASELINE_SIGMAS, part_of
 from gradwatch.engine.conditions.bound_condition import BoundCondition
 from gradwatch.engine.conditions.evaluation import with_unsettled
-from gradwatch.engine.engine_state import EngineState
+from gradwatch.engine.engine_state import EngineState, NewBaselines
 from gradwatch.engine.firing import NEVER, Moved, Track, at_rest, move, unchanged_by
 from gradwatch.engine.reporting.culprit import culprit, may_have_moved
-from gradwatch.engine.reporting.events import Notice, build_event
+from gradwatch.engine.reporting.events import Notice, build_event, of_new_baselines
 from gradwatch.engine.reporting.inhibition import inhibitor
 from gradwatch.engine.rule_plan import NO_BANK, Plan, RulePlan, Yardstick
 from gradwatch.engine.scored import Scored, cleared, scored_by, worst_first
@@ -88,6 +88,41 @@ class Step:
         self.due: dict[str, Due] = {}
         self.events: list[Event] = []
         self.unjudged = state.unjudged
+
+    def begin_anew(self, begun: Iterable[NewBaselines]) -> None:
+        """Tell which baselines learn anew from this step on; what was firing by them is resolved."""
+        for one in begun:
+            rules = []
+            for number, plan in enumerate(self.plan.rules):
+                masks = [one.masks[each.bank][each.part] for each in plan.yardsticks]
+                if any(mask.any() for mask in masks):
+                    rules.append(plan.rule.id)
+                    self._discard(number, np.logical_and.reduce(masks))
+            self.events.append(of_new_baselines(one.reason, rules, self._names(one), self.snapshot))
+
+    def _names(self, begun: NewBaselines) -> list[str]:
+        """The names of all series that learn anew, each once."""
+        names: dict[str, None] = {}
+        for bank, mask in zip(self.plan.banks, begun.masks, strict=True):
+            for segment, part in zip(bank.segments, bank.parts, strict=True):
+                found = np.flatnonzero(mask[part]).tolist()  # sync: numpy
+                names |= dict.fromkeys(segment.names[k] for k in found if segment.names[k])
+        return list(names)
+
+    def _discard(self, number: int, mask: BoolArray) -> None:
+        """Nothing of these series is pending or firing any more."""
+        was, unknown = self.tracks[number], np.full(len(mask), np.nan)
+        self.consecutive[number] = 0
+        if was.idle:
+            return
+        track = was._replace(
+            streak=np.where(mask, np.int32(0), was.streak),
+            firing=was.firing & ~mask,
+            quiet_since=np.where(mask, NEVER, was.quiet_since),
+        )
+        none = np.zeros(len(mask), np.bool_)
+        moved = Moved(track, none, was.firing & mask)
+        self.tracks[number] = self._report_move(number, was, moved, Scored(unknown, unknown, none), 0)
 
     def learn(
         self, baselines: tuple[State, ...], learning: bool, only: frozenset[str] = frozenset()

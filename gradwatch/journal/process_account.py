@@ -27,6 +27,7 @@ class Recorded:
         self._steps = 0
         self._fired: dict[str, int] = {}
         self._actions: dict[str, int] = {}
+        self._rebaselined: dict[str, int] = {}
         self._known: set[int] = set()  # events are written again where a file was lost
         self._account: Account | None = None
 
@@ -40,8 +41,10 @@ class Recorded:
         elif isinstance(entry, EventsEntry) and entry.number not in self._known:
             self._known.add(entry.number)
             for event in entry.events:
-                if event.kind == "firing":
-                    self._fired[event.rule] = self._fired.get(event.rule, 0) + 1
+                counts = {"firing": self._fired, "rebaselined": self._rebaselined}.get(event.kind)
+                if counts is not None:
+                    name = event.rule or event.summary
+                    counts[name] = counts.get(name, 0) + 1
         elif isinstance(entry, RunEntry):
             self.run = entry.run
         elif isinstance(entry, EndEntry) and entry.account:
@@ -60,6 +63,7 @@ class Recorded:
         account = self._account or Account(
             fired=self._fired,
             actions=self._actions,
+            rebaselined=self._rebaselined,
             directory=run.directory,
             rank=run.rank,
             recorded=self._steps,

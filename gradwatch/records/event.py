@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 Severity = Literal["info", "warning", "critical"]
-EventKind = Literal["pending", "firing", "resolved", "repeat", "escalated", "failed"]
+EventKind = Literal["pending", "firing", "resolved", "repeat", "escalated", "failed", "rebaselined"]
 
 
 @dataclass(frozen=True, slots=True)
 class Event:
     """A transition of one rule: pending, firing, resolved; `repeat` = acted again while already firing;
-    `escalated` = a rung of its ladder was reached; `failed` = its action could not be carried out.
+    `escalated` = a rung of its ladder was reached; `failed` = its action could not be carried out. `rebaselined` is of
+    no rule (""): the baselines of some began anew before this step; `summary` is the reason, `description` the rules.
 
     One per rule and transition, however many sites are involved: `sites` names the worst five (largest score
     first), `count` says how many there are, `first_cause` is the first of them in backward order (the

@@ -19,7 +19,7 @@ from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.checkpoint import joined
 from gradwatch.distributed.run_identity import placed
 from gradwatch.engine import Engine
-from gradwatch.errors import AttachError
+from gradwatch.errors import AttachError, GradwatchError
 from gradwatch.localise.hold.calls_before_attach import PreAttachRecorder
 from gradwatch.records.event import Event
 from gradwatch.records.record import CheckpointHealth, Record
@@ -27,6 +27,7 @@ from gradwatch.records.run_info import RunInfo
 from gradwatch.rules.rule_set import RuleSet
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.runtime.process_identity import here
+from gradwatch.runtime.spelling import did_you_mean
 from gradwatch.session import saved_state
 from gradwatch.session.attachments import Attached, Rules, Services
 from gradwatch.session.binding.refused_rules import Fitting
@@ -330,11 +331,20 @@ class Session:
         if self.attached is not None:
             self.attached.before_clip.read(None if grads is None else Clip(grads, None))
 
-    def rebaseline(self, glob: str) -> None:
-        """Start the baselines of parameters whose names match `glob` afresh, in every optimizer."""
-        if self.attached is not None:
-            self.catch_up()
-            self.attached.rule_bindings.rebaseline(glob)
+    def rebaseline(self, reason: str, params: str, rules: Sequence[str]) -> None:
+        """Start the baselines of parameters whose names match `params` afresh, in every optimizer; see `Watch`."""
+        attached = self.attached
+        if attached is None:
+            return
+        known = {rule.id for rule in self.ruleset.rules}
+        unknown = [rule for rule in rules if rule not in known]
+        if unknown:  # the others begin anew all the same: a misspelt name is no reason to stop a training
+            wrong = f"no rule {unknown[0]!r}{did_you_mean(unknown[0], known)}"
+            self.failed("rebaseline", GradwatchError(f"rebaseline: {wrong}"))
+        if unknown and len(unknown) == len(rules):
+            return
+        self.catch_up()
+        attached.rule_bindings.rebaseline(reason, params, rules)
 
     def add(self, models: Iterable[nn.Module]) -> None:
         """Watch further models in the same run; their optimizers are adopted at their first step."""

@@ -72,9 +72,15 @@ class Accounting:
             ended="stopped" if totals.stopped else ended,
             fired=dict(totals.fired),
             actions=dict(totals.actions),
+            rebaselined=dict(totals.rebaselined),
             inactive=self._inactive(),
             never_judged=totals.never_judged.by_rule(),
-            no_data={**warming_up, **self.without_data()},
+            # A condition may hold though a part of it is not known.
+            no_data={
+                rule: why
+                for rule, why in {**warming_up, **self.without_data()}.items()
+                if rule not in totals.fired
+            },
             rules=len(self._run.rules),
             reasons=(PAUSED.format(counted.pauses),) if counted.pauses else (),
             directory=self._run.directory if os.path.isdir(self._run.directory) else "",

@@ -112,15 +112,18 @@ class Watch:
         """Watch further models in the same run; their optimizers are adopted at their first step."""
         self._session.add(models)
 
-    def rebaseline(self, glob: str = "*") -> None:
-        """Start baselines afresh, after a change made on purpose: of the parameters whose names match `glob`.
+    def rebaseline(self, reason: str, *, params: str = "*", rules: Iterable[str] = ()) -> None:
+        """Start baselines afresh, after a change made on purpose, whose `reason` is told with the next step.
 
-        For a learning rate or batch size changed by much, layers unfrozen, a loss replaced: what detectors have learned
-        of these parameters (`*` and `?` match as in a rule's groups) and of the total norm, the loss and other values
-        that there is one of per step, is learned anew, their warm-up included; so are the norms that policies of
-        `clip:` have learned. What needs no baseline (`above`, non-finite gradients) goes on as it was.
+        For a learning rate or batch size changed by much, a loss or a data set replaced: what detectors have learned
+        of the parameters that match `params` (`*` and `?` match as in a rule's groups) and of the total norm, the loss
+        and other values that there is one of per step, is learned anew, their warm-up included; so are the norms that
+        policies of `clip:` have learned. With `rules`, only what these rules (ids) judge by, which others may share.
+        Until their warm-up is over these rules see nothing, and what was firing by a baseline is resolved; what needs
+        none (`above`, non-finite gradients) goes on as it was. The log, the journal and the account say so. In a
+        distributed training every rank must call it before the same step.
         """
-        self._session.rebaseline(glob)
+        self._session.rebaseline(str(reason), params, (rules,) if isinstance(rules, str) else tuple(rules))
 
     # -- its state ---------------------------------------------------------------------------------------
 

@@ -128,6 +128,8 @@ class LogSink:
             return
         now = self._clock()
         for event in record.verdict.events:
+            if event.kind == "rebaselined":
+                self._rebaselined(event)
             if event.kind in _LOGGED and not event.inhibited:
                 self._transition(event, _done_about(event, record), now)
         for finding in record.findings:
@@ -177,6 +179,18 @@ class LogSink:
         suppressed = said.suppressed if said is not None else 0
         self._said[event.rule] = _Said(now)
         self._log(event, done, suppressed)
+
+    def _rebaselined(self, event: Event) -> None:
+        """Baselines began anew: rare, on purpose or by a change of the training, and never kept back."""
+        optimizer = {"optimizer": event.optimizer} if event.optimizer else {}
+        self._logger.info(
+            "gradwatch rebaselined",
+            reason=event.summary,
+            step=event.step,
+            **optimizer,
+            params=event.count,
+            rules=event.description,
+        )
 
     def _cause(self, finding: Finding, now: float) -> None:
         """One line a minute for the causes of one rule, and one more for each that is more exact than those before."""

@@ -33,6 +33,7 @@ accounts = st.builds(
     totals_by_index,
     texts,
     texts,
+    rebaselined=totals_by_index,
 )
 
 

@@ -304,3 +304,19 @@ def test_a_long_way_back_is_found() -> None:
     found = {"a": all_of("b"), "b": all_of("c", "x"), "c": not_("a"), "d": any_of("a")}
     assert circle(found, "a") == ("a", "b", "c", "a")
     assert circle(found, "d") == ()
+
+
+def test_not_of_a_rule_whose_baseline_began_anew_is_not_known() -> None:
+    """Until its warm-up is over again."""
+    rules = [
+        rule("norm", Spike(warmup=5)),
+        rule("high", HIGH),
+        joining("joined", all_of("high", not_("norm"))),
+    ]
+    bound_rules = OptimizerRules(bound(rules, size=2))
+    for step in range(16):
+        if step == 9:
+            bound_rules.state = bound_rules.engine.rebaseline(bound_rules.state, reason="why")
+        high = 1.0 if step >= 10 else 0.0
+        bound_rules.step(step, [1.0, 1.0], scalars={"high": high})
+    assert told(bound_rules) == [(14, "firing")]

@@ -593,3 +593,51 @@ def test_a_shared_bank_travels_whole() -> None:
         bound_rules.step(step, norms)
         control.step(step, norms)
     assert bound_rules.state.to_dict() == control.state.to_dict()
+
+
+def test_new_baselines_are_told_with_the_next_step_that_is_judged() -> None:
+    """Once, with the reason, the sites and the rules; what fires by them is resolved where nothing else of it fires."""
+    rules = [
+        rule("s", Spike(warmup=5)),
+        rule("t", Spike(of="total_norm", warmup=5)),
+        rule("big", Above(threshold=50)),
+    ]
+    bound_rules = OptimizerRules(bound(rules))
+    for step in range(20):
+        bound_rules.step(step, [1.0, 1.0, 1.0, 1.0])
+    bound_rules.step(20, [99.0, 99.0, 1.0, 1.0])
+    engine = bound_rules.engine
+    bound_rules.state = engine.rebaseline(bound_rules.state, "layers.0.weight", "some", ["s"])
+    verdict = bound_rules.step(21, [99.0, 99.0, 1.0, 1.0], scalars={"scaler_skip": 1.0})
+    assert verdict.events == ()
+    verdict = bound_rules.step(22, [99.0, 99.0, 1.0, 1.0])
+    assert [(event.kind, event.summary, event.sites, event.description) for event in verdict.events] == [
+        ("rebaselined", "some", ("layers.0.weight",), "s")
+    ]
+    assert verdict.firing["s"].tolist() == [False, True, False, False]
+    assert set(verdict.firing) == {"s", "t", "big"}
+    bound_rules.state = engine.rebaseline(bound_rules.state, "*", "all")
+    verdict = bound_rules.step(23, [99.0, 99.0, 1.0, 1.0])
+    assert [(event.kind, event.rule) for event in verdict.events] == [
+        ("resolved", "s"),
+        ("resolved", "t"),
+        ("rebaselined", ""),
+    ]
+    assert set(verdict.firing) == {"big"}
+    assert bound_rules.step(24, [99.0, 99.0, 1.0, 1.0]).events == ()
+
+
+def test_new_baselines_are_told_by_an_engine_that_takes_over() -> None:
+    """The parameters may change before the step."""
+    small, large = bound([rule("s", Spike())], size=2), bound([rule("s", Spike())], size=4)
+    state = large.adopt(small.rebaseline(small.init(), reason="why"), small)
+    assert [event.summary for event in OptimizerRules(large, state).step(0, [1.0] * 4).events] == ["why"]
+
+
+def test_what_is_no_baseline_is_kept() -> None:
+    """A parameter that never had a gradient, a scale that fell: facts of the run, whatever is usual."""
+    bound_rules = OptimizerRules(bound([rule("stale", Stale(), for_=1)], size=2))
+    for step in range(3):
+        bound_rules.step(step, [1.0, None if step == 2 else 1.0])
+    bound_rules.state = bound_rules.engine.rebaseline(bound_rules.state, reason="why")
+    assert set(bound_rules.step(3, [1.0, None]).firing) == {"stale"}

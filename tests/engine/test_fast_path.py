@@ -61,7 +61,11 @@ def test_healthy_steps_are_quiet(pack: str, monkeypatch: pytest.MonkeyPatch) -> 
             step, (2 + rng.uniform(-0.01, 0.01, SIZE)).tolist(), scalars={"lr": 1e-3, "loss": 2.0}
         )
     due = set(range(0, 60, {"odd": 3, "beside": 5, "conditions": 3, "acting": 3}.get(pack, 60)))
-    if pack in ("conditions", "acting", "windows"):  # where the warm-up of a rule ends that one of them is about
+    if pack in (
+        "conditions",
+        "acting",
+        "windows",
+    ):  # where the warm-up of a rule ends that one of them is about
         due |= set(range(21))
     assert set(judged) <= due, "more than the first step was judged"
 

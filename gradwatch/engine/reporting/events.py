@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -82,6 +82,24 @@ def build_event(
     summary = rule.annotations.get("summary", "{kind} on {where}")
     description = rule.annotations.get("description", "")
     return replace(event, summary=fill(summary, facts), description=fill(description, facts))
+
+
+def of_new_baselines(reason: str, rules: Sequence[str], names: Sequence[str], snapshot: Snapshot) -> Event:
+    """The Event of baselines of these rules that begin anew, of the sites of these names and what they are part of."""
+    return Event(
+        kind="rebaselined",
+        rule="",
+        detector="",
+        severity="info",
+        optimizer=snapshot.optimizer,
+        step=snapshot.step,
+        incident="",
+        sites=tuple(names[:NAMED]),
+        count=len(names),
+        notify=False,
+        summary=reason,
+        description=", ".join(rules),
+    )
 
 
 def _deepest(series: Series, order: NDArray[np.intp]) -> str:

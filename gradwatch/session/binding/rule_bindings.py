@@ -355,10 +355,13 @@ class RuleBindings:
         found = {name for sites in named for name, kind in sites if kind == "param"}
         self.most_parameters = max(self.most_parameters, len(found))
 
-    def rebaseline(self, glob: str) -> None:
-        """Start the baselines of parameters whose names match `glob` afresh, in every optimizer."""
+    def rebaseline(self, reason: str, params: str, rules: Sequence[str] = ()) -> None:
+        """Start the baselines of parameters whose names match `params` afresh, in every optimizer."""
+        self._totals.rebaselined[reason] = self._totals.rebaselined.get(reason, 0) + 1
         for bound_rules in self:
-            bound_rules.state = bound_rules.bound.rebaseline(bound_rules.state, glob)
+            bound_rules.state = bound_rules.bound.rebaseline(bound_rules.state, params, reason, rules)
+            if not rules:
+                bound_rules.health_tracker.begin_anew()
             self.publish_bounds(bound_rules)
 
     def load(self, saved: Mapping[str, Any], captures: Iterable[OptimizerCapture]) -> None:

@@ -1,0 +1,152 @@
+"""`gw.rebaseline(reason)`: after a change made on purpose nothing is taken for a fault, and everybody is told."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gradwatch
+from gradwatch.account.account import Account
+from gradwatch.errors import GradwatchError
+from gradwatch.journal.reader import read_journal
+from gradwatch.sinks.log import LogSink
+from tests.support.kept import Kept
+
+REASON = "the loss is summed now"
+
+
+def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+    """A model that hardly moves."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    return model, torch.optim.SGD(model.parameters(), 1e-7)
+
+
+def trained(
+    gw: Any, model: nn.Module, optimizer: torch.optim.Optimizer, steps: int, scale: float = 1.0
+) -> None:
+    """Steps whose loss is `scale` times as large."""
+    for _ in range(steps):
+        optimizer.zero_grad()
+        loss = (model(torch.randn(64, 4)) - 1).square().mean() * scale
+        loss.backward()
+        optimizer.step()
+
+
+def events_of(sink: Kept, kind: str) -> list[Any]:
+    """The events of a kind, in order."""
+    return [event for one in sink.records for event in one.verdict.events if event.kind == kind]
+
+
+def test_what_was_changed_on_purpose_is_no_fault(tmp_path: Path) -> None:
+    """A loss a hundred times as large: the pack says nothing once told so, and `healthy` stays true."""
+    model, optimizer = build()
+    sink, text = Kept(), io.StringIO()
+    with gradwatch.watch(
+        model, optimizer, sinks=[sink, LogSink(stream=text)], run_dir=tmp_path, strict=True
+    ) as gw:
+        trained(gw, model, optimizer, 120)
+        gw.rebaseline(REASON)
+        for _ in range(120):
+            trained(gw, model, optimizer, 1, 100.0)
+            assert gw.healthy
+        account = gw.status()["account"]
+    told = events_of(sink, "rebaselined")
+    assert [(event.step, event.summary, event.count, event.severity) for event in told] == [
+        (120, REASON, 4, "info")
+    ]
+    assert "norm-spike" in told[0].description.split(", ")
+    assert events_of(sink, "firing") == []
+    assert account["rebaselined"] == {REASON: 1}
+    assert "gradwatch rebaselined" in text.getvalue()
+    assert text.getvalue().count(REASON) == 2  # with the step, and in the account
+    assert Account.from_dict(account).rebaselined == {REASON: 1}
+
+
+def test_without_it_the_same_change_is_told_as_a_fault(tmp_path: Path) -> None:
+    """The control of the test above."""
+    model, optimizer = build()
+    sink = Kept()
+    with gradwatch.watch(model, optimizer, sinks=[sink], run_dir=tmp_path, strict=True) as gw:
+        trained(gw, model, optimizer, 120)
+        trained(gw, model, optimizer, 20, 100.0)
+    assert {"total-norm-spike-severe", "norm-spike"} <= {event.rule for event in events_of(sink, "firing")}
+
+
+def test_only_the_rules_named_begin_anew(tmp_path: Path) -> None:
+    """Others go on to judge by what they have learned."""
+    model, optimizer = build()
+    sink = Kept()
+    with gradwatch.watch(model, optimizer, sinks=[sink], run_dir=tmp_path, strict=True) as gw:
+        trained(gw, model, optimizer, 120)
+        gw.rebaseline(REASON, rules=["norm-spike", "norm-growth"])
+        trained(gw, model, optimizer, 5, 100.0)
+    fired = {event.rule for event in events_of(sink, "firing")}
+    assert "total-norm-spike-severe" in fired
+    assert not {"norm-spike", "norm-growth"} & fired
+    assert events_of(sink, "rebaselined")[0].description == "norm-growth, norm-spike"
+
+
+def test_what_was_firing_is_resolved(tmp_path: Path) -> None:
+    """Else it would fire on through a warm-up in which nobody looks."""
+    model, optimizer = build()
+    sink = Kept()
+    with gradwatch.watch(model, optimizer, sinks=[sink], run_dir=tmp_path, strict=True) as gw:
+        trained(gw, model, optimizer, 120)
+        trained(gw, model, optimizer, 1, 100.0)
+        firing = set(gw.status()["firing"])
+        assert "total-norm-spike-severe" in firing
+        gw.rebaseline(REASON)
+        trained(gw, model, optimizer, 1, 100.0)
+        assert gw.status()["firing"] == []
+    resolved = {event.rule: event.step for event in events_of(sink, "resolved")}
+    assert resolved["total-norm-spike-severe"] == 121
+
+
+def test_a_fault_after_the_new_warm_up_is_told(tmp_path: Path) -> None:
+    """Blind for the warm-up, and no longer."""
+    model, optimizer = build()
+    sink = Kept()
+    with gradwatch.watch(model, optimizer, sinks=[sink], run_dir=tmp_path, strict=True) as gw:
+        trained(gw, model, optimizer, 60)
+        gw.rebaseline(REASON)
+        trained(gw, model, optimizer, 60, 100.0)
+        trained(gw, model, optimizer, 1, 1e5)
+    assert {event.step for event in events_of(sink, "firing")} == {120}
+
+
+def test_the_journal_keeps_it(tmp_path: Path) -> None:
+    """With its step and its reason, to be read by any process."""
+    model, optimizer = build()
+    with gradwatch.watch(model, optimizer, run_dir=tmp_path, listen=None, strict=True) as gw:
+        trained(gw, model, optimizer, 30)
+        gw.rebaseline(REASON)
+        trained(gw, model, optimizer, 2)
+        assert gw.flush()
+        directory = gw.run.directory
+    (journal,) = read_journal(directory)
+    told = [event for event in journal.events() if event.kind == "rebaselined"]
+    assert [(event.step, event.summary) for event in told] == [(30, REASON)]
+
+
+def test_a_rule_that_there_is_none_of_is_told(tmp_path: Path) -> None:
+    """The others begin anew all the same; only `strict` raises."""
+    model, optimizer = build()
+    sink = Kept()
+    with gradwatch.watch(model, optimizer, sinks=[sink], run_dir=tmp_path) as gw:
+        trained(gw, model, optimizer, 5)
+        gw.rebaseline(REASON, rules=["norm-spik", "norm-growth"])
+        gw.rebaseline(REASON, rules="norm-spik")
+        trained(gw, model, optimizer, 1)
+        assert gw.status()["internal_errors"]["rebaseline"] == 2
+    assert [event.description for event in events_of(sink, "rebaselined")] == ["norm-growth"]
+    with (
+        gradwatch.watch(model, optimizer, sinks=[], run_dir=tmp_path, strict=True) as gw,
+        pytest.raises(GradwatchError, match="no rule 'norm-spik'; did you mean 'norm-spike'"),
+    ):
+        gw.rebaseline(REASON, rules=["norm-spik"])
