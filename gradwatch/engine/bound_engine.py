@@ -23,7 +23,7 @@ from gradwatch.engine.fast_path.many_steps import FastBlock, Restarts, active_wi
 from gradwatch.engine.fast_path.one_step import FastPath, FastPaths, Learned
 from gradwatch.engine.judge import Step, firing_now, judges
 from gradwatch.engine.rule_plan import NO_BANK, Plan, make_plan
-from gradwatch.engine.series import labels
+from gradwatch.engine.series import Series, labels
 from gradwatch.engine.snapshot_reader import Reader
 from gradwatch.engine.strictest_clip import Failed
 from gradwatch.engine.turns import NONE_IN_TURN, InTurn, Turns
@@ -463,6 +463,45 @@ class BoundEngine:
             overdue=state.overdue,
             unjudged=state.unjudged | self._blind(dict(enumerate(masks))),
             begun_anew=(*state.begun_anew, NewBaselines(reason, masks)),
+        )
+
+    def with_other_parameters(self, state: EngineState, before: BoundEngine, reason: str) -> EngineState:
+        """The state that was adopted from `before`, without the baselines of what is made of other parameters now.
+
+        Those are totals, groups, and what compares parameters with each other. Values that are not made of gradients
+        keep theirs, and so do clip policies: a step after such a change is not to go unclipped.
+        """
+        masks = tuple(
+            np.concatenate(
+                [
+                    self._made_of_others(bank.detector, one, before)
+                    & (type(bank.detector).rebaseline is not Detector.rebaseline)
+                    for one in bank.segments
+                ]
+            )
+            for bank in self.plan.banks
+        )
+        if not any(mask.any() for mask in masks):
+            return state
+        return replace(
+            state,
+            baselines=self._restarted(state, masks, keep_judging=False),
+            unjudged=state.unjudged | self._blind(dict(enumerate(masks))),
+            begun_anew=(*state.begun_anew, NewBaselines(reason, masks)),
+        )
+
+    def _made_of_others(self, detector: Detector, one: Series, before: BoundEngine) -> BoolArray:
+        """bool[K]: the series that are made of other parameters than they were before, or compared with others."""
+        if (one.scope == "param" and detector.elementwise) or not _of_gradients(one.column):
+            return np.zeros(len(one), np.bool_)
+        known = (each for bank in before.plan.banks for each in bank.segments)
+        former = next((each for each in known if each.key == one.key), None)
+        now = one.members(self.sites)
+        was = {} if former is None else dict(zip(former.names, former.members(before.sites), strict=True))
+        if one.scope == "param":
+            return np.full(len(one), former is not None and former.names != one.names)
+        return np.array(
+            [was.get(name, own) != own for name, own in zip(one.names, now, strict=True)], np.bool_
         )
 
     def for_another_optimizer(self, state: EngineState) -> EngineState:

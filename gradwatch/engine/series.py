@@ -65,6 +65,16 @@ class Series:
             return chosen
         return np.bincount(self.owners, weights=chosen, minlength=len(self)) > 0
 
+    def members(self, sites: Sites) -> list[frozenset[str]]:
+        """The names of the sites that each series is made of; those of a scalar are all parameters."""
+        names = np.array(sites.names, object)
+        if self.scope == "scalar":
+            return [frozenset(names[np.array([kind == "param" for kind in sites.kinds], np.bool_)])]
+        index = np.arange(len(names)) if self.index is None else self.index
+        if self.owners is None:
+            return [frozenset((name,)) for name in names[index]]
+        return [frozenset(names[index[self.owners == k]]) for k in range(len(self))]
+
     def spread(self, mask_K: BoolArray, size: int) -> BoolArray:
         """bool[S]: the sites behind the series in `mask_K`; none for a total or a scalar."""
         sites = np.zeros(size, np.bool_)

@@ -150,3 +150,85 @@ def test_a_rule_that_there_is_none_of_is_told(tmp_path: Path) -> None:
         pytest.raises(GradwatchError, match="no rule 'norm-spik'; did you mean 'norm-spike'"),
     ):
         gw.rebaseline(REASON, rules=["norm-spik"])
+
+
+class Frozen(nn.Module):
+    """A backbone whose gradients are a hundred times those of its head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.backbone, self.head = nn.Linear(4, 4), nn.Linear(4, 1, bias=False)
+        nn.init.constant_(self.head.weight, 1.0)
+        for parameter in self.backbone.parameters():  # the head's gradients are as small as what comes out of it
+            nn.init.constant_(parameter, 0.005)
+        self.backbone.requires_grad_(False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """One value a sample."""
+        output: torch.Tensor = self.head(self.backbone(x))
+        return output
+
+
+def unfrozen(model: Frozen, optimizer: torch.optim.Optimizer, grouped: bool) -> None:
+    """Train the backbone too; `grouped`: as a group that the optimizer did not have."""
+    model.backbone.requires_grad_(True)
+    if grouped:
+        optimizer.add_param_group({"params": list(model.backbone.parameters())})
+
+
+@pytest.mark.parametrize("grouped", [True, False])
+def test_unfrozen_parameters_are_no_fault(tmp_path: Path, grouped: bool) -> None:
+    """The total of more parameters than before begins anew by itself, and is told; what others learned is kept."""
+    model = Frozen()
+    given = model.head.parameters() if grouped else model.parameters()
+    optimizer = torch.optim.SGD(given, 1e-4)
+    sink = Kept()
+    with gradwatch.watch(model, optimizer, sinks=[sink], run_dir=tmp_path, strict=True) as gw:
+        trained(gw, model, optimizer, 120)
+        unfrozen(model, optimizer, grouped)
+        for _ in range(60):
+            trained(gw, model, optimizer, 1)
+            assert gw.healthy
+        assert [event.rule for event in events_of(sink, "firing")] == []
+        trained(gw, model, optimizer, 1, 1e3)
+        account = gw.status()["account"]
+    (told,) = events_of(sink, "rebaselined")
+    reason = "2 parameters joined the optimizer: backbone.weight, backbone.bias"
+    assert (told.step, told.summary) == (120, reason)
+    assert {"total-norm-spike", "jump"} <= set(told.description.split(", "))
+    assert not {"norm-spike", "loss-spike", "lr-jump"} & set(told.description.split(", "))
+    assert account["rebaselined"] == {reason: 1}
+    fired = {(event.step, event.rule) for event in events_of(sink, "firing")}
+    assert {(180, "norm-spike"), (180, "total-norm-spike")} <= fired
+
+
+def test_frozen_parameters_are_no_fall(tmp_path: Path) -> None:
+    """The total of fewer parameters than before is another total."""
+    model = Frozen()
+    model.backbone.requires_grad_(True)
+    optimizer = torch.optim.SGD(
+        [{"params": model.head.parameters()}, {"params": model.backbone.parameters()}], 1e-4
+    )
+    sink = Kept()
+    with gradwatch.watch(model, optimizer, sinks=[sink], run_dir=tmp_path, strict=True) as gw:
+        trained(gw, model, optimizer, 250)
+        del optimizer.param_groups[1]
+        model.backbone.requires_grad_(False)
+        trained(gw, model, optimizer, 60)
+    assert events_of(sink, "firing") == []
+    assert [event.summary for event in events_of(sink, "rebaselined")] == [
+        "2 parameters left the optimizer: backbone.weight, backbone.bias"
+    ]
+
+
+def test_an_optimizer_made_anew_over_the_same_parameters_begins_nothing_anew(tmp_path: Path) -> None:
+    """Nothing that is judged is made of others than before."""
+    model, optimizer = build()
+    sink = Kept()
+    with gradwatch.watch(model, optimizer, sinks=[sink], run_dir=tmp_path, strict=True) as gw:
+        trained(gw, model, optimizer, 60)
+        del optimizer
+        again = torch.optim.SGD(model.parameters(), 1e-7)
+        trained(gw, model, again, 10)
+    assert events_of(sink, "rebaselined") == []

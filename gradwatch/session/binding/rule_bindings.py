@@ -28,6 +28,7 @@ from gradwatch.distributed.ranks import Ranks
 from gradwatch.engine import BoundEngine, Engine
 from gradwatch.engine.actions.backward_clips import asks_backward, at_step, drops_micro
 from gradwatch.engine.columns_needed import EVERY_STEP
+from gradwatch.engine.engine_state import EngineState
 from gradwatch.engine.series import matching
 from gradwatch.errors import AttachError
 from gradwatch.records.columns import COMPARING_RANKS, NOISE_SCALE, RANK_COLUMNS
@@ -44,6 +45,7 @@ from gradwatch.session.binding.rule_data import (
     staggered,
     unread_columns,
 )
+from gradwatch.session.logged_once import shortened
 from gradwatch.session.optimizer_context import Contexts, OptimizerContext
 from gradwatch.session.pause_after_errors import Activity
 from gradwatch.session.saved_state import OptimizerStates
@@ -162,6 +164,8 @@ class RuleBindings:
             before.begins_anew or _optimizer_of(before.captured) is not _optimizer_of(captured)
         ):
             state = bound.for_another_optimizer(state)
+        if before is not None and not alike and before.record is not None:
+            state = self._with_other_parameters(before, bound, state)
         local = self._local(bound, taps, before)
         own = own_sites(bound, captured)
         unread = unread_columns(ctx)
@@ -172,6 +176,8 @@ class RuleBindings:
         health_tracker = CheckpointHealthTracker(critical)
         if before is not None:
             health_tracker.carry_on(before.health_tracker)
+            if state.begun_anew:
+                health_tracker.begin_anew()
         bound_rules = ctx.bound_rules = OptimizerRules(
             bound, state, bound.sites, reader, local, health_tracker, captured
         )
@@ -198,6 +204,18 @@ class RuleBindings:
         self.saved_states.take_up(captured, bound_rules)
         self.publish_bounds(bound_rules)
         return ctx
+
+    def _with_other_parameters(
+        self, before: OptimizerRules, bound: BoundEngine, state: EngineState
+    ) -> EngineState:
+        """The state without the baselines of what is made of other parameters than before; told with the next step."""
+        reason = changed_parameters(before.bound.sites, bound.sites)
+        if not reason:
+            return state
+        after = bound.with_other_parameters(state, before.bound, reason)
+        if after is not state:
+            self._totals.rebaselined[reason] = self._totals.rebaselined.get(reason, 0) + 1
+        return after
 
     def go_on(self, ctx: OptimizerContext) -> bool:
         """Go on with the rules of a context for another optimizer of the same sites; False where they need binding."""
@@ -372,6 +390,21 @@ class RuleBindings:
             if bound_rules is not None:
                 self.saved_states.take_up(captured, bound_rules)
                 self.publish_bounds(bound_rules)
+
+
+def changed_parameters(before: Sites, now: Sites) -> str:
+    """The parameters that an optimizer has got or has lost, in words; "" where it has the same."""
+    was, has = (
+        {name: None for name, kind in zip(sites.names, sites.kinds, strict=True) if kind == "param"}
+        for sites in (before, now)
+    )
+    joined, left = [name for name in has if name not in was], [name for name in was if name not in has]
+    changes = {"joined": joined, "left": left}.items()
+    return "; ".join(
+        f"{len(names)} parameter{'s' * (len(names) > 1)} {word} the optimizer: {shortened(names)}"
+        for word, names in changes
+        if names
+    )
 
 
 def _optimizer_of(captured: OptimizerCapture) -> Optimizer | None:
