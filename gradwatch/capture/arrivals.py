@@ -16,6 +16,8 @@ from torch import Tensor
 
 from gradwatch.reading.layouts import local
 
+_NONE: NDArray[np.int32] = np.zeros(0, np.int32)
+
 
 class ArrivalCounts:
     """The arrivals at K parameters between two steps; `positions` gives the k of a slot.
@@ -132,6 +134,12 @@ class ArrivalCounts:
         self._touched = []
         if self._by_hand:
             self._by_hand = set()
+
+    def release(self) -> None:
+        """Hold none of the parameters any more: nothing will arrive."""
+        self.restart()
+        self._params, self._positions = [], {}
+        self._usual, self._counted = ([], None), ([], _NONE)
 
     def shift(self, backwards: int) -> None:
         """The first `backwards` of them, all cleared, belong to a step that is over."""

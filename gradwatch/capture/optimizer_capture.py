@@ -85,7 +85,7 @@ class OptimizerCapture:
         self.pruning = HookPruning(len(params))
         self.spans_two_steps = False  # this window cannot be one step's alone
         self.hook_missed = False  # a gradient arrived and its hook was not called
-        self.hook_silenced: Callable[[int, nn.Parameter], bool] = _not_silenced  # of a slot, by a swap
+        self._hook_silenced: Callable[[int, nn.Parameter], bool] = _not_silenced  # of a slot, by a swap
         self.backward_end_missed = False  # the end of its last backward was missed: read at the step boundary
         self.inside_backward = inside_backward
         self.without_optimizer = without_optimizer
@@ -206,6 +206,10 @@ class OptimizerCapture:
     def use_hook_norms(self, norms: Callable[[Grads], Mapping[int, float]] | None) -> None:
         """Norms, by position, that hooks inside the backward have taken, and need not be read again; None: none."""
         self.norms_from_hooks = norms
+
+    def ask_hooks(self, silenced: Callable[[int, nn.Parameter], bool]) -> None:
+        """From now on `silenced(slot, parameter)` says whether a swap has silenced the hook of a slot."""
+        self._hook_silenced = silenced
 
     def compared_at(self, registrations: int) -> None:
         """Its parameters are those of the optimizer, after so many registrations in the models."""
@@ -484,7 +488,8 @@ class OptimizerCapture:
         """The optimizer is gone: keep index and step for a successor, and release the parameters."""
         self.params, self.slots, self.position, self.watched_ids = [], np.zeros(0, np.intp), {}, []
         self._norms = self._after = self._last = self.kept = None
-        self.frozen, self._held, self.arrivals = [], [], ArrivalCounts([], {})
+        self.frozen, self._held = [], []
+        self.arrivals.release()
 
     # -- inside ------------------------------------------------------------------------------------------
 
@@ -499,7 +504,7 @@ class OptimizerCapture:
             grad = grads[k]
             if grad is None:
                 continue
-            silenced = self.hook_silenced(int(self.slots[k]), self.params[k])
+            silenced = self._hook_silenced(int(self.slots[k]), self.params[k])
             if self._manual.is_new(k, grad, state, self._last, current, silenced):
                 by_hand.append(k)
         self.hook_missed = self.hook_missed or bool(by_hand)

@@ -214,7 +214,7 @@ class Capture:
         self.slots.unowned = None
         sites = self.slots.sites(kept, params, known)
         built = OptimizerCapture(index, optimizer, params, sites, kept, fresh, like=captured)
-        built.hook_silenced = self.slots.hooks.swapped
+        built.ask_hooks(self.slots.hooks.swapped)
         if captured is None:
             self.captures.append(built)
         else:
@@ -352,6 +352,8 @@ class Capture:
             let_go = self.slots.let_go([one.position for one in self._by_hand if one.params])
             wanted.update(id(self.params[slot]) for slot in self.slots.by_hand - let_go)
         for captured in self.captures:
+            if not captured.params:  # released before
+                continue
             gone = captured.optimizer is not None and captured.optimizer() is None
             if gone or (captured.without_optimizer and wanted.isdisjoint(captured.param_ids)):
                 captured.release()
