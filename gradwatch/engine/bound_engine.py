@@ -22,6 +22,7 @@ from gradwatch.engine.engine_state import EngineState, NewBaselines, empty_state
 from gradwatch.engine.fast_path.many_steps import FastBlock, Restarts, active_without_action
 from gradwatch.engine.fast_path.one_step import FastPath, FastPaths, Learned
 from gradwatch.engine.judge import Step, firing_now, judges
+from gradwatch.engine.reporting.culprit import usual_norms
 from gradwatch.engine.rule_plan import NO_BANK, Plan, make_plan
 from gradwatch.engine.series import Series, labels
 from gradwatch.engine.snapshot_reader import Reader
@@ -439,6 +440,10 @@ class BoundEngine:
     def decision_otherwise(self) -> Decision:
         """The decision on a step on which no rule acts, but for what policies of `clip:` make of its norms."""
         return self._every_step
+
+    def usual_norms(self, state: EngineState) -> dict[str, float]:
+        """The usual norm of each parameter's gradient, by its name, as far as a rule has learned it (`spike`)."""
+        return usual_norms(self.plan, state.baselines)
 
     def rebaseline(
         self, state: EngineState, glob: str = "*", reason: str = "", rules: Collection[str] = ()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 
 from gradwatch.incidents.suggestions import suggestion_for
@@ -19,6 +20,10 @@ BEGAN = {
     "vanishing": "gradients that vanish",
     "unknown": "not known",
 }
+AT_OUTPUTS = {
+    "exploding": "the loss side: gradients that are too large already at the model's outputs",
+    "vanishing": "the loss side: gradients that are too small already at the model's outputs",
+}
 WAYS = {
     "replay": "the step was run again",
     "model": "the model's call was run again",
@@ -33,6 +38,8 @@ def sentence(finding: Finding) -> str:
     if finding.function and finding.function != finding.op:
         op += f" (in {finding.function})"
     said = BEGAN[finding.phase].format(op=op, name=finding.operands[0].name if finding.operands else "")
+    if finding.at_outputs:
+        said = AT_OUTPUTS[finding.phase]
     if finding.phase == "loss" and finding.where:
         said += ", of the model called"  # there; what is at fault stands after it
     if finding.module:
@@ -104,11 +111,13 @@ def _profile(finding: Finding) -> Iterator[str]:
     if finding.profile:
         yield "### The gradient by depth"
         yield ""
-        yield "| module | | at its output | at its input | gain |"
-        yield "|---|---|---|---|---|"
+        yield "| module | | at its output | at its input | gain | its bias ÷ usual | its weights ÷ usual |"
+        yield "|---|---|---|---|---|---|---|"
         for layer in finding.profile:
             numbers = f"{layer.at_output:.3g} | {layer.at_input:.3g} | {layer.gain:.3g}"
-            yield f"| {layer.module} | {layer.kind} | {numbers} |"
+            factors = (layer.moved, layer.weights_moved)
+            moved = " | ".join("–" if math.isnan(factor) else f"{factor:.3g}" for factor in factors)
+            yield f"| {layer.module} | {layer.kind} | {numbers} | {moved} |"
         yield ""
 
 

@@ -23,7 +23,8 @@ class Suggestion:
     Conditions, all of which must hold: `ops` the operation ("" = any); `phases`; `zero`, `negative`, `inf`: some
     operand has such elements; `beyond`: some operand exceeds that magnitude; `idle`: part of the gradient that
     came was 0, so another branch was taken; `nan`: the result is NaN (False: it is infinite); `dtypes` of the
-    result or an operand.
+    result or an operand; `at_outputs`: the gradient came so to the model's outputs;
+    `in_module`: a module is named.
     """
 
     id: str
@@ -38,6 +39,8 @@ class Suggestion:
     idle: bool = False
     nan: bool | None = None
     dtypes: tuple[str, ...] = ()
+    at_outputs: bool = False
+    in_module: bool = False
 
     def fits(self, finding: Finding) -> bool:
         """True if a finding meets every condition."""
@@ -46,6 +49,8 @@ class Suggestion:
         shown = [*operands, *([] if result is None else [result])]
         return (
             finding.phase in self.phases
+            and (finding.at_outputs or not self.at_outputs)
+            and (bool(finding.module) or not self.in_module)
             and (not self.ops or finding.op in self.ops)
             and (not self.zero or any(one.zeros for one in operands))
             and (not self.negative or any(one.smallest < 0 for one in operands))
@@ -90,16 +95,39 @@ SUGGESTIONS: tuple[Suggestion, ...] = (
         phases=("loss",),
     ),
     Suggestion(
+        "exploding-outputs",
+        "All layers are off alike: what made the gradient large is the loss or what it was given, not a layer.",
+        "Look at this batch (labels, weights, its scale), at how the loss is reduced, and at the loss scale; or clip: "
+        "`clip: {total: …}`.",
+        phases=("exploding",),
+        at_outputs=True,
+    ),
+    Suggestion(
+        "vanishing-outputs",
+        "All layers are off alike: what made the gradient small is the loss or what it was given, not a layer.",
+        "Look at this batch (masks, weights of its samples), at a coefficient of the loss, and whether the loss is 0.",
+        phases=("vanishing",),
+        at_outputs=True,
+    ),
+    Suggestion(
         "exploding",
         "The gradient grows by a large factor in one place.",
         "Normalise there (LayerNorm, a smaller initialisation), lower the learning rate, or clip: `clip: {total: …}`.",
         phases=("exploding",),
+        in_module=True,
     ),
     Suggestion(
         "vanishing",
         "The gradient all but disappears in one place: a saturated activation, a scale that is far too small.",
         "Look at the activations there; use residual connections, a normalisation layer, or another initialisation.",
         phases=("vanishing",),
+        in_module=True,
+    ),
+    Suggestion(
+        "several-layers",
+        "The gradients of several layers are off their usual level; where that began they do not show.",
+        "Look at the gradient by depth (`gradwatch explain`), at the batch, and at the learning rate before it.",
+        phases=("exploding", "vanishing"),
     ),
     Suggestion(
         "where-trap",

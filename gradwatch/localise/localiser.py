@@ -11,8 +11,8 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
@@ -49,7 +49,8 @@ NOT_SEEN = "no call of the model, as `model(...)`, was seen whose outputs got a 
 class Ask:
     """The order of a rule: the `way`, and how many steps to record where a replay is refused or finds nothing.
 
-    `suspicion` is what the rule fired for: of gradients that are finite the profile by depth is looked at.
+    `suspicion` is what the rule fired for: of gradients that are finite the profile by depth is looked at, and `moved`,
+    the factor by which each is off its usual norm, by the name of the parameter, as far as that is known.
     """
 
     way: Way = "replay"
@@ -59,6 +60,7 @@ class Ask:
     step: int = 0
     first_parameter: str = ""
     suspicion: Suspicion = "nonfinite"
+    moved: Mapping[str, float] = field(default_factory=dict)
 
 
 class Localiser:
@@ -257,7 +259,7 @@ class Localiser:
         try:
             if step_taken:
                 raise Refused("its norms were copied from the device after the step was taken")
-            finding = self._of_closure() or self._of_calls(held, ask.suspicion)
+            finding = self._of_closure() or self._of_calls(held, ask)
         except Refused as refusal:
             return self._later(ask, f"no replay: {refusal}")
         except Exception as error:
@@ -288,14 +290,14 @@ class Localiser:
             return None
         return finding if finding.found else None
 
-    def _of_calls(self, held: list[tuple[nn.Module, Call]], suspicion: Suspicion) -> Finding:
+    def _of_calls(self, held: list[tuple[nn.Module, Call]], ask: Ask) -> Finding:
         from gradwatch.localise.replay.diagnosed_replay import DiagnosedReplay
 
         refusal = self.refusal(held)
         step = DiagnosedReplay(self.models(), held, refusal, self._agreement, self._fault, self._max_bytes)
-        if suspicion == "nonfinite":
+        if ask.suspicion == "nonfinite":
             return step.nonfinite()
-        finding, self._made = step.growing(suspicion == "exploding")
+        finding, self._made = step.growing(ask.suspicion == "exploding", ask.moved)
         return finding
 
     def _of_loop(self, held: list[tuple[nn.Module, Call]], finding: Finding) -> Finding:

@@ -33,6 +33,7 @@ By = Literal["replay", "record", "closure"]
 
 PHASES: tuple[str, ...] = get_args(Phase)
 GAINS = ("exploding", "vanishing")  # phases of gradients that are finite
+LATER_OF_LAYERS = ("moved", "weights_moved")  # not in findings of earlier versions
 MOST_SHOWN = 16  # positions of samples named in a sentence
 LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "\\site-packages\\")
 
@@ -95,13 +96,17 @@ class Operand:
 class Layer:
     """One call of a leaf module: L2 norms of the gradient at its output, and of the one it gave its input.
 
-    `at_input` is NaN where the input wanted no gradient. `kind` is the class of the module.
+    `at_input` is NaN where the input wanted no gradient. `kind` is the class of the module. `moved` is the factor by
+    which the gradient of its bias is off its usual norm, `weights_moved` that of its other parameters; NaN where that
+    is not known.
     """
 
     module: str
     kind: str
     at_output: float
     at_input: float
+    moved: float = math.nan
+    weights_moved: float = math.nan
 
     @property
     def gain(self) -> float:
@@ -144,7 +149,8 @@ class Finding:
     backward ("SqrtBackward0"). `function` is the torch function that the line called, where it is another one
     ("einsum", whose `bmm` it was). `frames` are the Python lines that led there, innermost first, torch's own
     left out. `operands` and `result` describe the tensors, on this rank. `profile` is the gradient by depth, in
-    the order of the forward, where it explodes or vanishes. `call` is the index of the model's forward call among
+    the order of the forward, where it explodes or vanishes; `at_outputs`: it does not do so on its way through the
+    model, but came so to its outputs. `call` is the index of the model's forward call among
     those of the step (micro-batch) and `batch` what went into it, None where that was not held. `samples` are the rows
     of that batch which alone were not finite, or whose gradients at the model's outputs alone were not, or which
     carry most of a gradient that explodes; () where all are, or it is not known. `share` is the part that they
@@ -166,6 +172,7 @@ class Finding:
     operands: tuple[Operand, ...] = ()
     result: Operand | None = None
     profile: tuple[Layer, ...] = ()
+    at_outputs: bool = False
     call: int = 0
     batch: Batch | None = None
     samples: tuple[int, ...] = ()
@@ -250,8 +257,12 @@ class Finding:
 
 
 def _layer(document: Mapping[str, Any]) -> Layer:
-    norms = (float(document[name]) for name in ("at_output", "at_input"))
-    return Layer(document["module"], document["kind"], *norms)
+    numbers = {
+        name: float(document[name])
+        for name in ("at_output", "at_input", *LATER_OF_LAYERS)
+        if name in document
+    }
+    return Layer(document["module"], document["kind"], **numbers)
 
 
 def _batch(document: Mapping[str, Any]) -> Batch:

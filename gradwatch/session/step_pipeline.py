@@ -307,7 +307,9 @@ class StepPipeline:
             return ()
         step_taken = captured.step != snapshot.step
         together = partial(self._ranks.shared_step_name, captured, step.ctx.membership)
-        return causes.of(verdict, decision, snapshot, step_taken, together)
+        bound_rules = step.bound_rules
+        usual = partial(bound_rules.bound.usual_norms, bound_rules.state)
+        return causes.of(verdict, decision, snapshot, step_taken, usual, together)
 
     def _with_confirmed(self, step: StepContext) -> StepContext:
         """With what the weights have confirmed of an earlier step: this rank's own, so not where the rule acts."""

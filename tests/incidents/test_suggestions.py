@@ -71,6 +71,9 @@ BY_PHASE = {
     "parameter-not-finite",
     "buffer-not-finite",
     "loss-side",
+    "exploding-outputs",
+    "vanishing-outputs",
+    "several-layers",
 }
 # Safe in this torch at the point they are named for; kept for the torches in which they are not.
 SAFE_HERE = {"atan2-at-origin"}

@@ -55,6 +55,16 @@ def may_have_moved(snapshot: Snapshot, name: str) -> bool:
     return own**2 >= PART * float(np.sum(np.square(norm), where=np.isfinite(norm)))
 
 
+def usual_norms(plan: Plan, baselines: tuple[State, ...]) -> dict[str, float]:
+    """The usual norm of each parameter's gradient, by its name, of those that have one."""
+    found: dict[str, float] = {}
+    for series, level in _levels(plan, baselines):
+        known = np.isfinite(level) & (level > 0)
+        names = (name for name, here in zip(series.names, known, strict=True) if here)
+        found = dict(zip(names, level[known].tolist(), strict=True)) | found  # sync: numpy
+    return found
+
+
 def _levels(plan: Plan, baselines: tuple[State, ...]) -> Iterator[tuple[Series, NDArray[np.float64]]]:
     """The series of parameters' norms that some baseline knows, and the usual level of each."""
     for bank, state in zip(plan.banks, baselines, strict=True):

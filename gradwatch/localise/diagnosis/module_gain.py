@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,9 +19,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from gradwatch.capture.parameter_names import named_modules
 from gradwatch.localise.diagnosis.tensor_values import tensors
 from gradwatch.reading.layouts import dense
-from gradwatch.records.finding import Finding, Layer, Phase
-
-SHOWN = 64  # rows of a profile in a Finding
+from gradwatch.records.finding import Layer
 
 
 class Profile:
@@ -99,10 +97,19 @@ def _root(squares: list[Tensor]) -> float:
     return math.sqrt(float(torch.stack(squares).sum()))  # sync: the finding is about these numbers
 
 
-def suspect(layers: Sequence[Layer], exploding: bool) -> Finding | None:
-    """The module, or the gap between two, with the most extreme gain; None where no hook was called."""
-    steps: list[tuple[float, str, str, str]] = [
-        (
+class Gain(NamedTuple):
+    """By how much a module, or what stands between two, multiplies the gradient that passes through it."""
+
+    factor: float
+    module: str
+    kind: str
+    said: str
+
+
+def gains(layers: Sequence[Layer], exploding: bool) -> list[Gain]:
+    """Of each layer, and of each gap between two; those that are not known left out."""
+    steps = [
+        Gain(
             layer.gain,
             layer.module,
             layer.kind,
@@ -118,17 +125,12 @@ def suspect(layers: Sequence[Layer], exploding: bool) -> Finding | None:
             above = (max if exploding else min)(later, key=lambda layer: layer.at_input)
             between = f"between {below.module} and {above.module}"
             text = f"{between} it goes from {above.at_input:.3g} to {below.at_output:.3g}"
-            steps.append((below.at_output / above.at_input, _parent(below.module, above.module), "", text))
-    known = [step for step in steps if math.isfinite(step[0]) and (step[0] > 0 or not exploding)]
-    if not known:
-        return None
-    gain, module, kind, text = (max if exploding else min)(known, key=lambda step: step[0])
-    phase: Phase = "exploding" if exploding else "vanishing"
-    note = f"the gradient is multiplied by {gain:.3g} here: {text}"
-    return Finding(phase, "replay", module=module, module_type=kind, profile=tuple(layers[:SHOWN]), note=note)
+            module = parent(below.module, above.module)
+            steps.append(Gain(below.at_output / above.at_input, module, "", text))
+    return [step for step in steps if math.isfinite(step.factor) and (step.factor > 0 or not exploding)]
 
 
-def _parent(one: str, other: str) -> str:
+def parent(one: str, other: str) -> str:
     """The FQN of the module that contains both."""
     shared = itertools.takewhile(
         lambda pair: pair[0] == pair[1], zip(one.split("."), other.split("."), strict=False)

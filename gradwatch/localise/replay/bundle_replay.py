@@ -178,7 +178,7 @@ class Rerun:
             return diagnose(replay(held, models, faults.append, None, max_bytes))
         profile = Profile(models, faults.append)
         traces = replay(held, models, faults.append, profile, max_bytes)
-        return diagnosed_gain(traces, profile, self.document.suspicion == "exploding")
+        return diagnosed_gain(traces, profile, self.document.suspicion == "exploding", {})
 
     def _signed(self, finding: Finding) -> Finding:
         incident, calls = self.document.incident, self._ran

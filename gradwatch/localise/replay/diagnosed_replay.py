@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from gradwatch.distributed.process_group import place
 from gradwatch.localise.diagnosis.diagnose import diagnose, warned
-from gradwatch.localise.diagnosis.module_gain import Profile, suspect
+from gradwatch.localise.diagnosis.module_gain import Profile
+from gradwatch.localise.diagnosis.usual_levels import suspect
 from gradwatch.localise.hold.inner_model import inner
 from gradwatch.localise.hold.module_attributes import Refused
 from gradwatch.localise.hold.recorded_call import Call
@@ -50,17 +51,18 @@ class DiagnosedReplay:
         """The operation that made the first NaN or Inf. Raises Refused."""
         return _unless_skipped(self._run(None))
 
-    def growing(self, exploding: bool) -> tuple[Finding, float | None]:
+    def growing(self, exploding: bool, moved: Mapping[str, float]) -> tuple[Finding, float | None]:
         """The module at which gradients grow, or vanish; a NaN before that. Raises Refused.
 
-        Where they explode also the rows of the batch that carry them, and how much of the gradient this rank's calls
-        made (`PartsOfCalls`), None where that is not known.
+        `moved` are the factors by which gradients are off their usual norm, by the name of the parameter. Where they
+        explode also the rows of the batch that carry them, and how much of the gradient this rank's calls made
+        (`PartsOfCalls`), None where that is not known.
         """
         profile, parts = Profile(self.models, self.fault), None
         if exploding and not any(map(is_spread, self.models)):
             parts = PartsOfCalls(Directions(self.models))
         traces = self._run(profile, parts)
-        finding = _noting_skipped(diagnosed_gain(traces, profile, exploding), traces)
+        finding = _noting_skipped(diagnosed_gain(traces, profile, exploding, moved), traces)
         unsure = finding.phase not in GAINS and finding.found
         if parts is None or unsure or not parts.directions.usable or any(trace.skipped for trace in traces):
             return finding, None
@@ -151,12 +153,14 @@ class DiagnosedReplay:
             raise Refused(self.refusal)
 
 
-def diagnosed_gain(traces: list[Trace], profile: Profile, exploding: bool) -> Finding:
+def diagnosed_gain(
+    traces: list[Trace], profile: Profile, exploding: bool, moved: Mapping[str, float]
+) -> Finding:
     """The module at which gradients grow, or vanish; a NaN before that."""
     finding = diagnose(traces)
     if finding.found:
         return finding
-    found = suspect(profile.layers(), exploding)
+    found = suspect(profile.layers(), exploding, moved)
     return Finding("unknown", "replay", note=NO_GAIN) if found is None else warned(found, traces)
 
 

@@ -6,7 +6,7 @@ Steps are held for orders to `snapshot` too (`gradwatch.session.actions.snapshot
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -28,6 +28,8 @@ from gradwatch.records.verdict import Verdict
 from gradwatch.rules.rule_set import Action, RuleSet
 
 LOCALISE = "localise"
+Usual = Callable[[], Mapping[str, float]]
+
 SUSPICIONS: dict[str, Suspicion] = {
     **dict.fromkeys(("spike", "above", "drift", "jump", "norm_overflow", "update_ratio"), "exploding"),
     **dict.fromkeys(("below", "drop", "depth_ratio"), "vanishing"),
@@ -138,30 +140,48 @@ class Causes:
         decision: Decision,
         snapshot: Snapshot,
         step_taken: bool,
+        usual: Usual = dict,
         together: Callable[[], str] = str,
     ) -> tuple[Finding, ...]:
         """Causes of this step's incidents; `step_taken`: the step has been taken already.
 
-        `together` gives a name under which all ranks may meet over this step, "" where they do not judge it together.
+        `usual` gives the usual norm of each parameter's gradient that is known, by its name. `together` gives a name
+        under which all ranks may meet over this step, "" where they do not judge it together.
         """
         if snapshot.scalars.get("scaler_skip"):
             self._localiser.discard()  # no step was taken: what led to it must not be taken for a part of the next
             return ()
-        found = self._ordered(verdict, decision, snapshot, step_taken, together()) if decision.orders else ()
+        found = (
+            self._ordered(verdict, decision, snapshot, step_taken, usual, together())
+            if decision.orders
+            else ()
+        )
         return (*found, *self._localiser.recorded(None if step_taken else snapshot.step))
 
     def _ordered(
-        self, verdict: Verdict, decision: Decision, snapshot: Snapshot, step_taken: bool, ranks: str
+        self,
+        verdict: Verdict,
+        decision: Decision,
+        snapshot: Snapshot,
+        step_taken: bool,
+        usual: Usual,
+        ranks: str,
     ) -> list[Finding]:
         """The findings for the rules that order a search on this step."""
         graded = torch.is_grad_enabled()
         try:
-            return self._searched(verdict, decision, snapshot, step_taken, ranks)
+            return self._searched(verdict, decision, snapshot, step_taken, usual, ranks)
         finally:
             torch.set_grad_enabled(graded)  # Ctrl-C may come while some `no_grad` is being left
 
     def _searched(
-        self, verdict: Verdict, decision: Decision, snapshot: Snapshot, step_taken: bool, ranks: str
+        self,
+        verdict: Verdict,
+        decision: Decision,
+        snapshot: Snapshot,
+        step_taken: bool,
+        usual: Usual,
+        ranks: str,
     ) -> list[Finding]:
         from gradwatch.localise.replay.cause_among_ranks import RankAgreement  # a healthy run has no causes
 
@@ -171,7 +191,7 @@ class Causes:
         ):
             event = incident_of(verdict, rule)
             if event is not None and rule in self._asked and self._localiser.due(event.incident):
-                ask = _ask(self._asked[rule], event, snapshot)
+                ask = _ask(self._asked[rule], event, snapshot, usual)
                 agreement = RankAgreement(f"{ranks}/{rule}/{snapshot.step}", self._rank) if ranks else None
                 found.append(self._localiser.localise(ask, step_taken, agreement))
         return found
@@ -211,7 +231,14 @@ def _suspicion(event: Event, snapshot: Snapshot) -> Suspicion:
     return SUSPICIONS.get(event.detector, "nonfinite")
 
 
-def _ask(action: Action, event: Event, snapshot: Snapshot) -> Ask:
+def _moved(snapshot: Snapshot, usual: Mapping[str, float]) -> dict[str, float]:
+    """The factor by which the norm of each gradient is off its usual one, by the name of the parameter."""
+    norms = zip(snapshot.sites.names, snapshot.norm, snapshot.calls, strict=True)
+    return {name: float(norm) / usual[name] for name, norm, calls in norms if calls and name in usual}
+
+
+def _ask(action: Action, event: Event, snapshot: Snapshot, usual: Usual) -> Ask:
+    suspicion = _suspicion(event, snapshot)
     return Ask(
         way=action.params["by"],
         record_steps=int(action.params["else_record_steps"]),
@@ -219,5 +246,6 @@ def _ask(action: Action, event: Event, snapshot: Snapshot) -> Ask:
         incident=event.incident,
         step=snapshot.step,
         first_parameter=event.first_cause,
-        suspicion=_suspicion(event, snapshot),
+        suspicion=suspicion,
+        moved={} if suspicion == "nonfinite" else _moved(snapshot, usual()),
     )

@@ -1,0 +1,152 @@
+"""Finite gradients that are too large or too small, against what is usual of each layer's own.
+
+A layer may multiply gradients by fifty and be healthy (a LayerNorm of small numbers does): its gain alone says little.
+What does is how far the gradients of the parameters are off their own usual level, layer by layer on the way from the
+loss: where all of them are alike it came so to the model's outputs, else it began where the first of them is.
+
+The gradient of a bias is the sum of what came to the output of its layer. That of a weight has the layer's inputs in
+it, too: where activations are off, it is, though the gradient that came is as ever. So biases say where it began, and
+where too few layers have one, it is only said how far the layers are off.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from gradwatch.localise.diagnosis.module_gain import Gain, gains, parent
+from gradwatch.records.finding import Finding, Layer, Phase
+
+SHOWN = 64  # rows of a profile in a Finding
+OFF = 2.0
+"""A layer whose gradient is off its usual level by a smaller factor is none that says anything."""
+
+FEWEST = 2
+"""Layers with a bias (or with weights) of which something can be said."""
+
+
+class Off(NamedTuple):
+    """A layer with parameters, and the logarithm of the factor by which their gradient is off its usual level."""
+
+    module: str
+    kind: str
+    log: float
+
+    def __str__(self) -> str:
+        """`×35 in blocks.0.norm1`."""
+        return f"×{math.exp(self.log):.3g} in {self.module}"
+
+
+def with_levels(layers: Sequence[Layer], moved: Mapping[str, float]) -> list[Layer]:
+    """The layers with the factors by which their bias and their other parameters (the furthest) are off.
+
+    `moved` are these factors by the name of a parameter, of those whose usual level is known.
+    """
+    biases: dict[str, float] = {}
+    others: dict[str, float] = {}
+    for name, factor in moved.items():
+        module, _, own = name.rpartition(".")
+        if not factor > 0:
+            continue
+        if own == "bias":
+            biases[module] = factor
+        elif module not in others or abs(math.log(factor)) > abs(math.log(others[module])):
+            others[module] = factor
+    return [
+        replace(
+            layer,
+            moved=biases.get(layer.module, math.nan),
+            weights_moved=others.get(layer.module, math.nan),
+        )
+        for layer in layers
+    ]
+
+
+def suspect(layers: Sequence[Layer], exploding: bool, moved: Mapping[str, float]) -> Finding | None:
+    """The place where finite gradients began to explode or vanish; None where no hook was called.
+
+    By the usual levels of the parameters where these are known (`moved`, factors by name) and any is off; else it is
+    the module, or the gap between two, with the most extreme gain.
+    """
+    layers = with_levels(layers, moved)
+    found = _off_level(layers, exploding) or _of_largest_gain(layers, exploding)
+    return None if found is None else found.amended(profile=tuple(layers[:SHOWN]))
+
+
+def _of_largest_gain(layers: Sequence[Layer], exploding: bool) -> Finding | None:
+    known = gains(layers, exploding)
+    if not known:
+        return None
+    most = (max if exploding else min)(known, key=lambda step: step.factor)
+    note = f"the gradient is multiplied by {most.factor:.3g} here: {most.said}"
+    return Finding(_phase(exploding), "replay", module=most.module, module_type=most.kind, note=note)
+
+
+def _phase(exploding: bool) -> Phase:
+    return "exploding" if exploding else "vanishing"
+
+
+def _off_level(layers: Sequence[Layer], exploding: bool) -> Finding | None:
+    sign = 1.0 if exploding else -1.0
+    rows = _rows((one, one.moved) for one in layers)
+    if len(rows) < FEWEST:
+        return _of_weights(layers, exploding)
+    most = max(sign * row.log for row in rows)
+    if most < math.log(OFF):
+        return None
+    off = [sign * row.log >= most / 2 for row in rows]
+    first = off.index(True)
+    if sum(off) == 1 and first < len(rows) - 1:
+        note = f"against its usual level the gradient is {rows[first]}, and of no other layer is it nearly so far off"
+        module, kind = rows[first].module, rows[first].kind
+        return Finding(_phase(exploding), "replay", module=module, module_type=kind, note=note)
+    if not all(off[first:]):
+        found = f"{sum(off)} of {len(rows)} layers, between which others are not: {rows[first]}"
+        return Finding(
+            _phase(exploding), "replay", note=f"off their usual level are the gradients of {found}"
+        )
+    if first == 0:
+        note = f"against their usual level the gradients of all layers are off, {rows[0]}, {rows[-1]}"
+        return Finding(_phase(exploding), "replay", at_outputs=True, note=note)
+    return _between(layers, rows, first, exploding)
+
+
+def _of_weights(layers: Sequence[Layer], exploding: bool) -> Finding | None:
+    """How far weights are off, and no place: for where biases are not enough."""
+    sign = 1.0 if exploding else -1.0
+    rows = _rows((one, one.weights_moved) for one in layers)
+    most = max(rows, key=lambda row: sign * row.log, default=None)
+    if len(rows) < FEWEST or most is None or sign * most.log < math.log(OFF):
+        return None
+    note = f"against their usual level the gradients of weights are {rows[0]}, {rows[-1]}, and at most {most}"
+    return Finding(_phase(exploding), "replay", note=note)
+
+
+def _between(layers: Sequence[Layer], rows: Sequence[Off], first: int, exploding: bool) -> Finding:
+    """The module behind the layer before `first`: the only one there whose gain explains it, else what contains both."""
+    sign = 1.0 if exploding else -1.0
+    before, here = rows[first - 1], rows[first]
+    names = [layer.module for layer in layers]
+    # Up to the next layer of which a level is known: what branches off beside `before` comes after it in the forward.
+    end = names.index(rows[first - 2].module) if first > 1 else len(layers)
+    within = [layers[k] for k in range(names.index(here.module), max(end, names.index(before.module) + 1))]
+    grown = sign * (here.log - before.log) / 2
+    explain = [gain for gain in gains(within, exploding) if _grows(gain, sign) >= grown]
+    note = f"against their usual level the gradients are {before} and from there on {here}"
+    if len(explain) == 1:
+        (only,) = explain
+        note = f"{note}; it is multiplied by {only.factor:.3g} there: {only.said}"
+        return Finding(_phase(exploding), "replay", module=only.module, module_type=only.kind, note=note)
+    return Finding(_phase(exploding), "replay", module=parent(here.module, before.module), note=note)
+
+
+def _grows(gain: Gain, sign: float) -> float:
+    return sign * (math.log(gain.factor) if gain.factor > 0 else -math.inf)
+
+
+def _rows(layers: Iterable[tuple[Layer, float]]) -> list[Off]:
+    """The layers of which a factor is known, from the loss to the inputs; of those called twice the last call."""
+    known = {one.module: (one, factor) for one, factor in layers if math.isfinite(factor)}
+    return [Off(one.module, one.kind, math.log(factor)) for one, factor in reversed(list(known.values()))]
