@@ -114,7 +114,7 @@ def _off_level(layers: Sequence[Layer], exploding: bool) -> Finding | None:
 
 
 def _of_weights(layers: Sequence[Layer], exploding: bool) -> Finding | None:
-    """How far weights are off, and no place: for where biases are not enough."""
+    """The factors by which weights are off, without a place: for layers of which too few have a bias."""
     sign = 1.0 if exploding else -1.0
     rows = _rows((one, one.weights_moved) for one in layers)
     most = max(rows, key=lambda row: sign * row.log, default=None)
@@ -125,7 +125,7 @@ def _of_weights(layers: Sequence[Layer], exploding: bool) -> Finding | None:
 
 
 def _between(layers: Sequence[Layer], rows: Sequence[Off], first: int, exploding: bool) -> Finding:
-    """The module behind the layer before `first`: the only one there whose gain explains it, else what contains both."""
+    """The module behind the layer before `first`: the only one whose gain explains it, else what contains both."""
     sign = 1.0 if exploding else -1.0
     before, here = rows[first - 1], rows[first]
     names = [layer.module for layer in layers]
