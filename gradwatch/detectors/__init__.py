@@ -23,6 +23,7 @@ from gradwatch.detectors.detector import (
     rule_keys,
 )
 from gradwatch.detectors.drift import Drift
+from gradwatch.detectors.grown import Grown
 from gradwatch.detectors.jump import Jump
 from gradwatch.detectors.learning_rate import LrJump
 from gradwatch.detectors.loss_scale import ScaleCollapse
@@ -49,6 +50,7 @@ __all__ = [
     "Detector",
     "Drift",
     "Drop",
+    "Grown",
     "Jump",
     "LossNonFinite",
     "LossSpike",

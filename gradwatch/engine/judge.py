@@ -22,7 +22,7 @@ from gradwatch.engine.engine_state import EngineState, NewBaselines
 from gradwatch.engine.firing import NEVER, Moved, Track, at_rest, move, unchanged_by
 from gradwatch.engine.reporting.culprit import culprit, may_have_moved
 from gradwatch.engine.reporting.events import Notice, build_event, of_new_baselines
-from gradwatch.engine.reporting.inhibition import inhibitor
+from gradwatch.engine.reporting.inhibition import inhibitor, most
 from gradwatch.engine.rule_plan import NO_BANK, Plan, RulePlan, Yardstick
 from gradwatch.engine.scored import Scored, cleared, scored_by, worst_first
 from gradwatch.engine.snapshot_reader import Reader
@@ -331,7 +331,8 @@ class Step:
     def _moved_most(self, number: int) -> str:
         """The parameter that moved a total most; "" = no single one.
 
-        Where none stands apart by its usual level it is the only one that breaches a rule which this one inhibits.
+        Where none stands apart by its usual level it is the worst of those that breach a rule which this one inhibits,
+        unless that is most of them.
         """
         one = self.plan.rules[number]
         found = culprit(self.plan, self._baselines, one, self.snapshot)
@@ -339,10 +340,11 @@ class Step:
             return found
         for other, inhibitors in zip(self.plan.rules, self.plan.inhibitors, strict=True):
             if number in inhibitors and other.series.scope == "param" and other.series.column == "norm":
-                breach = self._scored(other, idle=True).breach
-                if np.count_nonzero(breach) == 1:
-                    name = other.series.names[int(np.argmax(breach))]
-                    return name if may_have_moved(self.snapshot, name) else ""
+                scored = self._scored(other, idle=True)
+                if scored.breach.any() and not most(scored.breach):
+                    worst = worst_first(other.detector, scored, other.series.depths, scored.breach)
+                    names = (other.series.names[k] for k in worst)
+                    return next((name for name in names if may_have_moved(self.snapshot, name)), "")
         return ""
 
     def finish(self, baselines: tuple[State, ...], lr: float | None) -> tuple[Verdict, EngineState]:

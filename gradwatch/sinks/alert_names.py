@@ -33,6 +33,7 @@ _BY_KIND = {
     "stale": "GradwatchDeadParameters",
     "never": "GradwatchDeadParameters",
     "stuck": "GradwatchDeadParameters",
+    "grown": "GradwatchExplodingGradients",
     "same_batch": "GradwatchSameBatch",
     "rank_outlier": "GradwatchRanksDiverge",
     "rank_mismatch": "GradwatchRanksDiverge",

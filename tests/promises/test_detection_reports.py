@@ -111,6 +111,38 @@ def test_the_fault_is_told(
     assert fired(loss_of, after, once)[rule][0] == step
 
 
+def noisy(model: nn.Sequential) -> None:
+    """Noise as large as some gradients, and much larger than others."""
+    for param in model.parameters():
+        assert param.grad is not None
+        param.grad.add_(torch.randn_like(param.grad) * 0.5)
+
+
+def decayed(model: nn.Sequential) -> None:
+    """Weight decay that the script makes itself."""
+    for param in model.parameters():
+        assert param.grad is not None
+        param.grad.add_(param.detach(), alpha=1.0)
+
+
+@pytest.mark.parametrize("added", [noisy, decayed])
+def test_what_the_script_adds_to_each_gradient_is_no_fault(added: Callable[[nn.Sequential], None]) -> None:
+    """Each parameter has a factor of its own then, and some a large one."""
+    assert "grown-before-step" not in fired(as_it_is, added)
+
+
+def one_grown(model: nn.Sequential) -> None:
+    """One gradient multiplied, the others left."""
+    grad = next(model.parameters()).grad
+    assert grad is not None
+    grad.mul_(10)
+
+
+def test_a_gradient_that_has_grown_alone_is_named() -> None:
+    """Where the others are as backward left them."""
+    assert fired(as_it_is, one_grown)["grown-before-step"] == (ON, "0.weight")
+
+
 def test_a_gradient_that_was_zeroed_is_named() -> None:
     """The one parameter, and no other."""
     assert fired(as_it_is, one_zeroed)["zeroed-before-step"][1] == "2.weight"

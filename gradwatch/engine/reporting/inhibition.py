@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import get_args
 
+import numpy as np
+
 from gradwatch.engine.firing import Track
 from gradwatch.engine.rule_plan import Plan, RulePlan
 from gradwatch.records.event import Severity
@@ -22,8 +24,8 @@ def inhibitor(
     """The incident that the beginning of a rule, of the series `involved`, is part of; "" = it is one of its own.
 
     That of the first of its `inhibited_by` that fires, is as grave, and is about the same: both about the whole, or
-    with a parameter in common. A rule that acts reports for itself what it has done. `moved_most` gives the parameter
-    that moved the total a rule is about, by its number; "" where several did.
+    with a parameter in common, or the whole and most of the parameters. A rule that acts reports for itself what it
+    has done. `moved_most` gives the parameter that moved the total a rule is about, by its number; "" where most did.
     """
     one = plan.rules[number]
     if one.rule.do:
@@ -37,12 +39,17 @@ def inhibitor(
         # One of them is about the whole: then what moved that is asked for.
         if not (own and others) and (own or others):
             moved = moved_most(other_number if own else number)
-            of_one_cause = moved in (own or others) if moved else len(own or others) > 1
+            of_one_cause = moved in (own or others) if moved else most(involved if own else track.firing)
         else:
             of_one_cause = own == others or not own.isdisjoint(others)
         if of_one_cause:
             return track.incident
     return ""
+
+
+def most(involved: BoolArray) -> bool:
+    """True if more than three of four series are involved, of more than two: then no single one is at fault."""
+    return len(involved) > 2 and 4 * int(np.count_nonzero(involved)) > 3 * len(involved)
 
 
 def _gravity(one: RulePlan) -> int:
