@@ -106,6 +106,7 @@ class EngineState:
             in_turn=in_turn,
             overdue=overdue,
             unjudged=self.unjudged,
+            begun_anew=self.begun_anew,
         )
 
     def to_dict(self) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import pytest
 from gradwatch.detectors import (
     Above,
     Below,
+    Dead,
     DepthRatio,
     Drift,
     LossNonFinite,
@@ -601,6 +602,7 @@ def test_new_baselines_are_told_with_the_next_step_that_is_judged() -> None:
         rule("s", Spike(warmup=5)),
         rule("t", Spike(of="total_norm", warmup=5)),
         rule("big", Above(threshold=50)),
+        rule("turns", Dead(min_ndim=0), every=3),
     ]
     bound_rules = OptimizerRules(bound(rules))
     for step in range(20):

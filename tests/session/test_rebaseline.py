@@ -160,7 +160,9 @@ class Frozen(nn.Module):
         torch.manual_seed(0)
         self.backbone, self.head = nn.Linear(4, 4), nn.Linear(4, 1, bias=False)
         nn.init.constant_(self.head.weight, 1.0)
-        for parameter in self.backbone.parameters():  # the head's gradients are as small as what comes out of it
+        for (
+            parameter
+        ) in self.backbone.parameters():  # the head's gradients are as small as what comes out of it
             nn.init.constant_(parameter, 0.005)
         self.backbone.requires_grad_(False)
 
