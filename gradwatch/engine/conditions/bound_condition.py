@@ -55,10 +55,13 @@ class BoundCondition:
 
     def unsettled(self, tracks: Sequence[Track], active: AbstractSet[int], step: int) -> bool:
         """True if what it judges may be another at the next step, though no rule begins to fire that is not active."""
+        return any(number in active for number in self.named.values()) or self.window_open(tracks, step)
+
+    def window_open(self, tracks: Sequence[Track], step: int) -> bool:
+        """True if it is by its window that a rule holds; where not, nor is it so later while no rule changes."""
         windows = ((self.named.get(rule), within) for rule, within in self.condition.windows())
         return any(
-            number is not None and (number in active or was_firing(tracks[number], step, within))
-            for number, within in windows
+            number is not None and was_firing(tracks[number], step, within) for number, within in windows
         )
 
 

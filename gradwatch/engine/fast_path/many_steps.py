@@ -143,7 +143,10 @@ class FastBlock:
         plan, active = state.plan, state.active
         if not plan.conditions or active is None:
             return len(self._snapshots)
-        for t, snapshot in enumerate(self._snapshots):
+        first = self._snapshots[0].step
+        open_ = any(one.window_open(state.tracks, first) for one in plan.conditions)
+        # Else what the first step says of them all others do.
+        for t, snapshot in enumerate(self._snapshots if open_ else self._snapshots[:1]):
             values = values_of(plan.conditions, state.tracks, state.unjudged, snapshot.step)
             for one in plan.conditions:
                 track, holds = state.tracks[one.number], values[one.number]
