@@ -38,7 +38,7 @@ from gradwatch.detectors.recent_extremes import AboveRecentMax, Factor, Window
 from gradwatch.detectors.thresholds import Finite, Positive
 from gradwatch.records.snapshot import BoolArray, FloatArray
 
-LEAST_OF_WINDOW = 30
+LEAST_OF_WINDOW = 50
 """Samples that a window must hold before a factor over its largest means something."""
 _SIGMA, _FLOOR = np.float32(SIGMA_PER_MEAN_DEVIATION), np.float32(FLOOR)
 _SIGMA_FLOAT, _FLOOR_FLOAT = float(_SIGMA), float(_FLOOR)
@@ -222,7 +222,7 @@ class Spike(_Level):
     value only positive ones are judged (else `loss_spike`).
 
     A z is blind where a series scatters widely. With `factor` a value breaches as well that is more than so many times
-    the largest of the last `window` samples (as `above_recent_max` says, judged from the 30th on); an Event says by
+    the largest of the last `window` samples (as `above_recent_max` says, judged from the 50th on); an Event says by
     which of the two.
     """
 

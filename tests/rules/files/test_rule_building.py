@@ -466,7 +466,7 @@ def test_default_pack_has_the_documented_thresholds() -> None:
     """The thresholds that were measured are those that are shipped."""
     rules = {rule.id: rule for rule in load_rules("default").rules}
     assert (rules["exploded"].detect.threshold, rules["exploded"].for_) == (1e3, 3)
-    assert [rules[f"total-norm-spike{end}"].detect.above for end in ("", "-severe")] == [6, 10]
+    assert [rules[f"total-norm-spike{end}"].detect.above for end in ("", "-severe")] == [7, 10]
     assert (rules["norm-spike"].detect.above, rules["norm-spike"].detect.clear_below) == (10, 3)
     factors = [rules[name].detect.factor for name in ("norm-spike", "total-norm-spike", "loss-spike")]
     assert factors == [3.5, 2.5, 4]
