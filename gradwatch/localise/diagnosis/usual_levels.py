@@ -23,6 +23,12 @@ SHOWN = 64  # rows of a profile in a Finding
 OFF = 2.0
 """A layer whose gradient is off its usual level by a smaller factor is none that says anything."""
 
+ALIKE = 10.0
+"""A layer further off than the one next to the outputs by a larger factor is not off as that one is."""
+
+NO_EVERYDAY_GAIN = 1e3
+"""A gain that shows where it began by itself, usual levels unknown: below it a healthy layer may have it."""
+
 FEWEST = 2
 """Layers with a bias (or with weights) of which something can be said."""
 
@@ -80,8 +86,15 @@ def _of_largest_gain(layers: Sequence[Layer], exploding: bool) -> Finding | None
     if not known:
         return None
     most = (max if exploding else min)(known, key=lambda step: step.factor)
-    note = f"the gradient is multiplied by {most.factor:.3g} here: {most.said}"
-    return Finding(_phase(exploding), "replay", module=most.module, module_type=most.kind, note=note)
+    if _grows(most, 1.0 if exploding else -1.0) >= math.log(NO_EVERYDAY_GAIN):
+        note = f"the gradient is multiplied by {most.factor:.3g} here: {most.said}"
+        return Finding(_phase(exploding), "replay", module=most.module, module_type=most.kind, note=note)
+    place = f" in {most.module}" if most.module else ""
+    note = (
+        "no usual levels tell where; the gradient is multiplied most by "
+        f"{most.factor:.3g}{place}, which may be usual: {most.said}"
+    )
+    return Finding(_phase(exploding), "replay", note=note)
 
 
 def _phase(exploding: bool) -> Phase:
@@ -108,9 +121,29 @@ def _off_level(layers: Sequence[Layer], exploding: bool) -> Finding | None:
             _phase(exploding), "replay", note=f"off their usual level are the gradients of {found}"
         )
     if first == 0:
-        note = f"against their usual level the gradients of all layers are off, {rows[0]}, {rows[-1]}"
-        return Finding(_phase(exploding), "replay", at_outputs=True, note=note)
+        return _of_all(layers, rows, exploding)
     return _between(layers, rows, first, exploding)
+
+
+def _of_all(layers: Sequence[Layer], rows: Sequence[Off], exploding: bool) -> Finding:
+    """The outputs, unless a layer is far further off than the first, or what is behind the first may explain it."""
+    sign = 1.0 if exploding else -1.0
+    note = f"against their usual level the gradients of all layers are off, {rows[0]}, {rows[-1]}"
+    furthest = max(rows, key=lambda row: sign * row.log)
+    if sign * (furthest.log - rows[0].log) > math.log(ALIKE):
+        return Finding(_phase(exploding), "replay", note=f"{note}, and at most {furthest}")
+    # The first layer of which a level is known need not be the last: a head may have no bias, or be frozen.
+    last = max(number for number, layer in enumerate(layers) if layer.module == rows[0].module)
+    own = replace(layers[last], at_input=math.nan)  # what it gives its input is not behind it
+    explain = [
+        gain
+        for gain in gains([own, *layers[last + 1 :]], exploding)
+        if _grows(gain, sign) >= sign * rows[0].log / 2
+    ]
+    if explain:
+        most = max(explain, key=lambda gain: _grows(gain, sign))
+        note = f"{note}; between these and the outputs it is multiplied by {most.factor:.3g}: {most.said}"
+    return Finding(_phase(exploding), "replay", at_outputs=not explain, note=note)
 
 
 def _of_weights(layers: Sequence[Layer], exploding: bool) -> Finding | None:

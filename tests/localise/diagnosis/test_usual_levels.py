@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -84,6 +84,39 @@ def test_weights_alone_do_not_say_where() -> None:
     assert (found.module, found.at_outputs) == ("", False)
     assert "×50" in found.note
     assert suggested(found) == "several-layers"
+
+
+@pytest.mark.parametrize("exploding", [True, False])
+def test_a_head_without_a_level_may_be_the_place(exploding: bool) -> None:
+    """The loss side is told only where nothing between the known layers and the outputs explains it."""
+    for behind, at_outputs in ((48.0, False), (1.1, True)):
+        at_output = behind if exploding else 1 / behind
+        layers, moved = layers_of([50, 50] if exploding else [0.02, 0.02])
+        layers = [layers[0], replace(layers[1], at_output=at_output), Layer("head", "Linear", 1.0, 1.0)]
+        found = suspect(layers, exploding, moved)
+        assert found is not None
+        assert (found.module, found.at_outputs) == ("", at_outputs)
+
+
+def test_layers_that_are_not_off_alike_are_not_blamed_on_the_loss() -> None:
+    """Activations times fifty make the loss large, and the gradient grow once more on its way."""
+    for factors in ([4000, 80], [80, 4000, 80]):
+        layers, moved = layers_of(factors)
+        for exploding in (True, False):
+            known = moved if exploding else {name: 1 / factor for name, factor in moved.items()}
+            found = suspect(layers, exploding, known)
+            assert found is not None
+            assert (found.module, found.at_outputs) == ("", False)
+
+
+def test_an_everyday_gain_is_no_place_where_no_usual_level_is_known() -> None:
+    """A LayerNorm that multiplies by two, or by fifty, does so in a step whose loss is too large as in any other."""
+    for gain, module in ((2.0, ""), (50.0, ""), (1e5, "norm")):
+        layers = [Layer("norm", "LayerNorm", 1.0, gain), Layer("head", "Linear", 1.0, 1.0)]
+        found = suspect(layers, True, {})
+        assert found is not None
+        assert (found.module, found.at_outputs) == (module, False)
+        assert f"{gain:.3g}" in found.note
 
 
 def suggested(finding: Finding) -> str:
