@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from textwrap import shorten
 
@@ -108,7 +109,10 @@ def _parts(account: Account, folder: str) -> Iterator[str]:
     if account.actions:
         yield f"done: {_counted(account.actions)}"
     if account.rebaselined:
-        yield f"baselines begun anew: {_counted(account.rebaselined)}"
+        shown = Counter[str]()
+        for reason, count in account.rebaselined.items():
+            shown[shorten(reason, LONGEST_REASON)] += count
+        yield f"baselines begun anew: {_counted(shown)}"
     if watched:
         without_data = never_evaluated(account)
         if without_data:

@@ -21,8 +21,8 @@ BEGAN = {
     "unknown": "not known",
 }
 AT_OUTPUTS = {
-    "exploding": "the loss side: gradients that are too large already at the model's outputs",
-    "vanishing": "the loss side: gradients that are too small already at the model's outputs",
+    "exploding": "the loss side: gradients that are too large already where they reach the model's last layer",
+    "vanishing": "the loss side: gradients that are too small already where they reach the model's last layer",
 }
 WAYS = {
     "replay": "the step was run again",

@@ -96,7 +96,7 @@ SUGGESTIONS: tuple[Suggestion, ...] = (
     ),
     Suggestion(
         "exploding-outputs",
-        "All layers are off alike: what made the gradient large is the loss or what it was given, not a layer.",
+        "All layers are off alike: the loss, what it was given, or what follows the last layer made the gradient large.",
         "Look at this batch (labels, weights, its scale), at how the loss is reduced, and at the loss scale; or clip: "
         "`clip: {total: …}`.",
         phases=("exploding",),
@@ -104,7 +104,7 @@ SUGGESTIONS: tuple[Suggestion, ...] = (
     ),
     Suggestion(
         "vanishing-outputs",
-        "All layers are off alike: what made the gradient small is the loss or what it was given, not a layer.",
+        "All layers are off alike: the loss, what it was given, or what follows the last layer made the gradient small.",
         "Look at this batch (masks, weights of its samples), at a coefficient of the loss, and whether the loss is 0.",
         phases=("vanishing",),
         at_outputs=True,

@@ -35,6 +35,8 @@ FORMATS: tuple[LogFormat, ...] = get_args(LogFormat)
 
 QUIET_SECONDS = 60.0
 """After a line about a rule, the next one about the same rule comes no sooner than this."""
+MOST_BEGUN_ANEW = 5
+"""Lines a minute on baselines of one optimizer that begin anew: a loop may change its parameters at every step."""
 
 LONGEST_TEXT = 2000
 """Characters of a summary or description; a 100 kB parameter name may be part of it."""
@@ -108,6 +110,7 @@ class LogSink:
         self._said: dict[str, _Said] = {}
         # When a rule's cause was last logged, and how exact it was.
         self._caused: dict[str, tuple[float, int]] = {}
+        self._begun_anew: dict[int, tuple[float, int]] = {}  # by optimizer: since when, and how many lines
         self._next_due = math.inf
         self._muted = False
 
@@ -129,7 +132,7 @@ class LogSink:
         now = self._clock()
         for event in record.verdict.events:
             if event.kind == "rebaselined":
-                self._rebaselined(event)
+                self._rebaselined(event, now)
             if event.kind in _LOGGED and not event.inhibited:
                 self._transition(event, _done_about(event, record), now)
         for finding in record.findings:
@@ -180,8 +183,17 @@ class LogSink:
         self._said[event.rule] = _Said(now)
         self._log(event, done, suppressed)
 
-    def _rebaselined(self, event: Event) -> None:
-        """Baselines began anew: rare, on purpose or by a change of the training, and never kept back."""
+    def _rebaselined(self, event: Event, now: float) -> None:
+        """Baselines began anew, on purpose or by a change of the training: some lines a minute of each optimizer."""
+        since, said = self._begun_anew.get(event.optimizer, (now, 0))
+        if now >= since + QUIET_SECONDS:
+            since, said = now, 0
+        self._begun_anew[event.optimizer] = since, said + 1
+        if said >= MOST_BEGUN_ANEW:
+            return
+        kept_back = (
+            {"note": "more of this minute stand in the journal"} if said + 1 == MOST_BEGUN_ANEW else {}
+        )
         optimizer = {"optimizer": event.optimizer} if event.optimizer else {}
         self._logger.info(
             "gradwatch rebaselined",
@@ -190,6 +202,7 @@ class LogSink:
             **optimizer,
             params=event.count,
             rules=event.description,
+            **kept_back,
         )
 
     def _cause(self, finding: Finding, now: float) -> None:

@@ -375,3 +375,17 @@ def test_what_another_rule_reports_is_no_second_line() -> None:
         dataclasses.replace(make_event("resolved", "each"), inhibited=True),
     )
     assert [json.loads(line)["rule"] for line in log.lines] == ["total"]
+
+
+def test_a_loop_whose_baselines_begin_anew_at_every_step_is_no_flood() -> None:
+    """Five lines a minute of each optimizer, the last of which says where the others are."""
+    log = Log()
+    for step in range(20):
+        for optimizer in (0, 1):
+            log.write(make_event("rebaselined", step=step, optimizer=optimizer, summary=f"for reason {step}"))
+    first = [entry for entry in log.entries if "optimizer" not in entry]
+    assert [entry["step"] for entry in first] == [0, 1, 2, 3, 4]
+    assert ["note" in entry for entry in first] == [False] * 4 + [True]
+    assert len(log.entries) == 10
+    log.write(make_event("rebaselined", step=20, summary="later"), after=60.0)
+    assert log.entries[-1]["reason"] == "later"

@@ -183,7 +183,7 @@ def test_a_loss_that_is_too_large_is_not_blamed_on_a_layer() -> None:
     assert found.module == ""
     assert suggested(found) == "exploding-outputs"
     assert max(found.profile, key=lambda layer: layer.gain if math.isfinite(layer.gain) else 0).module == "1"
-    assert "too large already at the model's outputs" in sentence(found)
+    assert "too large already where they reach the model's last layer" in sentence(found)
     assert any("÷ usual" in line for line in page(found))
     assert Finding.from_dict(found.to_dict()).to_dict() == found.to_dict()
 
