@@ -96,7 +96,7 @@ SUGGESTIONS: tuple[Suggestion, ...] = (
     ),
     Suggestion(
         "exploding-outputs",
-        "All layers are off alike: the loss, what it was given, or what follows the last layer made the gradient large.",
+        "All layers are off alike: the loss, what it got, or what follows the last layer made the gradient large.",
         "Look at this batch (labels, weights, its scale), at how the loss is reduced, and at the loss scale; or clip: "
         "`clip: {total: …}`.",
         phases=("exploding",),
@@ -104,7 +104,7 @@ SUGGESTIONS: tuple[Suggestion, ...] = (
     ),
     Suggestion(
         "vanishing-outputs",
-        "All layers are off alike: the loss, what it was given, or what follows the last layer made the gradient small.",
+        "All layers are off alike: the loss, what it got, or what follows the last layer made the gradient small.",
         "Look at this batch (masks, weights of its samples), at a coefficient of the loss, and whether the loss is 0.",
         phases=("vanishing",),
         at_outputs=True,
@@ -359,6 +359,13 @@ SUGGESTIONS: tuple[Suggestion, ...] = (
         "Look for the layer whose activations grow (a missing normalisation, a learning rate too high).",
         ops=PRODUCTS,
         beyond=1e10,
+    ),
+    Suggestion(
+        "nan-number",
+        "Finite tensors, and a NaN of them: the plain number beside them is NaN, in the code or computed before.",
+        "Look where that number comes from: a mean of nothing, a schedule, a statistic that was never set.",
+        ops=("mul", "add", "sub"),
+        nan=True,
     ),
     Suggestion(
         "large-numbers",

@@ -61,6 +61,7 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], ...]] = {
     "infinity-minus-infinity": (lambda x: (x + torch.tensor(INF)) - torch.tensor(INF),),
     "norm-layer": (lambda x: functional.layer_norm((x + 1) * 1e30, (3,)),),
     "matrix-product-overflow": (lambda x: (x.abs() + 1e25) @ (x.abs() + 1e25).T,),
+    "nan-number": (lambda x: x * float("nan"), lambda x: x + float("nan")),
     "large-numbers": (lambda x: x * 1e30 * 1e30, lambda x: (x.abs() * 1e38 + 3e38).sum()),
     "general": (lambda x: torch.tan(x * 0 + 1e38) * 0 + torch.nn.functional.softplus(x, beta=0.0),),
 }
