@@ -24,9 +24,9 @@ class GradwatchCallback(TrainerCallback):
     """Watches every `train()`: `Trainer(..., callbacks=[GradwatchCallback(rules="default")])`.
 
     Options are those of `gradwatch.watch`. `norm` is read before the Trainer clips, over all accumulated
-    batches. The rules see the loss as often as the Trainer logs it (`logging_steps`), averaged as it is there;
-    `logging_nan_inf_filter=False` lets them see a NaN. The state is a file in each checkpoint folder, and
-    resuming from a checkpoint under `output_dir` continues it; so does a second `train()` of the same model.
+    batches. The rules see the loss of every step, which its backwards began with: what the Trainer logs at
+    `logging_steps=1`, NaN included. The state is a file in each checkpoint folder, and resuming from a checkpoint
+    under `output_dir` continues it; so does a second `train()` of the same model.
 
     The Trainer tells callbacks nothing of an exception: a watch then ends with its model, at the next
     `train()`, or with the process. Raises at the start of training what `gradwatch.watch` raises.
@@ -48,10 +48,6 @@ class GradwatchCallback(TrainerCallback):
             for folder in (given, self._folder(args, state)):
                 if isinstance(folder, (str, Path)) and checkpoint_file.load(gw, folder):
                     break
-
-    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-        """The loss, averaged since the last log."""
-        self._session.observe((logs or {}).get("loss"))
 
     def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """The checkpoint folder has just been written."""

@@ -53,6 +53,23 @@ def test_transformers_resumes_from_its_checkpoint() -> None:
     assert but_weights(second.gw.state_dict()) == but_weights(whole.gw.state_dict())
 
 
+def test_transformers_loss_is_that_of_its_step() -> None:
+    """Of every step, as the Trainer logs it after that one: neither averaged over others nor a step late."""
+    from transformers import TrainerCallback
+
+    sink, logged = Kept(), []
+
+    class Note(TrainerCallback):  # type: ignore[misc]
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+            logged.extend([logs["loss"]] if "loss" in logs else [])
+
+    callback = integration("transformers").GradwatchCallback(sinks=[sink], strict=True)
+    framework_jobs.transformers([callback, Note()])
+    losses = [record.snapshot.scalars["loss"] for record in sink.records]
+    assert len(losses) == STEPS
+    assert losses == pytest.approx(logged, rel=1e-5)
+
+
 def test_transformers_resumes_a_checkpoint_that_has_no_state_of_ours() -> None:
     """A checkpoint made before the callback was added to the job: everything starts afresh, nothing fails."""
     framework_jobs.transformers([], save_strategy="epoch", num_train_epochs=1)
