@@ -69,11 +69,6 @@ class Session:
             self.gw.close()
         self._open = False
 
-    def observe(self, loss: Any, times: int = 1) -> None:
-        """Tell the rules the loss, if it is one number; `times` undoes a framework's division."""
-        if self.gw is not None:
-            observe_number(self.gw, loss, times)
-
     def about_to_clip(self) -> None:
         """Have the gradients read before the framework clips them."""
         if self.gw is not None:
@@ -100,12 +95,12 @@ class Session:
             resume(self.gw, state)
 
 
-def observe_number(gw: Watch, loss: Any, times: int = 1) -> None:
-    """`gw.observe(loss=loss * times)` where it is one number, a tensor of one element included."""
+def observe_number(gw: Watch, loss: Any) -> None:
+    """`gw.observe(loss=loss)` where it is one number, a tensor of one element included."""
     if isinstance(loss, torch.Tensor) and loss.numel() == 1:
-        gw.observe(loss=loss.detach() * times)
+        gw.observe(loss=loss.detach())
     elif isinstance(loss, (int, float)):
-        gw.observe(loss=loss * times)
+        gw.observe(loss=loss)
 
 
 def resume(gw: Watch, state: Mapping[str, Any]) -> None:

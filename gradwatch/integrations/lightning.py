@@ -20,10 +20,9 @@ class GradwatchCallback(LightningHooks, Callback):
     """Watches every fit: `Trainer(callbacks=[GradwatchCallback(rules="default")])`.
 
     Options are those of `gradwatch.watch`. `norm` is read before Lightning clips, over all accumulated batches;
-    the rules see the last batch's loss at the next step. The state travels in the trainer's checkpoints, and a
-    second fit of the same model continues it. With manual optimization the loss is not observed (there may be
-    several; use `callback.gw.observe`). A rule that says stop ends the fit with `TrainingStopped`. Sinks given as
-    objects serve one fit; those of the rule file are made anew for each.
+    the rules see the loss of every step, which its backwards began with. The state travels in the trainer's
+    checkpoints, and a second fit of the same model continues it. A rule that says stop ends the fit with
+    `TrainingStopped`. Sinks given as objects serve one fit; those of the rule file are made anew for each.
 
     Raises at the start of a fit what `gradwatch.watch` raises.
     """

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from torch.optim import Optimizer
@@ -31,13 +30,6 @@ class LightningHooks:
         """After unscaling, before clipping; with manual optimization the module has clipped already."""
         if pl_module.automatic_optimization:
             self._session.about_to_clip()
-
-    def on_train_batch_end(
-        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
-    ) -> None:
-        """The loss of a batch, which Lightning has divided by `accumulate_grad_batches`."""
-        if pl_module.automatic_optimization and isinstance(outputs, Mapping):
-            self._session.observe(outputs.get("loss"), times=trainer.accumulate_grad_batches)
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         """The fit failed or was interrupted."""

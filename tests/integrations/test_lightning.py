@@ -117,8 +117,8 @@ def test_lightning_manual_optimization_with_two_optimizers() -> None:
         assert [snapshot.scalars["loss"] for snapshot in snapshots] == pytest.approx(losses[index])
 
 
-def test_lightning_observes_the_loss_of_a_batch() -> None:
-    """The rules see the batch's own loss, not the one divided for accumulation."""
+def test_lightning_loss_is_that_of_its_step() -> None:
+    """What its backwards began with, which Lightning has divided for accumulation; not a step late."""
     losses = []
 
     class Noting(Plain):
@@ -129,9 +129,8 @@ def test_lightning_observes_the_loss_of_a_batch() -> None:
 
     sink = Kept()
     trainer(LightningCallback(sinks=[sink], strict=True)).fit(Noting(), loader())
-    seen = [record.snapshot.scalars["loss"] for record in sink.records[1:]]
-    # Lightning tells callbacks at the end of a batch: a step's rules see the batch before its last one.
-    assert seen == pytest.approx([losses[2], losses[4], losses[6], losses[7]])
+    seen = [record.snapshot.scalars["loss"] for record in sink.records]
+    assert seen == pytest.approx([sum(losses[k : k + 2]) / 2 for k in range(0, 9, 2)])
 
 
 def test_lightning_fit_that_raises_is_left_unhooked() -> None:
