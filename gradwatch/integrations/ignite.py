@@ -22,30 +22,27 @@ with requires("ignite", "ignite"):
     from ignite.engine import Engine, Events
 
 
-def the_output(output: Any) -> Any:
-    """The loss where it is all an engine's step returns, as with `create_supervised_trainer`."""
-    return output
-
-
 def watch(
     engine: Engine,
     model: nn.Module | Iterable[nn.Module],
     optimizer: Optimizer | Iterable[Optimizer] | None = None,
     *,
-    loss: Callable[[Any], Any] = the_output,
+    loss: Callable[[Any], Any] | None = None,
     **options: Unpack[Options],
 ) -> Watch:
-    """Watch the model that an engine trains, and observe its loss after every iteration.
+    """Watch the model that an engine trains.
 
         with gradwatch.integrations.ignite.watch(trainer, model, optimizer) as gw:
             trainer.run(loader, max_epochs=3)
 
-    As `gradwatch.watch`, with the same options and errors. `loss` takes `engine.state.output` to the loss; what
-    is not one number is passed over. To keep the state in Ignite's checkpoints, save the watch like anything
-    else: `Checkpoint({"model": model, "optimizer": optimizer, "gradwatch": gw}, ...)`.
+    As `gradwatch.watch`, with the same options and errors. The loss of a step is what its backwards began with.
+    `loss` takes `engine.state.output` to another number that rules are to take for it: known when an iteration has
+    ended, they see it with the next step; what is not one number is passed over. To keep the state in Ignite's
+    checkpoints, save the watch like anything else:
+    `Checkpoint({"model": model, "optimizer": optimizer, "gradwatch": gw}, ...)`.
     """
     gw = gradwatch.session.attach.watch(model, optimizer, **options)
-    if not session_of(gw).models():  # GRADWATCH=0
+    if loss is None or not session_of(gw).models():  # GRADWATCH=0
         return gw
 
     def observe(engine: Engine) -> None:
