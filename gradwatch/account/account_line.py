@@ -43,7 +43,7 @@ def fields(account: Account) -> Iterator[tuple[str, object]]:
         "coverage": seen.coverage,
         "fired": _counted(account.fired),
         "done": _counted(account.actions),
-        "rebaselined": _counted(account.rebaselined),
+        "rebaselined": _begun_anew(account),
         "no_data": _without_data(without_data, account.rules) if without_data else "",
         "not_armed": _unarmed(account),
         "own_cost": "" if share is None else f"{share:.1%}",
@@ -109,10 +109,7 @@ def _parts(account: Account, folder: str) -> Iterator[str]:
     if account.actions:
         yield f"done: {_counted(account.actions)}"
     if account.rebaselined:
-        shown = Counter[str]()
-        for reason, count in account.rebaselined.items():
-            shown[shorten(reason, LONGEST_REASON)] += count
-        yield f"baselines begun anew: {_counted(shown)}"
+        yield f"baselines begun anew: {_begun_anew(account)}"
     if watched:
         without_data = never_evaluated(account)
         if without_data:
@@ -160,6 +157,13 @@ def _counted(counts: Mapping[str, int]) -> str:
     named = [f"{name} ×{count:,}" for name, count in ordered[:MOST_NAMED]]
     more = len(ordered) - len(named)
     return ", ".join(named) + (f" and {more} more" if more else "")
+
+
+def _begun_anew(account: Account) -> str:
+    shown = Counter[str]()
+    for reason, count in account.rebaselined.items():
+        shown[shorten(reason, LONGEST_REASON)] += count
+    return _counted(shown)
 
 
 def _reasons(without_data: Mapping[str, str]) -> str:

@@ -12,6 +12,9 @@ from gradwatch.records.columns import OBSERVED_ONLY
 from gradwatch.records.record import Record
 from gradwatch.runtime.own_time import OwnTime
 
+MOST_REASONS = 64
+"""Reasons for which baselines began anew that are counted apart; a script may give one of its own each time."""
+OTHER_REASONS = "other reasons"
 ATTACHING = 2
 """Records after which what attaching took has been counted: rules are bound as the first is judged."""
 
@@ -35,6 +38,12 @@ class SessionCounts:
         self.without_data = RulesWithoutData()
         self.never_judged = NeverJudged()
         self.without_histogram = 0  # steps whose loss scale is no power of two
+
+    def begun_anew(self, reason: str) -> None:
+        """Count that baselines began anew."""
+        known = reason in self.rebaselined or len(self.rebaselined) < MOST_REASONS
+        reason = reason if known else OTHER_REASONS
+        self.rebaselined[reason] = self.rebaselined.get(reason, 0) + 1
 
     def observe(self, record: Record, in_turn: Mapping[str, Any]) -> None:
         """Add one published Record; `in_turn` are the staggered series in turn at its step."""

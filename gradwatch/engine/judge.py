@@ -22,7 +22,7 @@ from gradwatch.engine.engine_state import EngineState, NewBaselines
 from gradwatch.engine.firing import NEVER, Moved, Track, at_rest, move, unchanged_by
 from gradwatch.engine.reporting.culprit import culprit, may_have_moved
 from gradwatch.engine.reporting.events import Notice, build_event, of_new_baselines
-from gradwatch.engine.reporting.inhibition import inhibitor, most
+from gradwatch.engine.reporting.inhibition import inhibitor, most, released
 from gradwatch.engine.rule_plan import NO_BANK, Plan, RulePlan, Yardstick
 from gradwatch.engine.scored import Scored, cleared, scored_by, worst_first
 from gradwatch.engine.snapshot_reader import Reader
@@ -287,6 +287,8 @@ class Step:
             incident = inhibited or (was.incident if reopened else f"{own}{step}")
             track = track._replace(incident=incident)
             self._emit(number, scored, acted, "firing", incident, involved, not (reopened or inhibited))
+        elif firing and released(self.plan, number, track, self.tracks):
+            track = self._on_its_own(number, track, scored, acted)
         elif was_firing and not firing:
             track = track._replace(resolved_at=step)
             self._emit(number, scored, 0, "resolved", track.incident, moved.resolved, True)
@@ -298,6 +300,22 @@ class Step:
         if acted and set(climbed(one, track, step)) - set(climbed(one, was, max(was.acted, default=NEVER))):
             self._emit(number, scored, acted, "escalated", track.incident, scored.breach, True)
         return track if firing or track.streak.any() else at_rest(track)
+
+    def _on_its_own(self, number: int, track: Track, scored: Scored, acted: int) -> Track:
+        """A rule goes on firing, and the one that reported it does not: another one reports it, or it does so itself.
+
+        Not where it only has not cleared yet: what was one fact is over.
+        """
+        involved = scored.breach & track.firing
+        if not involved.any():
+            return track
+        inhibited = inhibitor(self.plan, number, self.tracks, involved, self._moved_most)
+        incident = (
+            inhibited or f"{self.plan.rules[number].rule.id}-{self.snapshot.optimizer}-{self.snapshot.step}"
+        )
+        if not inhibited:
+            self._emit(number, scored, acted, "firing", incident, involved, True)
+        return track._replace(incident=incident)
 
     def _emit(
         self,

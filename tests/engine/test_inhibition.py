@@ -89,3 +89,35 @@ def test_a_chain_is_judged_from_its_end() -> None:
     found = events_of(rules, SPIKE)
     assert [found[name].incident for name in "abc"] == ["c-0-60"] * 3
     assert [found[name].notify for name in "abc"] == [False, False, True]
+
+
+@pytest.mark.parametrize("every", [1, 3])
+def test_what_fires_on_after_the_other_has_resolved_is_an_alarm(every: int) -> None:
+    """The rule on the total has learned the new level; what is beyond a fixed bound is told then."""
+    high = rule("high", Above(threshold=5.0), scope="param", inhibited_by=("z-total",), every=every, for_=1)
+    passing = rule("z-total", Above(of="total_norm", threshold=50.0))
+    watched = OptimizerRules(bound([high, passing]))
+    for step, norms in enumerate(
+        [[1.0] * 4] * 60 + [[100.0, 1.0, 1.0, 1.0]] * 6 + [[20.0, 1.0, 1.0, 1.0]] * 30
+    ):
+        watched.step(step, norms)
+    found = [(event.kind, event.notify, event.inhibited) for event in watched.events if event.rule == "high"]
+    assert found == [("firing", False, True), ("firing", True, False)]
+    told = next(event for event in watched.events if event.rule == "high" and event.notify)
+    assert told.incident == f"high-0-{told.step}"
+    assert 66 <= told.step < 66 + every
+
+
+def test_what_fires_on_may_belong_to_a_third() -> None:
+    """Of a chain the next one reports it; the last is no alarm of its own."""
+    low, middle = (
+        rule(name, Above(threshold=5.0), scope="param", inhibited_by=by, for_=1)
+        for name, by in (("low", ("middle",)), ("middle", ("z-total",)))
+    )
+    watched = OptimizerRules(bound([low, middle, rule("z-total", Above(of="total_norm", threshold=50.0))]))
+    for step, norms in enumerate(
+        [[1.0] * 4] * 60 + [[100.0, 1.0, 1.0, 1.0]] * 3 + [[20.0, 1.0, 1.0, 1.0]] * 3
+    ):
+        watched.step(step, norms)
+    loud = [event.rule for event in watched.events if event.kind == "firing" and event.notify]
+    assert loud == ["z-total", "middle"]

@@ -12,6 +12,7 @@ from torch import nn
 
 import gradwatch
 from gradwatch.account.account import Account
+from gradwatch.account.session_counts import MOST_REASONS, OTHER_REASONS, SessionCounts
 from gradwatch.errors import GradwatchError
 from gradwatch.journal.reader import read_journal
 from gradwatch.sinks.log import LogSink
@@ -234,3 +235,13 @@ def test_an_optimizer_made_anew_over_the_same_parameters_begins_nothing_anew(tmp
         again = torch.optim.SGD(model.parameters(), 1e-7)
         trained(gw, model, again, 10)
     assert events_of(sink, "rebaselined") == []
+
+
+def test_reasons_without_end_are_counted_together() -> None:
+    """A script that gives a reason of its own each time keeps no more of them than some."""
+    counts = SessionCounts()
+    for number in range(MOST_REASONS + 10):
+        counts.begun_anew(f"reason {number}")
+    counts.begun_anew("reason 0")
+    assert len(counts.rebaselined) == MOST_REASONS + 1
+    assert (counts.rebaselined["reason 0"], counts.rebaselined[OTHER_REASONS]) == (2, 10)

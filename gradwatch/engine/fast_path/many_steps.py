@@ -37,6 +37,7 @@ from gradwatch.engine.fast_path.one_step import (
 )
 from gradwatch.engine.firing import Track, unchanged_by
 from gradwatch.engine.judge import firing_now, under_factor
+from gradwatch.engine.reporting.inhibition import released
 from gradwatch.engine.rule_plan import NO_BANK, RulePlan
 from gradwatch.engine.snapshot_reader import Reader
 from gradwatch.engine.turns import InTurn
@@ -49,12 +50,14 @@ HOLDS: BoolArray = np.ones(1, np.bool_)
 """Of a condition."""
 
 
-def active_without_action(state: EngineState, rules: Iterable[int]) -> list[tuple[RulePlan, Track]] | None:
+def active_without_action(state: EngineState, rules: Sequence[int]) -> list[tuple[RulePlan, Track]] | None:
     """The rules of these numbers with their tracks, where steps may leave all of them as they are.
 
     So where none has anything to do, nor learns from series that are judged some at each step; None elsewhere.
     """
     found = [(state.plan.rules[number], state.tracks[number]) for number in rules]
+    if any(released(state.plan, number, state.tracks[number], state.tracks) for number in rules):
+        return None  # it is reported when it is judged next
     alike = all(not one.rule.do and (one.series.phases is None or one.bank == NO_BANK) for one, _ in found)
     return found if alike else None
 

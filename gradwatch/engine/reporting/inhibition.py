@@ -47,6 +47,25 @@ def inhibitor(
     return ""
 
 
+def released(plan: Plan, number: int, track: Track, tracks: Sequence[Track]) -> bool:
+    """True if a rule fires in the incident of another one, and none of those that inhibit it fires in that any more.
+
+    `track` is its own, `tracks` are those of all.
+    """
+    if not plan.inhibitors[number]:
+        return False
+    if track.idle or not track.firing.any() or _is_own(plan.rules[number].rule.id, track.incident):
+        return False
+    others = (tracks[other] for other in plan.inhibitors[number])
+    return not any(other.incident == track.incident and other.firing.any() for other in others)
+
+
+def _is_own(rule: str, incident: str) -> bool:
+    """True of `RULE-OPTIMIZER-STEP`."""
+    rest = incident.removeprefix(f"{rule}-")
+    return rest != incident and rest.count("-") == 1 and rest.replace("-", "").isdigit()
+
+
 def most(involved: BoolArray) -> bool:
     """True if more than three of four series are involved, of more than two: then no single one is at fault."""
     return len(involved) > 2 and 4 * int(np.count_nonzero(involved)) > 3 * len(involved)

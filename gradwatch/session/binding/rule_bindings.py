@@ -214,7 +214,7 @@ class RuleBindings:
             return state
         after = bound.with_other_parameters(state, before.bound, reason)
         if after is not state:
-            self._totals.rebaselined[reason] = self._totals.rebaselined.get(reason, 0) + 1
+            self._totals.begun_anew(reason)
         return after
 
     def go_on(self, ctx: OptimizerContext) -> bool:
@@ -375,7 +375,7 @@ class RuleBindings:
 
     def rebaseline(self, reason: str, params: str, rules: Sequence[str] = ()) -> None:
         """Start the baselines of parameters whose names match `params` afresh, in every optimizer."""
-        self._totals.rebaselined[reason] = self._totals.rebaselined.get(reason, 0) + 1
+        self._totals.begun_anew(reason)
         for bound_rules in self:
             bound_rules.state = bound_rules.bound.rebaseline(bound_rules.state, params, reason, rules)
             if not rules:
