@@ -31,7 +31,7 @@ DTYPES = {
     st.booleans(),
 )
 def test_numbers_come_back(groups: list[tuple[torch.dtype, list[float]]], left: bool) -> None:
-    """Of float32, float64 and counts beyond float32's exact ones, whether or not somebody let them leave."""
+    """Of float32, float64 and counts beyond float32's exact ones, whether or not `leave` was called."""
     copy = JointCopy()
     places = [copy.add([torch.tensor(number, dtype=dtype) for number in found]) for dtype, found in groups]
     if left:

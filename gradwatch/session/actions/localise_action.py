@@ -168,33 +168,22 @@ class Causes:
         ranks: str,
     ) -> list[Finding]:
         """The findings for the rules that order a search on this step."""
-        graded = torch.is_grad_enabled()
-        try:
-            return self._searched(verdict, decision, snapshot, step_taken, usual, ranks)
-        finally:
-            torch.set_grad_enabled(graded)  # Ctrl-C may come while some `no_grad` is being left
-
-    def _searched(
-        self,
-        verdict: Verdict,
-        decision: Decision,
-        snapshot: Snapshot,
-        step_taken: bool,
-        usual: Usual,
-        ranks: str,
-    ) -> list[Finding]:
         from gradwatch.localise.replay.cause_among_ranks import RankAgreement  # a healthy run has no causes
 
-        found = []
-        for rule in sorted(
-            {one.rule for one in decision.orders if one.action == LOCALISE and not one.shadow}
-        ):
-            event = incident_of(verdict, rule)
-            if event is not None and rule in self._asked and self._localiser.due(event.incident):
-                ask = _ask(self._asked[rule], event, snapshot, usual)
-                agreement = RankAgreement(f"{ranks}/{rule}/{snapshot.step}", self._rank) if ranks else None
-                found.append(self._localiser.localise(ask, step_taken, agreement))
-        return found
+        found, graded = [], torch.is_grad_enabled()
+        orders = {one.rule for one in decision.orders if one.action == LOCALISE and not one.shadow}
+        try:
+            for rule in sorted(orders):
+                event = incident_of(verdict, rule)
+                if event is not None and rule in self._asked and self._localiser.due(event.incident):
+                    ask = _ask(self._asked[rule], event, snapshot, usual)
+                    agreement = (
+                        RankAgreement(f"{ranks}/{rule}/{snapshot.step}", self._rank) if ranks else None
+                    )
+                    found.append(self._localiser.localise(ask, step_taken, agreement))
+            return found
+        finally:
+            torch.set_grad_enabled(graded)  # Ctrl-C may come while some `no_grad` is being left
 
 
 def localising(ruleset: RuleSet) -> dict[str, Action]:
