@@ -2,14 +2,15 @@
 
 `series` which series a rule is about, `rule_plan` a rule file bound to sites; `staggering` at which steps a series is
 judged that is not judged at each, `turns` which of them are at this step; `judge` one step, `firing` what is pending
-and firing, `events` what is said of it; `actions` what is ordered; `engine_state` what is remembered; `bound_engine`
-the two classes below.
+and firing, `reporting` what is said of it; `actions` what is ordered, `clipping` standing policies; `engine_state`
+what is remembered, `baseline_restarts` what is forgotten; `engine` and `bound_engine` the two classes below.
 """
 
 from __future__ import annotations
 
-from gradwatch.engine.bound_engine import BoundEngine, Engine
+from gradwatch.engine.bound_engine import BoundEngine
 from gradwatch.engine.columns_needed import Needs
+from gradwatch.engine.engine import Engine
 from gradwatch.engine.engine_state import EngineState
 
 __all__ = ["BoundEngine", "Engine", "EngineState", "Needs"]

@@ -1,139 +1,41 @@
-"""Engine: a rule file ready to judge; BoundEngine: the same, bound to the sites of one optimizer."""
+"""BoundEngine: rules bound to the sites of one optimizer, judging and deciding."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.account.rules_without_data import of_condition
-from gradwatch.detectors import Detector, State
-from gradwatch.engine.actions.backward_clips import Asked, asked, bounds, module_bounds, only_in_backward
+from gradwatch.engine.actions.backward_clips import Asked, asked, bounds, module_bounds
 from gradwatch.engine.actions.rule_actions import by_rule, orders, rescaled, without_overridden
-from gradwatch.engine.clip_policy_binding import clips_only_total, needs_host
-from gradwatch.engine.columns_needed import Needs, needs_of
+from gradwatch.engine.baseline_restarts import BaselineRestarts, jumped
+from gradwatch.engine.clipping.strictest import Failed
+from gradwatch.engine.columns_needed import Needs
 from gradwatch.engine.engine_state import EngineState, NewBaselines, empty_state
 from gradwatch.engine.fast_path.many_steps import FastBlock, Restarts, active_without_action
 from gradwatch.engine.fast_path.one_step import FastPath, FastPaths, Learned
 from gradwatch.engine.judge import Step, firing_now, judges
 from gradwatch.engine.reporting.culprit import usual_norms
-from gradwatch.engine.rule_plan import NO_BANK, Plan, make_plan
-from gradwatch.engine.series import Series, labels
+from gradwatch.engine.rule_plan import NO_BANK, Plan
 from gradwatch.engine.snapshot_reader import Reader
-from gradwatch.engine.strictest_clip import Failed
 from gradwatch.engine.turns import NONE_IN_TURN, InTurn, Turns
-from gradwatch.engine.unmatched_rules import admit, may_miss, refusals, unmatched
-from gradwatch.engine.unsupported_rules import Refusal
 from gradwatch.errors import GradwatchError
 from gradwatch.policies.norm_bound import Bound
-from gradwatch.records.columns import OF_SCALER, OTHER_RULES, RUNNING_STATISTICS, is_observed
+from gradwatch.records.columns import OF_SCALER, OTHER_RULES, RUNNING_STATISTICS
 from gradwatch.records.decision import Decision
-from gradwatch.records.run_info import RuleInfo
-from gradwatch.records.snapshot import BoolArray, Sites, Snapshot
+from gradwatch.records.snapshot import Sites, Snapshot
 from gradwatch.records.verdict import Due, Verdict
-from gradwatch.rules.impossible_actions import by_what_acts
-from gradwatch.rules.rule_set import Rule, RuleSet
-
-LR_JUMP = 3.0
-"""A learning rate that changes by more than this factor in a step re-baselines the gradients it steers."""
-
-STEERED_BY_USER = frozenset({"loss", "lr", "loss_scale", "scaler_skip"})
-"""Scalars that are not made of gradients: a jump of the learning rate re-baselines neither them nor observed ones."""
+from gradwatch.rules.rule_set import Rule
 
 
 def raised(error: Exception) -> None:
     """An error of a policy that is not counted."""
     raise error
-
-
-class Engine:
-    """A rule file ready to be bound to models. Immutable; all memory is in the `EngineState`s it hands out.
-
-    `rank` is only told to annotations (`{rank}`).
-    """
-
-    def __init__(self, ruleset: RuleSet, rank: int = 0) -> None:
-        self.ruleset = ruleset
-        self._clip_needs_host = needs_host(ruleset.clip)
-        self.may_miss = may_miss(ruleset)  # whether `unmatched` could ever list anything
-        self.rank = rank
-
-    @property
-    def rule_infos(self) -> tuple[RuleInfo, ...]:
-        """Descriptions of the enabled rules for sinks, by id."""
-        return tuple(
-            RuleInfo(rule.id, rule.kind, rule.severity, _named(rule), getattr(rule.detect, "of", ""))
-            for rule in self._enabled()
-        )
-
-    @property
-    def columns(self) -> frozenset[str]:
-        """Every column that an enabled rule reads, free or not."""
-        return frozenset(name for rule in self._enabled() for name in rule.detect.columns)
-
-    def cadences_of(self, columns: AbstractSet[str]) -> frozenset[int]:
-        """The cadences of the enabled rules that read any of these columns."""
-        return frozenset(
-            rule.every for rule in self._enabled() if not columns.isdisjoint(rule.detect.columns)
-        )
-
-    @property
-    def needs(self) -> Needs:
-        """Columns that the enabled rules need, whatever the model."""
-        return needs_of(self._enabled())
-
-    @cached_property
-    def skips_nonfinite(self) -> bool:
-        """True if some rule skips steps with non-finite gradients, as a fused optimizer can on the device."""
-        return any(_skips_on_device(rule) for rule in self._enabled())
-
-    @cached_property
-    def acts_on_host(self) -> bool:
-        """True if some rule or policy acts otherwise, so that norms must be on the host before the step."""
-        rules = any(
-            rule.acts and not (_skips_on_device(rule) or only_in_backward(self.ruleset, rule.id))
-            for rule in self._enabled()
-        )
-        return rules or self._clip_needs_host
-
-    def acts_by(self, kind: str) -> bool:
-        """True if some rule acts by what a rule of this kind says: its own, or one that its condition is about."""
-        acting = by_what_acts(self.ruleset)
-        return any(rule.kind == kind and rule.id in acting for rule in self._enabled())
-
-    @cached_property
-    def clips_only_total(self) -> bool:
-        """True if `clip:` asks for nothing, or for nothing but a bound on the total norm at the step."""
-        return clips_only_total(self.ruleset.clip)
-
-    def _enabled(self) -> list[Rule]:
-        return sorted((rule for rule in self.ruleset.rules if rule.enabled), key=lambda rule: rule.id)
-
-    def check(self, sites: Sites, strict: bool = False) -> None:
-        """Raise `UnfitRulesError` unless all that is asked of these sites (all the model's) can be carried out.
-
-        With `strict`, rules and groups that match nothing raise `UnmatchedRulesError`; see `unmatched`.
-        """
-        admit(self.ruleset, sites, strict)
-
-    def refusals(self, sites: Sites) -> list[Refusal]:
-        """Refusals of what cannot be carried out on these sites; what `check` raises for, item by item."""
-        return list(refusals(self.ruleset, sites.labelled(labels(self.ruleset.groups, sites))))
-
-    def unmatched(self, sites: Sites) -> dict[str, str]:
-        """Reasons, by rule id or group (`group:NAME`), for matching no site here; `optional` ones are left out."""
-        return unmatched(self.ruleset, sites.labelled(labels(self.ruleset.groups, sites)))
-
-    def bind(self, sites: Sites) -> BoundEngine:
-        """The engine for the sites of one optimizer; a rule that matches none of them is simply inactive."""
-        labelled = sites.labelled(labels(self.ruleset.groups, sites))
-        return BoundEngine(make_plan(self.ruleset, labelled), self.rank)
 
 
 class BlockVerdict(NamedTuple):
@@ -162,17 +64,7 @@ class BoundEngine:
             max_norm=self.max_norm, elementwise=bool(self.clipping.elementwise) and self.clipping.at == "step"
         )
         self._of_scaler = tuple(n for n, one in enumerate(plan.rules) if one.series.column in OF_SCALER)
-        of_lr = (
-            (number, np.concatenate([np.full(len(one), one.column == "lr") for one in bank.segments]))
-            for number, bank in enumerate(plan.banks)
-        )
-        self._of_lr = {
-            number: (mask, plan.banks[number].detector.init(len(mask)) if mask.all() else None)
-            for number, mask in of_lr
-            if mask.any()
-        }
-        # What is not known any more where another optimizer takes over.
-        self._blind_anew = self._blind({number: mask for number, (mask, _) in self._of_lr.items()})
+        self.restarts = BaselineRestarts(plan)
         conditions = {one.number for one in plan.conditions}
         self._others = tuple(n for n in range(len(plan.rules)) if n not in conditions.union(facts))
 
@@ -280,12 +172,12 @@ class BoundEngine:
             turn = self.turns.in_turn(snapshot.step, state.overdue)
             missed = turn and self.turns.missed(turn, snapshot, state.overdue) is not state.overdue
             known = state.unjudged and self._may_be_known(state, snapshot, turn)
-            unknown = t in anew and not self._blind_anew <= state.unjudged
+            unknown = t in anew and not self.restarts.blind_anew <= state.unjudged
             if missed or known or unknown or jumped(before, lr):
                 break
             in_turn.append(turn)
         usual = len(in_turn)
-        restarts = Restarts(anew, self._of_lr.keys(), self._without_rate) if anew else None
+        restarts = Restarts(anew, self.restarts.of_lr.keys(), self.restarts.without_rate) if anew else None
         block = FastBlock(path, snapshots[:usual], in_turn, norm[:usual], firing, restarts)
         count, baselines = block.leading_ordinary(state) if in_turn else (0, state.baselines)
         if not count:
@@ -335,8 +227,7 @@ class BoundEngine:
             step.judge(number)
         if not snapshot.provisional:
             if jumped(state.lr, lr):
-                touched = self._touched(np.ones(len(self.plan.sites), np.bool_), of_gradients=True)
-                baselines = self._restarted(state, touched, keep_judging=True)
+                baselines = self.restarts.after_rate_jump(state)
             baselines = step.learn(baselines, learning=not self._will_skip(step))
             for number in self._others:
                 step.judge(number)
@@ -433,7 +324,7 @@ class BoundEngine:
         finite where a rule asks for it.
         """
         broken = not math.isfinite(total_norm)
-        skips = any(_on_gradients(one.rule) and one.rule.acts and one.skip for one in self.plan.rules)
+        skips = any(on_gradients(one.rule) and one.rule.acts and one.skip for one in self.plan.rules)
         return replace(self._every_step, skip=broken and skips)
 
     @property
@@ -445,154 +336,7 @@ class BoundEngine:
         """The usual norm of each parameter's gradient, by its name, as far as a rule has learned it (`spike`)."""
         return usual_norms(self.plan, state.baselines)
 
-    def rebaseline(
-        self, state: EngineState, glob: str = "*", reason: str = "", rules: Collection[str] = ()
-    ) -> EngineState:
-        """The state with the baselines of all sites that match `glob` forgotten, and of totals they are part of.
 
-        Those of clip policies too; with `rules`, only those that these rules judge by. For changes made on purpose:
-        those series are blind until they have warmed up again, and nothing of them is firing any more. The next step
-        tells so, with the `reason`.
-        """
-        mask_S = self.sites.select(glob)
-        masks = self._touched(mask_S, rules=rules)
-        if not any(mask.any() for mask in masks) and rules:
-            return state
-        return EngineState(
-            self.plan,
-            self._restarted(state, masks, keep_judging=False),
-            state.tracks,
-            state.consecutive,
-            state.lr,
-            clips=state.clips if rules else self.clipping.reset(state.clips, mask_S),
-            overdue=state.overdue,
-            unjudged=state.unjudged | self._blind(dict(enumerate(masks))),
-            begun_anew=(*state.begun_anew, NewBaselines(reason, masks)),
-        )
-
-    def with_other_parameters(self, state: EngineState, before: BoundEngine, reason: str) -> EngineState:
-        """The state that was adopted from `before`, without the baselines of what is made of other parameters now.
-
-        Those are totals, groups, and what compares parameters with each other. Values that are not made of gradients
-        keep theirs, and so do clip policies: a step after such a change is not to go unclipped.
-        """
-        masks = tuple(
-            np.concatenate(
-                [
-                    self._made_of_others(bank.detector, one, before)
-                    & (type(bank.detector).rebaseline is not Detector.rebaseline)
-                    for one in bank.segments
-                ]
-            )
-            for bank in self.plan.banks
-        )
-        if not any(mask.any() for mask in masks):
-            return state
-        return replace(
-            state,
-            baselines=self._restarted(state, masks, keep_judging=False),
-            unjudged=state.unjudged | self._blind(dict(enumerate(masks))),
-            begun_anew=(*state.begun_anew, NewBaselines(reason, masks)),
-        )
-
-    def _made_of_others(self, detector: Detector, one: Series, before: BoundEngine) -> BoolArray:
-        """bool[K]: the series that are made of other parameters than they were before, or compared with others."""
-        if (one.scope == "param" and detector.elementwise) or not _of_gradients(one.column):
-            return np.zeros(len(one), np.bool_)
-        known = (each for bank in before.plan.banks for each in bank.segments)
-        former = next((each for each in known if each.key == one.key), None)
-        now = one.members(self.sites)
-        was = {} if former is None else dict(zip(former.names, former.members(before.sites), strict=True))
-        if one.scope == "param":
-            return np.full(len(one), former is not None and former.names != one.names)
-        return np.array(
-            [was.get(name, own) != own for name, own in zip(one.names, now, strict=True)], np.bool_
-        )
-
-    def for_another_optimizer(self, state: EngineState) -> EngineState:
-        """The state without what was learned of the learning rate: another optimizer has a schedule of its own."""
-        baselines = list(state.baselines)
-        for number in self._of_lr:
-            baselines[number] = self._without_rate(number, baselines[number])
-        return replace(state, baselines=tuple(baselines), unjudged=state.unjudged | self._blind_anew)
-
-    def _without_rate(self, bank: int, baseline: State) -> State:
-        """The baseline of the bank with this number without what it learned of the learning rate."""
-        mask, fresh = self._of_lr[bank]
-        return self.plan.banks[bank].detector.rebaseline(baseline, mask, False) if fresh is None else fresh
-
-    def _blind(self, masks: Mapping[int, BoolArray]) -> frozenset[int]:
-        """The rules that conditions are about of which all series are among `masks`, bool[K] by bank."""
-        found = ((number, self.plan.rules[number]) for number in self.plan.joined)
-        return frozenset(
-            number
-            for number, one in found
-            if one.yardsticks
-            and all(each.bank in masks and masks[each.bank][each.part].all() for each in one.yardsticks)
-        )
-
-    def _touched(
-        self, mask_S: BoolArray, of_gradients: bool = False, rules: Collection[str] = ()
-    ) -> tuple[BoolArray, ...]:
-        """bool[K] by bank: its series that any of these sites is part of.
-
-        With `of_gradients` only those made of gradients, with `rules` only those that these judge. None of kinds that
-        remember something else than what is usual.
-        """
-        named = (one for one in self.plan.rules if one.rule.id in rules)
-        judged = {(each.bank, each.part.start) for one in named for each in one.yardsticks}
-        return tuple(
-            np.concatenate(
-                [
-                    one.touched(self.sites, mask_S)
-                    & (not of_gradients or _of_gradients(one.column))
-                    & (not rules or (number, part.start) in judged)
-                    & (type(bank.detector).rebaseline is not Detector.rebaseline)
-                    for one, part in zip(bank.segments, bank.parts, strict=True)
-                ]
-            )
-            for number, bank in enumerate(self.plan.banks)
-        )
-
-    def _restarted(
-        self, state: EngineState, masks: Iterable[BoolArray], keep_judging: bool
-    ) -> tuple[State, ...]:
-        banks = zip(self.plan.banks, state.baselines, masks, strict=True)
-        return tuple(
-            bank.detector.rebaseline(baseline, mask, keep_judging) if mask.any() else baseline
-            for bank, baseline, mask in banks
-        )
-
-
-def _of_gradients(column: str) -> bool:
-    return not (column in STEERED_BY_USER or is_observed(column))
-
-
-def _named(rule: Rule) -> tuple[str, ...]:
-    """The actions a rule may carry out, those of its ladder included."""
-    return tuple(dict.fromkeys(action.does for action in rule.do))
-
-
-def _skips_on_device(rule: Rule) -> bool:
-    """True if a rule only skips non-finite gradients, for ever: `found_inf` does that without the host."""
-    done = [
-        action for action in rule.do if action.name != "localise"
-    ]  # it changes nothing, and may come late
-    skips = [action for action in done if action.name == "skip_step"]
-    forever = all(
-        action.params.get("max_consecutive") is None or action.params.get("then") != "stop"
-        for action in skips
-    )
-    return rule.acts and _on_gradients(rule) and 0 < len(skips) == len(done) and forever
-
-
-def _on_gradients(rule: Rule) -> bool:
+def on_gradients(rule: Rule) -> bool:
     """True if a rule is about NaN and Inf in gradients."""
     return rule.kind == "nonfinite" and rule.detect.of not in RUNNING_STATISTICS
-
-
-def jumped(before: float | None, now: float | None) -> bool:
-    """True if the learning rate changed by more than a factor of 3; to or from 0 is no jump but a pause."""
-    if before is None or now is None or before == now or not (before > 0 and now > 0):
-        return False
-    return not 1 / LR_JUMP <= now / before <= LR_JUMP

@@ -11,14 +11,14 @@ from typing import NamedTuple
 import numpy as np
 
 from gradwatch.detectors import Detector, Sample, State
-from gradwatch.engine.clip_policy_binding import bind_clipping
+from gradwatch.engine.clipping.binding import bind_clipping
+from gradwatch.engine.clipping.strictest import NO_CLIPPING, Clipping
 from gradwatch.engine.columns_needed import Needs, needs_of
 from gradwatch.engine.conditions.binding import conditions_of, never_known
 from gradwatch.engine.conditions.bound_condition import BoundCondition
 from gradwatch.engine.series import Series, roots_of, series_of
 from gradwatch.engine.snapshot_reader import Reader
 from gradwatch.engine.staggering import Staggering
-from gradwatch.engine.strictest_clip import NO_CLIPPING, Clipping
 from gradwatch.records.columns import MODULE_COLUMNS, RANK_COLUMNS, is_free
 from gradwatch.records.snapshot import BoolArray, FloatArray, Sites
 from gradwatch.rules.condition import When

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from gradwatch.engine.clip_policy_binding import misfits
+from gradwatch.engine.clipping.binding import misfits
 from gradwatch.engine.conditions.binding import never_known
 from gradwatch.engine.rule_plan import idle_reason, staggering_of
 from gradwatch.engine.series import group_masks, labels, series_of

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import gradwatch
 from gradwatch.engine import Engine, EngineState
-from gradwatch.engine.clip_policy_binding import bind_clipping
-from gradwatch.engine.strictest_clip import NO_CLIPPING
+from gradwatch.engine.clipping.binding import bind_clipping
+from gradwatch.engine.clipping.strictest import NO_CLIPPING
 from gradwatch.errors import AttachError
 from gradwatch.policies import POLICIES, ClipByNorm, Policy
 from gradwatch.records.snapshot import Sites, Snapshot
@@ -190,7 +190,7 @@ def test_rebaseline_forgets_the_policies_too(method: str) -> None:
     bound_rules = OptimizerRules(bound)
     for step in range(150):
         bound_rules.step(step, [1.0 + 0.1 * math.sin(step)] * 4)
-    state = bound.rebaseline(bound_rules.state, "layers.0.*")
+    state = bound.restarts.rebaseline(bound_rules.state, "layers.0.*")
     for array, before in zip(state.clips[0], bound_rules.state.clips[0], strict=True):
         assert not array[..., :2].any()
         assert np.array_equal(array[: len(before)][..., 2:] if array.ndim > 1 else array[2:], before[..., 2:])

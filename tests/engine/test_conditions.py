@@ -316,7 +316,7 @@ def test_not_of_a_rule_whose_baseline_began_anew_is_not_known() -> None:
     bound_rules = OptimizerRules(bound(rules, size=2))
     for step in range(16):
         if step == 9:
-            bound_rules.state = bound_rules.engine.rebaseline(bound_rules.state, reason="why")
+            bound_rules.state = bound_rules.engine.restarts.rebaseline(bound_rules.state, reason="why")
         high = 1.0 if step >= 10 else 0.0
         bound_rules.step(step, [1.0, 1.0], scalars={"high": high})
     assert told(bound_rules) == [(14, "firing")]

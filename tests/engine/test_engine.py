@@ -466,11 +466,11 @@ def test_rebaseline_forgets_what_it_is_told_to() -> None:
     bound_rules = OptimizerRules(bound(rules))
     for step in range(50):
         bound_rules.step(step, HEALTHY)
-    state = bound_rules.engine.rebaseline(bound_rules.state, "layers.0.*")
+    state = bound_rules.engine.restarts.rebaseline(bound_rules.state, "layers.0.*")
     rows = state.to_dict()["baselines"]
     assert rows["spike(100,20)|norm/param"]["fields"]["n"] == [0, 0, 50, 50]
     assert rows["spike(100,20)|total_norm"]["fields"]["n"] == [0]
-    same = bound_rules.engine.rebaseline(bound_rules.state, "nothing")
+    same = bound_rules.engine.restarts.rebaseline(bound_rules.state, "nothing")
     assert same.to_dict() == bound_rules.state.to_dict()
 
 
@@ -609,7 +609,7 @@ def test_new_baselines_are_told_with_the_next_step_that_is_judged() -> None:
         bound_rules.step(step, [1.0, 1.0, 1.0, 1.0])
     bound_rules.step(20, [99.0, 99.0, 1.0, 1.0])
     engine = bound_rules.engine
-    bound_rules.state = engine.rebaseline(bound_rules.state, "layers.0.weight", "some", ["s"])
+    bound_rules.state = engine.restarts.rebaseline(bound_rules.state, "layers.0.weight", "some", ["s"])
     verdict = bound_rules.step(21, [99.0, 99.0, 1.0, 1.0], scalars={"scaler_skip": 1.0})
     assert verdict.events == ()
     verdict = bound_rules.step(22, [99.0, 99.0, 1.0, 1.0])
@@ -618,7 +618,7 @@ def test_new_baselines_are_told_with_the_next_step_that_is_judged() -> None:
     ]
     assert verdict.firing["s"].tolist() == [False, True, False, False]
     assert set(verdict.firing) == {"s", "t", "big"}
-    bound_rules.state = engine.rebaseline(bound_rules.state, "*", "all")
+    bound_rules.state = engine.restarts.rebaseline(bound_rules.state, "*", "all")
     verdict = bound_rules.step(23, [99.0, 99.0, 1.0, 1.0])
     assert [(event.kind, event.rule) for event in verdict.events] == [
         ("resolved", "s"),
@@ -632,7 +632,7 @@ def test_new_baselines_are_told_with_the_next_step_that_is_judged() -> None:
 def test_new_baselines_are_told_by_an_engine_that_takes_over() -> None:
     """The parameters may change before the step."""
     small, large = bound([rule("s", Spike())], size=2), bound([rule("s", Spike())], size=4)
-    state = large.adopt(small.rebaseline(small.init(), reason="why"), small)
+    state = large.adopt(small.restarts.rebaseline(small.init(), reason="why"), small)
     assert [event.summary for event in OptimizerRules(large, state).step(0, [1.0] * 4).events] == ["why"]
 
 
@@ -641,5 +641,5 @@ def test_what_is_no_baseline_is_kept() -> None:
     bound_rules = OptimizerRules(bound([rule("stale", Stale(), for_=1)], size=2))
     for step in range(3):
         bound_rules.step(step, [1.0, None if step == 2 else 1.0])
-    bound_rules.state = bound_rules.engine.rebaseline(bound_rules.state, reason="why")
+    bound_rules.state = bound_rules.engine.restarts.rebaseline(bound_rules.state, reason="why")
     assert set(bound_rules.step(3, [1.0, None]).firing) == {"stale"}

@@ -53,7 +53,7 @@ def judged_together(
         assert not any(verdict.events or verdict.acting for verdict in found.verdicts)
         return list(found.verdicts), found.state
     verdict, after = engine.evaluate(
-        engine.for_another_optimizer(state) if 0 in anew else state, snapshots[0]
+        engine.restarts.for_another_optimizer(state) if 0 in anew else state, snapshots[0]
     )
     return [verdict], after
 
@@ -102,7 +102,7 @@ def see_the_same(
     rng, singly, states, verdicts = np.random.default_rng(seed), engine.init(), [], []
     for t, snapshot in enumerate(snapshots):
         verdict, singly = engine.evaluate(
-            engine.for_another_optimizer(singly) if t in anew else singly, snapshot
+            engine.restarts.for_another_optimizer(singly) if t in anew else singly, snapshot
         )
         states.append(singly)
         verdicts.append(told(verdict))

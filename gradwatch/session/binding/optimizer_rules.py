@@ -20,7 +20,7 @@ from gradwatch.capture.columns.pending_columns import NO_SITES_OVERDUE, OverdueS
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.checkpoint import CheckpointHealthTracker
 from gradwatch.engine import BoundEngine, EngineState
-from gradwatch.engine.strictest_clip import Clipping
+from gradwatch.engine.clipping.strictest import Clipping
 from gradwatch.engine.turns import NO_SERIES_OVERDUE, OverdueSeries
 from gradwatch.records.record import Record
 from gradwatch.records.snapshot import Sites
@@ -87,7 +87,7 @@ class OptimizerRules:
 
     def discard_rate(self) -> None:
         """The step that is about to be judged is another optimizer's first."""
-        self.state = self.bound.for_another_optimizer(self.state)
+        self.state = self.bound.restarts.for_another_optimizer(self.state)
 
 
 def clip_section_of(

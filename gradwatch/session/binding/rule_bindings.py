@@ -163,7 +163,7 @@ class RuleBindings:
         if before is not None and (
             before.begins_anew or _optimizer_of(before.captured) is not _optimizer_of(captured)
         ):
-            state = bound.for_another_optimizer(state)
+            state = bound.restarts.for_another_optimizer(state)
         if before is not None and not alike and before.record is not None:
             state = self._with_other_parameters(before, bound, state)
         local = self._local(bound, taps, before)
@@ -212,7 +212,7 @@ class RuleBindings:
         reason = changed_parameters(before.bound.sites, bound.sites)
         if not reason:
             return state
-        after = bound.with_other_parameters(state, before.bound, reason)
+        after = bound.restarts.with_other_parameters(state, before.bound.plan, reason)
         if after is not state:
             self._totals.begun_anew(reason)
         return after
@@ -377,7 +377,9 @@ class RuleBindings:
         """Start the baselines of parameters whose names match `params` afresh, in every optimizer."""
         self._totals.begun_anew(reason)
         for bound_rules in self:
-            bound_rules.state = bound_rules.bound.rebaseline(bound_rules.state, params, reason, rules)
+            bound_rules.state = bound_rules.bound.restarts.rebaseline(
+                bound_rules.state, params, reason, rules
+            )
             if not rules:
                 bound_rules.health_tracker.begin_anew()
             self.publish_bounds(bound_rules)

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from gradwatch.engine.bound_clip_policy import BoundPolicy, Index
+from gradwatch.engine.clipping.bound_policy import BoundPolicy, Index
+from gradwatch.engine.clipping.strictest import NO_CLIPPING, Clipping
 from gradwatch.engine.series import group_masks
-from gradwatch.engine.strictest_clip import NO_CLIPPING, Clipping
 from gradwatch.errors import GradwatchError
 from gradwatch.policies import AnyPolicy, ElementwisePolicy, Policy, find_policy
 from gradwatch.records.snapshot import BoolArray, Sites

@@ -23,7 +23,7 @@ from typing import Any, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.engine.bound_clip_policy import BoundPolicy, emptied, filled, named_arrays
+from gradwatch.engine.clipping.bound_policy import BoundPolicy, emptied, filled, named_arrays
 from gradwatch.errors import GradwatchError
 from gradwatch.policies import ElementwisePolicy, State
 from gradwatch.records.snapshot import BoolArray, Snapshot

@@ -1,0 +1,1 @@
+"""Standing policies of `clip:`, bound to sites; the strictest of several clips wins."""
