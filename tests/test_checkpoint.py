@@ -167,7 +167,7 @@ def test_the_tag_beside_the_run_says_what_the_watch_says(tmp_path: Path) -> None
         training.step()
     path = tmp_path / "r" / tag_name(0)
     assert read_tag(tmp_path / "r") == CheckpointHealth(True, 2)
-    assert json.loads(path.read_text())["step"] == 2
+    assert json.loads(path.read_text(encoding="utf-8"))["step"] == 2
     assert path.stat().st_mode & 0o777 == 0o600
     assert [name for name in os.listdir(tmp_path / "r") if ".new" in name] == []
 
@@ -231,7 +231,7 @@ def test_a_tag_is_replaced_in_one_piece(tmp_path: Path, monkeypatch: pytest.Monk
     (tmp_path / tag_name(0)).unlink()
     (tmp_path / tag_name(0)).symlink_to(outside)
     write_tag(tmp_path, 0, 3, CheckpointHealth(True, 3))
-    assert outside.read_text() == "kept"
+    assert outside.read_text(encoding="utf-8") == "kept"
     assert read_tag(tmp_path) == CheckpointHealth(True, 3)
 
 

@@ -83,7 +83,7 @@ NAMES = {name_of(path) for path in SOURCES}
 @cache
 def parsed(path: Path) -> ast.Module:
     """A module's syntax tree: every test looks at all of them."""
-    return ast.parse(path.read_text())
+    return ast.parse(path.read_text(encoding="utf-8"))
 
 
 def offenders(found: Callable[[Path], object]) -> dict[str, object]:
@@ -140,7 +140,7 @@ def test_no_folder_is_too_large(folder: Path) -> None:
     files = [path.name for path in folder.iterdir() if path.is_file()]
     assert len(files) <= MOST_FILES
     if folder.name != "bootstrap":
-        assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text()))
+        assert ast.get_docstring(ast.parse((folder / "__init__.py").read_text(encoding="utf-8")))
 
 
 def test_layers_never_import_upwards() -> None:
@@ -255,7 +255,7 @@ def test_host_syncs_are_marked(room: str) -> None:
     unmarked = [
         f"{place_of(path)}:{number}"
         for path in paths
-        for number, line in enumerate(path.read_text().splitlines(), 1)
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
         if any(call in line for call in (".item(", ".cpu(", ".tolist(", ".numpy(")) and "# sync:" not in line
     ]
     assert unmarked == []

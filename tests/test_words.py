@@ -149,7 +149,7 @@ def test_no_retired_word_in_names_docstrings_and_comments() -> None:
     found = []
     for path in sorted(PACKAGE.rglob("*.py")):
         where = path.relative_to(PACKAGE).as_posix()
-        for line, word in retired_in(path.read_text()):
+        for line, word in retired_in(path.read_text(encoding="utf-8")):
             if not any(map(where.startswith, OTHER_SENSE.get(word, ()))):
                 found.append(f"{where}:{line}: '{word}' is now {RETIRED[word]}")
         found += [f"{where}: the file is named '{word}'" for word in words(path.stem) & RETIRED.keys()]
@@ -173,7 +173,7 @@ def test_docstrings_open_with_an_imperative_or_a_noun() -> None:
     found = [
         f"{path.relative_to(PACKAGE)}:{line}: {sentence}"
         for path in sorted(PACKAGE.rglob("*.py"))
-        for line, sentence in questions_in(path.read_text())
+        for line, sentence in questions_in(path.read_text(encoding="utf-8"))
     ]
     assert not found, "\n".join(found)
 

@@ -27,6 +27,11 @@ from gradwatch.runtime.locks import ForkSafeLock
 
 FACTOR = 10.0
 """A root mean square beyond this many times the larger of its own and the model's is no training any more."""
+RESTORED = 2.0
+"""Once one was beyond, until all are within this many times: what decays after a blow-up is not restored by that."""
+ROW_NORM = 0.5
+"""The rows of matrices are about this long as they are usually initialised (torch's defaults: 0.58, GPT-2: 0.55): the
+model counts as at least of this size, so that one which was initialised far smaller may grow to it."""
 SHARE = 1000.0
 """Looks that were not asked for are this many times their own cost apart: 0.1 % of the time at most."""
 LEAST_SECONDS = 1.0
@@ -45,12 +50,13 @@ Steps: TypeAlias = dict[int, int]
 class Looked(NamedTuple):
     """A look: root mean square of each of K parameters by `names[K]` (not finite where an element is not).
 
-    `numels[K]` are elements held here.
+    `numels[K]` are elements held here, `rows[K]` the rows of a matrix (or filters), 0 for what has one dimension.
     """
 
     names: tuple[str, ...]
     rms: NDArray[np.float64]
     numels: NDArray[np.float64]
+    rows: NDArray[np.float64]
 
 
 class Weights:
@@ -66,6 +72,7 @@ class Weights:
         self._lock = ForkSafeLock()  # a thread that saves may ask while another trains
         self._reference: dict[str, float] = {}
         self._level = 0.0
+        self._ruined = False  # the latest look found a parameter too large
         self._latest: Looked | None = None
         self._before: Looked | None = None  # the look before the latest
         self._met: list[Callable[[], Looked]] = []  # taken, and maybe still on their way from a device
@@ -113,7 +120,7 @@ class Weights:
         """The reference, JSON-safe, for a checkpoint."""
         with self._lock.held:
             self._arrive()
-            return {"rms": dict(self._reference), "level": self._level}
+            return {"rms": dict(self._reference), "level": self._level, "ruined": self._ruined}
 
     def load(self, saved: Mapping[str, Any] | None) -> None:
         """Go on from `to_dict()`; None (an earlier version wrote it): the weights are met anew."""
@@ -123,6 +130,7 @@ class Weights:
             self._reference = {str(name): float(rms) for name, rms in saved["rms"].items()}
             self._known = set(self._reference)
             self._level = float(saved["level"])
+            self._ruined = bool(saved.get("ruined", False))  # earlier versions did not write it
 
     def growth(self) -> Growth:
         """The largest from the look before the latest to the latest, of parameters that both have seen."""
@@ -133,7 +141,11 @@ class Weights:
         own = dict(zip(before.names, before.rms.tolist(), strict=True))  # sync: numpy
         was = np.array([own.get(name, math.nan) for name in latest.names])
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            factors = np.nan_to_num(latest.rms / np.maximum(was, _level(before)), nan=0.0, posinf=math.inf)
+            factors = np.nan_to_num(
+                latest.rms / np.maximum(was, max(_level(before), _usual_level(before))),
+                nan=0.0,
+                posinf=math.inf,
+            )
         most = int(factors.argmax()) if len(factors) else -1
         return NO_GROWTH if most < 0 else Growth(float(factors[most]), latest.names[most])
 
@@ -182,13 +194,14 @@ class Weights:
             held = [(name, part) for name, param in named if (part := dense(param)).numel()]
             names, parts = tuple(name for name, _ in held), [part for _, part in held]
             numels = np.array([part.numel() for part in parts], np.float64)
+            rows = np.array([len(part) if part.ndim > 1 else 0 for part in parts], np.float64)
             if all(map(device.on_host, parts)):
                 norms = self._on_host(parts) if parts else np.zeros(0)
-                return (lambda: True), lambda: _looked(names, norms, numels)
+                return (lambda: True), lambda: _looked(names, norms, numels, rows)
             size = sum(part.numel() * part.element_size() for part in parts)
             self._next = time.perf_counter() + max(LEAST_SECONDS, size / BYTES_PER_SECOND)
             reading = device.read(parts)
-            return reading.ready, lambda: _looked(names, reading.norms(), numels)
+            return reading.ready, lambda: _looked(names, reading.norms(), numels, rows)
 
     def _on_host(self, parts: list[Tensor]) -> NDArray[np.float64]:
         norms: NDArray[np.float64] = np.sqrt(self._reader.read(parts).squares())
@@ -203,12 +216,15 @@ class Weights:
         if broken.any():
             return (f"weights are not finite: {_listed(looked.names, broken)}",)
         own = np.array([self._reference.get(name, 0.0) for name in looked.names])
-        bound = FACTOR * np.maximum(own, self._level)
-        grown = (looked.rms > bound) & (bound > 0)  # of a model of zeros nothing is known yet
-        if not grown.any():
+        # Of a model of zeros nothing is known yet.
+        level = max(self._level, _usual_level(looked)) if self._level else 0.0
+        allowed = np.maximum(own, level)
+        grown = (looked.rms > (RESTORED if self._ruined else FACTOR) * allowed) & (allowed > 0)
+        self._ruined = bool(grown.any())
+        if not self._ruined:
             return ()
         with np.errstate(divide="ignore", over="ignore"):
-            worst = float((looked.rms[grown] / bound[grown]).max()) * FACTOR
+            worst = float((looked.rms[grown] / allowed[grown]).max())
         return (
             f"weights are up to {worst:.3g} times as large as when they were last healthy:"
             f" {_listed(looked.names, grown)}",
@@ -244,8 +260,20 @@ def _level(looked: Looked) -> float:
     return math.sqrt(squares / count) if count else math.nan
 
 
-def _looked(names: tuple[str, ...], norms: NDArray[np.float64], numels: NDArray[np.float64]) -> Looked:
-    return Looked(names, norms / np.sqrt(numels), numels)
+def _usual_level(looked: Looked) -> float:
+    """The root mean square of a matrix whose rows all have `ROW_NORM`, over the matrices of a look; 0 without any."""
+    matrices = looked.rows > 0
+    count = float(looked.numels[matrices].sum())
+    return ROW_NORM * math.sqrt(float(looked.rows.sum()) / count) if count else 0.0
+
+
+def _looked(
+    names: tuple[str, ...],
+    norms: NDArray[np.float64],
+    numels: NDArray[np.float64],
+    rows: NDArray[np.float64],
+) -> Looked:
+    return Looked(names, norms / np.sqrt(numels), numels, rows)
 
 
 def _listed(names: tuple[str, ...], chosen: NDArray[np.bool_]) -> str:

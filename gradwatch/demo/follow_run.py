@@ -129,7 +129,9 @@ class Run:
     def url(self) -> str | None:
         """URL of /metrics; None before that is known and after the process has gone."""
         try:
-            return str(json.loads((self.directory / "endpoint-rank0.json").read_text())["url"])
+            return str(
+                json.loads((self.directory / "endpoint-rank0.json").read_text(encoding="utf-8"))["url"]
+            )
         except (OSError, ValueError, KeyError):
             return None
 

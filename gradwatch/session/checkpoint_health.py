@@ -48,6 +48,11 @@ class Checkpoints:
         except Exception as error:
             self._activity.failed("checkpoint", error)
 
+    def begin_anew(self) -> None:
+        """The weights were changed on purpose: as they are now they are what later ones are compared with."""
+        self._weights.load(None)
+        self.meet()
+
     def check_if_due(self, bound_rules: OptimizerRules, total_norm: float = 0.0) -> None:
         """Look at the weights before and after a step that jumped, and where the last look is long ago.
 

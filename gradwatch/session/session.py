@@ -345,6 +345,8 @@ class Session:
             return
         self.catch_up()
         attached.rule_bindings.rebaseline(reason, params, rules)
+        if params == "*" and not rules:
+            attached.checkpoints.begin_anew()
 
     def add(self, models: Iterable[nn.Module]) -> None:
         """Watch further models in the same run; their optimizers are adopted at their first step."""

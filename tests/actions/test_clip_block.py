@@ -575,7 +575,7 @@ def test_the_pack_touches_spikes_and_nothing_else() -> None:
 
 def test_every_alternative_in_the_pack_is_one() -> None:
     """The commented lines name all ten methods, and each stands where the pack's own policy does."""
-    lines = [line for line in PACK.read_text().splitlines() if line.startswith("#   {method")]
+    lines = [line for line in PACK.read_text(encoding="utf-8").splitlines() if line.startswith("#   {method")]
     methods = set()
     for line in lines:
         text = line.removeprefix("#").split("  #")[0].strip()

@@ -141,8 +141,8 @@ class Job:
             if self.process.poll() is not None:
                 raise RuntimeError((self.process.stderr.read() if self.process.stderr else b"").decode())
             time.sleep(0.05)
-        self.url = str(json.loads(endpoint.read_text())["url"])
-        self.port = int(json.loads(endpoint.read_text())["port"])
+        self.url = str(json.loads(endpoint.read_text(encoding="utf-8"))["url"])
+        self.port = int(json.loads(endpoint.read_text(encoding="utf-8"))["port"])
 
     def counts(self) -> tuple[int, int, int]:
         """Steps taken, checkpoints saved, and those that could not be."""

@@ -133,7 +133,7 @@ def worker(
     alone, errors = collective(200, 12 * layers), watch.health.errors()
     if rank == 0:
         told = [alone, str(errors or ""), *compared(seconds[WARM_UP:])]
-        Path(folder, "found.json").write_text(json.dumps(told))
+        Path(folder, "found.json").write_text(json.dumps(told), encoding="utf-8")
     watch.close()
     dist.barrier()
     dist.destroy_process_group()
@@ -167,7 +167,7 @@ def measure(rounds: int, width: int, layers: int, turn: int = TURN, loops: Loops
         for pack in PACKS:
             with tempfile.TemporaryDirectory(prefix="gradwatch-bench-") as folder:
                 mp.spawn(worker, (folder, loop, micros, pack, (rounds, turn, width, layers)), nprocs=WORLD)
-                alone, errors, *numbers = json.loads(Path(folder, "found.json").read_text())
+                alone, errors, *numbers = json.loads(Path(folder, "found.json").read_text(encoding="utf-8"))
             exchanges.append(alone)
             rows.append(Row(loop, micros, pack, *numbers, errors))
     numel = sum(p.numel() for p in model_of(width, layers).parameters())

@@ -85,7 +85,7 @@ def asked(url: str) -> bytes:
 
 def resident(pid: int) -> tuple[float, float]:
     """MiB in memory now, and at most so far."""
-    status = Path(f"/proc/{pid}/status").read_text()
+    status = Path(f"/proc/{pid}/status").read_text(encoding="utf-8")
     sizes = {line.split(":")[0]: line.split()[1] for line in status.splitlines() if line.startswith("Vm")}
     return int(sizes["VmRSS"]) / 1024, int(sizes["VmHWM"]) / 1024
 

@@ -163,7 +163,7 @@ def test_the_verdict_names_what_was_missed() -> None:
 
 def test_the_script_knows_nothing_of_gradwatch() -> None:
     """It imports torch and the standard library only."""
-    tree = ast.parse(SCRIPT.read_text())
+    tree = ast.parse(SCRIPT.read_text(encoding="utf-8"))
     imported = {alias.name for node in ast.walk(tree) if isinstance(node, ast.Import) for alias in node.names}
     imported |= {node.module or "" for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)}
     roots = {name.split(".")[0] for name in imported}

@@ -108,7 +108,9 @@ def running(command: Sequence[str], log: Path, **options: Any) -> Iterator[subpr
 def alertmanager(folder: Path, inbox: Inbox) -> Iterator[int]:
     """The shipped configuration, in a hurry and with a receiver; yields its port."""
     port = free_port()
-    shipped = (Path(__file__).resolve().parents[2] / "deploy/alertmanager/alertmanager.yml").read_text()
+    shipped = (Path(__file__).resolve().parents[2] / "deploy/alertmanager/alertmanager.yml").read_text(
+        encoding="utf-8"
+    )
     hurried = shipped.replace("group_wait: 10s", "group_wait: 0s").replace(
         "group_interval: 1m", "group_interval: 1s"
     )

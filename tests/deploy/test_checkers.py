@@ -49,9 +49,9 @@ def stack(tmp_path: Path) -> Path:
 
 
 def replace(path: Path, old: str, new: str) -> None:
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     assert old in text, f"{path} does not say {old}"
-    path.write_text(text.replace(old, new, 1))
+    path.write_text(text.replace(old, new, 1), encoding="utf-8")
 
 
 @pytest.mark.parametrize("pack", pack_names())
@@ -74,7 +74,7 @@ def test_promtool_accepts_the_rules_of_every_pack(pack: str, tmp_path: Path) -> 
 def test_promtool_refuses_a_broken_rule(stack: Path) -> None:
     """The check above can fail: an unbalanced expression, and a duplicate."""
     alerts = stack / "prometheus" / "rules" / "alerts.yml"
-    good = alerts.read_text()
+    good = alerts.read_text(encoding="utf-8")
     replace(alerts, "gradwatch_coverage_ratio < 1", "gradwatch_coverage_ratio < (1")
     assert check("promtool", "check", "rules", str(alerts)).returncode != 0
     alerts.write_text(
@@ -109,9 +109,9 @@ def unit_tests_of(group: str, folder: Path) -> subprocess.CompletedProcess[str]:
     Every alert of the file takes its time, at each instant of a group.
     """
     yaml = YAML(typ="safe", pure=True)
-    document = yaml.load((folder / "alerts_test.yml").read_text())
+    document = yaml.load((folder / "alerts_test.yml").read_text(encoding="utf-8"))
     (tests,) = [each for each in document["tests"] if each["name"] == group]
-    alerts = yaml.load((folder / "rules" / "alerts.yml").read_text())
+    alerts = yaml.load((folder / "rules" / "alerts.yml").read_text(encoding="utf-8"))
     for each in alerts["groups"]:
         each["rules"] = [rule for rule in each["rules"] if rule["alert"] in str(tests)]
     if any(each["rules"] for each in alerts["groups"]):
@@ -229,17 +229,19 @@ def test_hadolint(stack: Path) -> None:
 
 def test_the_image_runs_as_nobody_and_without_torch() -> None:
     """A numeric user (Kubernetes cannot check a name), a base one can choose, requirements less torch."""
-    text = (DEPLOY / "Dockerfile").read_text()
+    text = (DEPLOY / "Dockerfile").read_text(encoding="utf-8")
     assert "ARG BASE=" in text
     assert re.search(r"^USER [1-9]\d*:\d+$", text, re.M)
     assert "--no-deps ." in text
     listed = re.search(
-        r"^dependencies = \[\n(.*?)^\]", (DEPLOY.parent / "pyproject.toml").read_text(), re.M | re.S
+        r"^dependencies = \[\n(.*?)^\]",
+        (DEPLOY.parent / "pyproject.toml").read_text(encoding="utf-8"),
+        re.M | re.S,
     )
     assert listed is not None
     wanted = [each for each in re.findall(r'"(.*)"', listed[1]) if not each.startswith("torch")]
     assert len(wanted) >= 4
-    lines = (DEPLOY / "requirements-serve.txt").read_text().splitlines()
+    lines = (DEPLOY / "requirements-serve.txt").read_text(encoding="utf-8").splitlines()
     assert sorted(line for line in lines if not line.startswith("#")) == sorted(wanted)
 
 
@@ -253,7 +255,9 @@ def test_the_compose_schema(stack: Path) -> None:
 
 def test_compose_mounts_what_exists_and_opens_nothing_to_the_world() -> None:
     """Every relative path of a volume is in the stack; every port is bound to loopback."""
-    services = YAML(typ="safe", pure=True).load((DEPLOY / "compose.yaml").read_text())["services"]
+    services = YAML(typ="safe", pure=True).load((DEPLOY / "compose.yaml").read_text(encoding="utf-8"))[
+        "services"
+    ]
     for service in services.values():
         assert all(str(port).startswith("127.0.0.1:") for port in service["ports"])
         for volume in service.get("volumes", []):
@@ -263,7 +267,9 @@ def test_compose_mounts_what_exists_and_opens_nothing_to_the_world() -> None:
 
 def test_compose_mounts_nothing_inside_a_read_only_mount() -> None:
     """A container whose mount point has to be made on a read-only file system does not start."""
-    services = YAML(typ="safe", pure=True).load((DEPLOY / "compose.yaml").read_text())["services"]
+    services = YAML(typ="safe", pure=True).load((DEPLOY / "compose.yaml").read_text(encoding="utf-8"))[
+        "services"
+    ]
     for name, service in services.items():
         mounts = [re.fullmatch(r".*:(/[^:]*)(:ro)?", each) for each in service.get("volumes", [])]
         read_only = [mount[1] for mount in mounts if mount and mount[2]]
@@ -276,7 +282,9 @@ def test_compose_mounts_nothing_inside_a_read_only_mount() -> None:
 
 def test_the_aggregator_of_compose_has_the_name_of_its_machine() -> None:
     """Numbers of processes are looked up where they belong; a shell's HOSTNAME is in nobody's environment."""
-    serve = YAML(typ="safe", pure=True).load((DEPLOY / "compose.yaml").read_text())["services"]["serve"]
+    serve = YAML(typ="safe", pure=True).load((DEPLOY / "compose.yaml").read_text(encoding="utf-8"))[
+        "services"
+    ]["serve"]
     assert (serve["pid"], serve["uts"]) == ("host", "host")
     assert "hostname" not in serve
 
@@ -312,7 +320,9 @@ def test_kustomize_builds(stack: Path) -> None:
 def test_pods_run_as_nobody_and_can_do_nothing_else() -> None:
     """The restricted profile of Kubernetes' pod security standards, in the aggregator and in the example job."""
     for name in ("serve.yaml", "job.yaml"):
-        objects = list(YAML(typ="safe", pure=True).load_all((DEPLOY / "k8s" / name).read_text()))
+        objects = list(
+            YAML(typ="safe", pure=True).load_all((DEPLOY / "k8s" / name).read_text(encoding="utf-8"))
+        )
         (pod,) = [each["spec"]["template"]["spec"] for each in objects if "template" in each["spec"]]
         assert pod["securityContext"]["runAsNonRoot"] is True
         assert pod["securityContext"]["seccompProfile"] == {"type": "RuntimeDefault"}
@@ -323,14 +333,16 @@ def test_pods_run_as_nobody_and_can_do_nothing_else() -> None:
 
 def test_the_aggregator_keeps_what_it_has_read() -> None:
     """Its system is read-only; where it writes nothing down, every restart reads thousands of journals again."""
-    objects = list(YAML(typ="safe", pure=True).load_all((DEPLOY / "k8s/serve.yaml").read_text()))
+    objects = list(
+        YAML(typ="safe", pure=True).load_all((DEPLOY / "k8s/serve.yaml").read_text(encoding="utf-8"))
+    )
     (pod,) = [each["spec"]["template"]["spec"] for each in objects if each["kind"] == "Deployment"]
     (container,) = pod["containers"]
     state = container["args"][container["args"].index("--state") + 1]
     (mount,) = [each for each in container["volumeMounts"] if each["mountPath"] == state]
     assert not mount.get("readOnly")
     assert {"name": mount["name"], "emptyDir": {}} in pod["volumes"]
-    unit = (DEPLOY / "systemd/gradwatch-serve.service").read_text()
+    unit = (DEPLOY / "systemd/gradwatch-serve.service").read_text(encoding="utf-8")
     found = re.search(r"^CacheDirectory=(\S+)$", unit, re.M)
     assert found is not None
     assert f" --state /var/cache/{found[1]}\n" in unit
@@ -352,7 +364,7 @@ def test_systemd_accepts_the_unit(stack: Path) -> None:
     assert (done.returncode, done.stdout) == (0, "")
     security = ("systemd-analyze", "security", "--offline=true", "--threshold=25", str(unit))
     accepts(*security)
-    good = unit.read_text()
+    good = unit.read_text(encoding="utf-8")
     replace(unit, "ProtectClock=yes", "ProtectClocks=yes")
     assert "ProtectClocks" in check("systemd-analyze", "verify", "--man=no", str(unit)).stdout
     unit.write_text(good)
@@ -364,7 +376,7 @@ def test_systemd_accepts_the_unit(stack: Path) -> None:
 @pytest.mark.parametrize("unit", sorted((DEPLOY / "runbooks").glob("*.md")), ids=lambda path: path.stem)
 def test_a_runbook_says_what_how_and_what_to_do(unit: Path) -> None:
     """Three sections in order, and no metric that does not exist."""
-    text = unit.read_text()
+    text = unit.read_text(encoding="utf-8")
     assert re.findall(r"^#+ (.*)$", text, re.M) == [unit.stem, "What it means", "How to look", "What to do"]
     for name in set(re.findall(r"\bgradwatch_[a-z_]+", text)):
         assert name in BY_NAME, name

@@ -25,7 +25,7 @@ Object = dict[str, Any]
 
 
 def objects(path: Path) -> list[Object]:
-    return [each for each in YAML(typ="safe", pure=True).load_all(path.read_text()) if each]
+    return [each for each in YAML(typ="safe", pure=True).load_all(path.read_text(encoding="utf-8")) if each]
 
 
 def come_back(each: Object) -> Object:

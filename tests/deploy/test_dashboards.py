@@ -29,7 +29,7 @@ KNOWN = {"$__rate_interval": "10s", "$__interval": "5s", "$__range": "60s"}
 
 
 def board(name: str) -> dict[str, Any]:
-    return dict(json.loads((DEPLOY / "grafana" / "dashboards" / f"{name}.json").read_text()))
+    return dict(json.loads((DEPLOY / "grafana" / "dashboards" / f"{name}.json").read_text(encoding="utf-8")))
 
 
 def panels(name: str) -> list[dict[str, Any]]:
@@ -45,7 +45,9 @@ def test_regenerating_changes_nothing(tmp_path: Path) -> None:
         path.name for path in committed.iterdir()
     )
     for path in tmp_path.iterdir():
-        assert (committed / path.name).read_text() == path.read_text(), "run deploy/grafana/generate.py"
+        assert (committed / path.name).read_text(encoding="utf-8") == path.read_text(encoding="utf-8"), (
+            "run deploy/grafana/generate.py"
+        )
 
 
 @pytest.mark.parametrize("name", BOARDS)
@@ -82,7 +84,7 @@ def test_every_panel_says_what_it_shows_and_takes_the_chosen_source(name: str) -
 
 def test_the_link_of_every_alert_leads_to_the_dashboard_of_its_run() -> None:
     """uid and variable of the dashboard are those that the alerts name; what is of no run leads to the fleet."""
-    text = (DEPLOY / "prometheus/rules/alerts.yml").read_text()
+    text = (DEPLOY / "prometheus/rules/alerts.yml").read_text(encoding="utf-8")
     links = dict(re.findall(r"runbook_url: \S+/(\S+)\n +dashboard_url: \S+?3000(\S+)", text))
     assert links.pop("GradwatchServeDown") == f"/d/{board('fleet')['uid']}"
     assert {link.split("=")[0] for link in links.values()} == {f"/d/{board('run')['uid']}?var-run_id"}

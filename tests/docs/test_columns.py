@@ -31,7 +31,7 @@ def table() -> str:
 
 def test_the_page_shows_the_catalogue() -> None:
     """The table of the page is that of the code; what to paste where it is not stands in the message."""
-    before, rest = PAGE.read_text().split(BEGIN)
+    before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
     shown, after = rest.split(END)
     assert shown == table(), f"replace it by:\n{table()}"
     assert before

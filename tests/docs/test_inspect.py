@@ -20,7 +20,7 @@ def test_the_examples_draw_the_pictures(
     from PIL import Image
 
     monkeypatch.chdir(tmp_path)
-    text = PAGE.read_text()
+    text = PAGE.read_text(encoding="utf-8")
     with torch.random.fork_rng(devices=[]):
         exec(compile("\n".join(fences(text, "python")), PAGE.name, "exec"), {})
     printed = capsys.readouterr().out

@@ -36,7 +36,7 @@ def anchors(text: str) -> set[str]:
 
 def test_the_readme_is_short() -> None:
     """A path for users; the rest stands in the pages it links to, each of which is linked."""
-    text = PAGES[0].read_text()
+    text = PAGES[0].read_text(encoding="utf-8")
     assert len(text.split()) <= LONGEST_README
     assert len(PAGES) > 1
     for path in PAGES[1:]:
@@ -46,16 +46,16 @@ def test_the_readme_is_short() -> None:
 @page
 def test_links_lead_somewhere(path: Path) -> None:
     """Relative links name files that exist, and headings that these have."""
-    for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text()):
+    for target in re.findall(r"\]\(([^)\s]+)\)", path.read_text(encoding="utf-8")):
         file, _, anchor = target.partition("#")
         assert (path.parent / file).exists(), target
-        assert not anchor or anchor in anchors((path.parent / file).read_text()), target
+        assert not anchor or anchor in anchors((path.parent / file).read_text(encoding="utf-8")), target
 
 
 @page
 def test_what_is_named_exists(path: Path) -> None:
     """Files of tests, modules run by `python -m`, and commands of gradwatch with their options."""
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     for name in re.findall(r"\btests/[\w/]+(?:\.\w+)?", text):
         assert (ROOT / name).exists(), name
     for module in re.findall(r"python -m (tests[\w.]+)", text):
@@ -94,7 +94,7 @@ def commands(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPars
 )
 def test_rule_files_are_valid(path: Path, tmp_path: Path) -> None:
     """Each rule file shown is accepted as it stands; those of extending.md with what the page adds (test_extending)."""
-    for number, text in enumerate(fences(path.read_text(), "yaml")):
+    for number, text in enumerate(fences(path.read_text(encoding="utf-8"), "yaml")):
         file = tmp_path / f"{number}.gradwatch.yaml"
         file.write_text(text)
         assert gradwatch.load_rules(file).rules
@@ -104,7 +104,7 @@ def test_rule_files_are_valid(path: Path, tmp_path: Path) -> None:
 def test_the_loop_runs_as_shown(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The lines that train run word for word, and leave a state to be saved."""
     monkeypatch.chdir(tmp_path)
-    for code in fences(path.read_text(), "python"):
+    for code in fences(path.read_text(encoding="utf-8"), "python"):
         if "in loader" not in code:
             continue
         model = nn.Linear(4, 2)
@@ -123,5 +123,7 @@ def test_the_loop_runs_as_shown(path: Path, tmp_path: Path, monkeypatch: pytest.
 def test_the_two_commands_are_marked() -> None:
     """CI runs the second word for word: each marker is followed by one line of bash that makes its own environment."""
     for marker in ("demo-command", "test-command"):
-        (command,) = re.findall(rf"<!-- {marker} -->\n```bash\n(.*)\n```", PAGES[0].read_text())
+        (command,) = re.findall(
+            rf"<!-- {marker} -->\n```bash\n(.*)\n```", PAGES[0].read_text(encoding="utf-8")
+        )
         assert command.startswith("python3 -m venv .venv && .venv/bin/pip install ")

@@ -74,7 +74,10 @@ def run(checkout: Path, folder: Path, area: str) -> dict[str, list[str]]:
     done = subprocess.run(command, cwd=checkout, env=environ, capture_output=True, text=True, check=False)
     if done.returncode:
         raise SystemExit(f"{checkout}, {area}: {done.stderr[-2000:]}")
-    return {path.stem: path.read_text().splitlines() for path in sorted((into / area).glob("*.jsonl"))}
+    return {
+        path.stem: path.read_text(encoding="utf-8").splitlines()
+        for path in sorted((into / area).glob("*.jsonl"))
+    }
 
 
 def first_difference(old: list[str], new: list[str]) -> str:

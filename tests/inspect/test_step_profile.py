@@ -45,7 +45,7 @@ def test_modules_and_own_phases_are_labelled(tmp_path: Path) -> None:
     assert 0 < profiled.own_share < 1
     assert "forward Sequential" in str(profiled)
     assert "aten::addmm" in profiled.table()
-    trace = json.loads(profiled.trace(tmp_path / "trace.json").read_text())
+    trace = json.loads(profiled.trace(tmp_path / "trace.json").read_text(encoding="utf-8"))
     assert {"forward 1", "gradwatch: before the step"} <= {
         event.get("name") for event in trace["traceEvents"]
     }

@@ -54,7 +54,7 @@ def test_a_poisoned_batch_is_skipped(framework: str) -> None:
 @pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_a_rule_that_says_stop_ends_the_job(framework: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """`TrainingStopped` comes out of the framework's own call, before the step; the weights are as they were."""
-    Path("stop.gradwatch.yaml").write_text(STOP)
+    Path("stop.gradwatch.yaml").write_text(STOP, encoding="utf-8")
     sink = Kept()
     models: list[torch.nn.Module] = []
     build = framework_jobs.network

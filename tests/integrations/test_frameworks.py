@@ -153,7 +153,7 @@ def test_an_integration_changes_no_bit(framework: str) -> None:
 def test_the_unmodified_job_conforms_under_the_launcher(framework: str, tmp_path: Path) -> None:
     """`gradwatch run` in front of an unchanged script: same norms, output and weights; stderr gains the account."""
     script = framework_jobs.__file__
-    assert "import gradwatch" not in Path(script).read_text()
+    assert "import gradwatch" not in Path(script).read_text(encoding="utf-8")
     launcher = [*GRADWATCH, "run", "--dir", "runs", "--run-id", "r", "--listen", "127.0.0.1:0", "--"]
     done = execute_warm([*launcher, sys.executable, script, framework], tmp_path, HF_HUB_OFFLINE="1")
     assert done.returncode == 0, done.stderr

@@ -153,7 +153,7 @@ def test_a_checkpoint_file_that_is_no_state_is_counted_and_training_goes_on() ->
     accelerator, model, optimizer, _ = prepared()
     accelerator.save_state("checkpoint")
     for text in ("{", '{"version": 7}', "[]", '{"version": 1}'):
-        Path("checkpoint/gradwatch.json").write_text(text)
+        Path("checkpoint/gradwatch.json").write_text(text, encoding="utf-8")
         sink = Kept()
         gw = integration("accelerate").watch(accelerator, model, optimizer, sinks=[sink])
         with gw:

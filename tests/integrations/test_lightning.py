@@ -227,7 +227,8 @@ def test_lightning_callback_under_the_launcher_is_the_one_that_watches(tmp_path:
         f"import sys; sys.path.insert(0, {ROOT!r})\n"
         "from gradwatch.integrations.lightning import GradwatchCallback\n"
         "from tests.support.framework_jobs import lightning\n"
-        "lightning([GradwatchCallback()])\n"
+        "lightning([GradwatchCallback()])\n",
+        encoding="utf-8",
     )
     launcher = [*GRADWATCH, "run", "--dir", "runs", "--run-id", "r", "--listen", "127.0.0.1:0", "--"]
     done = execute_warm([*launcher, sys.executable, "train.py"], tmp_path)
@@ -264,7 +265,7 @@ def test_lightning_callback_can_be_copied_and_pickled() -> None:
 
 def test_a_bad_rule_file_stops_the_job_before_it_trains() -> None:
     """The error names file and line, no batch was trained on, and nothing is left hooked."""
-    Path("bad.gradwatch.yaml").write_text("version: 1\nrules:\n  x: {detekt: 1}\n")
+    Path("bad.gradwatch.yaml").write_text("version: 1\nrules:\n  x: {detekt: 1}\n", encoding="utf-8")
     module = Plain()
     with pytest.raises(RuleFileError, match=r"bad\.gradwatch\.yaml:3"):
         trainer(LightningCallback(rules="bad.gradwatch.yaml")).fit(module, loader())

@@ -541,9 +541,9 @@ def test_files_are_private_and_ignored_by_git(tmp_path: Path) -> None:
         reader = journal(parent, [make_record(make_sites())])
         assert stat.S_IMODE(reader.path.stat().st_mode) == 0o600
         assert stat.S_IMODE(reader.path.parent.stat().st_mode) == 0o700
-        assert (reader.path.parent / ".gitignore").read_text() == "*\n"
+        assert (reader.path.parent / ".gitignore").read_text(encoding="utf-8") == "*\n"
     assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
-    assert (tmp_path / "new" / ".gitignore").read_text() == "*\n"
+    assert (tmp_path / "new" / ".gitignore").read_text(encoding="utf-8") == "*\n"
     assert not (tmp_path / "mine" / ".gitignore").exists()
 
 

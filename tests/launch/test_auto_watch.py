@@ -205,7 +205,7 @@ def test_a_job_started_again_takes_up_its_baselines(tmp_path: Path) -> None:
     ended(run(tmp_path, RESUMED))
     kept = []
     for _ in range(2):
-        state = json.loads((tmp_path / "runs" / "r" / "state-rank0.json").read_text())
+        state = json.loads((tmp_path / "runs" / "r" / "state-rank0.json").read_text(encoding="utf-8"))
         kept.append(state["lanes"]["0"])
         if len(kept) == 1:
             assert "baselines" not in run(tmp_path, RESUMED).stderr
@@ -254,7 +254,7 @@ def test_what_a_rank_starts_neither_takes_up_nor_replaces_its_baselines(tmp_path
         list(range(6, 12)),
         *map(list, map(range, (4, 3))),
     ]
-    state = json.loads((tmp_path / "runs" / "r" / "state-rank0.json").read_text())
+    state = json.loads((tmp_path / "runs" / "r" / "state-rank0.json").read_text(encoding="utf-8"))
     assert state["lanes"]["0"]["counted"] == 12
     for each in said:
         assert each.count(f"neither loads nor saves baselines: {FORKED}") == 1

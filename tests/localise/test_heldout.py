@@ -27,7 +27,7 @@ def test_every_marked_line_is_there() -> None:
     for case in CASES:
         assert bool(case.ops) == bool(case.places), case.name
         for file, line in case.places:
-            assert "# FAULT" in Path(file).read_text().splitlines()[line - 1]
+            assert "# FAULT" in Path(file).read_text(encoding="utf-8").splitlines()[line - 1]
 
 
 def test_goes_wrong_at_one_step_and_not_before() -> None:

@@ -65,7 +65,9 @@ def test_files_of_others_are_not_overwritten(tmp_path: Path, capsys: pytest.Capt
     assert str(mine) in capsys.readouterr().err
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == [mine]
     assert main(["deploy", "export", str(tmp_path), "--force"]) == 0
-    assert mine.read_text() == (DEPLOY / "prometheus" / "prometheus.yml").read_text()
+    assert mine.read_text(encoding="utf-8") == (DEPLOY / "prometheus" / "prometheus.yml").read_text(
+        encoding="utf-8"
+    )
 
 
 @pytest.mark.parametrize("pack", pack_names())

@@ -305,7 +305,7 @@ ENTRIES = [
 @pytest.mark.parametrize(("file", "name"), ENTRIES)
 def test_what_torch_calls_begins_with_its_guard(file: str, name: str) -> None:
     """The first statement is `try:` and what is caught is an Exception: no line but that one is outside."""
-    tree = ast.parse(Path(PACKAGE, file).read_text())
+    tree = ast.parse(Path(PACKAGE, file).read_text(encoding="utf-8"))
     found = [one for one in ast.walk(tree) if isinstance(one, ast.FunctionDef) and one.name == name]
     assert found
     for function in found:

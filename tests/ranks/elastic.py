@@ -39,7 +39,9 @@ def main(folder: str) -> None:
         model(x).square().mean().backward()
         optimizer.step()
     weights = [float(param.detach().double().sum()) for param in model.parameters()]
-    Path(folder, f"{rank}.json").write_text(json.dumps({"weights": weights, "attempt": attempt}))
+    Path(folder, f"{rank}.json").write_text(
+        json.dumps({"weights": weights, "attempt": attempt}), encoding="utf-8"
+    )
     dist.destroy_process_group()
 
 

@@ -46,7 +46,9 @@ def launch(module: str, chosen: str = "", world: int = WORLD, trials: int = FEW)
         codes = [status for status, _, _ in ended]
         said = "\n".join(out + err for _, out, err in ended)
         assert codes == [0] * world, f"exit codes {codes}\n{said}"
-        homes = [json.loads(Path(folder, f"{rank}.json").read_text()) for rank in range(world)]
+        homes = [
+            json.loads(Path(folder, f"{rank}.json").read_text(encoding="utf-8")) for rank in range(world)
+        ]
     raised = [
         f"{name}, rank {rank}\n{found['raised']}"
         for rank, home in enumerate(homes)
@@ -83,7 +85,7 @@ def main(module: str, folder: str, chosen: str, world: int, rank: int) -> None:
         else:
             results[name] = outcome(situation, rank)
         dist.barrier()
-    Path(folder, f"{rank}.json").write_text(json.dumps(results))
+    Path(folder, f"{rank}.json").write_text(json.dumps(results), encoding="utf-8")
     dist.destroy_process_group()
 
 

@@ -37,7 +37,7 @@ def test_an_elastic_restart_is_watched_anew(tmp_path: Path) -> None:
     )
     missing = sum("1 process that left no summary" in line for line in said)
     assert missing <= 2 - len(counts), done.stderr
-    homes = [json.loads((tmp_path / f"{rank}.json").read_text()) for rank in range(2)]
+    homes = [json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
     assert homes[0] == homes[1]
     assert homes[0]["attempt"] == 1
     assert all(math.isfinite(total) for total in homes[0]["weights"])

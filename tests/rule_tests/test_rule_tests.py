@@ -134,7 +134,7 @@ def test_every_code_of_test_files_is_raised() -> None:
     raised = {
         code
         for path in HERE.glob("*.bad.test.txt")
-        for code in re.findall(r"^GW3\d\d", path.read_text(), re.M)
+        for code in re.findall(r"^GW3\d\d", path.read_text(encoding="utf-8"), re.M)
     }
     assert raised | {"GW305"} == {code for code in CODES if code.startswith("GW3")}
 
@@ -328,7 +328,9 @@ def test_shadow_is_told_apart(tmp_path: Path) -> None:
     )
     path = written(tmp_path, case)
     assert main(["rules", "test", path]) == 0
-    Path(path).write_text(Path(path).read_text().replace("shadow: true", "shadow: false"))
+    Path(path).write_text(
+        Path(path).read_text(encoding="utf-8").replace("shadow: true", "shadow: false"), encoding="utf-8"
+    )
     assert main(["rules", "test", path]) == 1
 
 

@@ -18,7 +18,7 @@ from tests.rules.write_resolved_packs import resolved_text
 def test_a_resolved_pack_is_what_its_text_says(name: str) -> None:
     """To the type of each number; else `python -m tests.rules.write_resolved_packs` was forgotten."""
     loaded = load_rules(name)
-    assert (pack_directory() / (name + RESOLVED)).read_text() == resolved_text(name)
+    assert (pack_directory() / (name + RESOLVED)).read_text(encoding="utf-8") == resolved_text(name)
     assert resolved_pack(name) == loaded
     assert repr(resolved_pack(name)) == repr(loaded)
 
@@ -26,7 +26,7 @@ def test_a_resolved_pack_is_what_its_text_says(name: str) -> None:
 @pytest.mark.parametrize("name", pack_names())
 def test_packs_are_the_same_for_every_run(name: str) -> None:
     """A pack that resolved differently by run id could not be resolved beforehand."""
-    assert "\noverrides:" not in (pack_directory() / (name + SUFFIX)).read_text()
+    assert "\noverrides:" not in (pack_directory() / (name + SUFFIX)).read_text(encoding="utf-8")
 
 
 def test_a_pack_that_was_edited_is_not_taken_as_it_was(
@@ -39,7 +39,7 @@ def test_a_pack_that_was_edited_is_not_taken_as_it_was(
     monkeypatch.setattr("gradwatch.rules.resolved_packs.pack_directory", lambda: folder)
     edited = folder / f"default{SUFFIX}"
     assert resolved_pack("moe") is not None
-    edited.write_text(edited.read_text() + "# edited\n")
+    edited.write_text(edited.read_text(encoding="utf-8") + "# edited\n")
     assert resolved_pack("default") is resolved_pack("moe") is None
 
 

@@ -26,7 +26,7 @@ def test_a_fault_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
-    assert path.read_text() == "old"
+    assert path.read_text(encoding="utf-8") == "old"
     assert os.listdir(tmp_path) == ["state.json"]
 
 
@@ -42,7 +42,7 @@ def test_a_killed_process_leaves_the_old_file(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, str(path)], check=False)
     assert done.returncode == -signal.SIGKILL
-    assert path.read_text() == "old"
+    assert path.read_text(encoding="utf-8") == "old"
 
 
 def test_permissions_are_those_asked_for(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_links_are_replaced_and_never_written_through(tmp_path: Path) -> None:
         replacing(path, temporary=str(part)) as file,
     ):
         file.write(b"elsewhere")
-    assert (outside.read_text(), path.read_text()) == ("kept", "new")
+    assert (outside.read_text(encoding="utf-8"), path.read_text(encoding="utf-8")) == ("kept", "new")
 
 
 def test_only_regular_files_are_read(tmp_path: Path) -> None:

@@ -155,13 +155,16 @@ def test_lists_of_targets_are_tidied(tmp_path: Path, dead_pid: int) -> None:
     """What a killed process left on a file_sd list is marked, and would go in a quarter of an hour."""
     run = make_run(tmp_path, host=platform.node())
     path = Path(write_target(str(tmp_path / "targets"), run, Address("127.0.0.1", 29440)))
-    path.write_text(path.read_text().replace(f'pid": "{os.getpid()}"', f'pid": "{dead_pid}"'))
+    path.write_text(
+        path.read_text(encoding="utf-8").replace(f'pid": "{os.getpid()}"', f'pid": "{dead_pid}"'),
+        encoding="utf-8",
+    )
     server = Server(
         Scanner([tmp_path], Summaries("")), Address("127.0.0.1", 0), lists=[str(tmp_path / "targets")]
     )
     server._scan()
     server.close()
-    assert "dead_since" in path.read_text()
+    assert "dead_since" in path.read_text(encoding="utf-8")
 
 
 def test_a_taken_port_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

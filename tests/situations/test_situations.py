@@ -25,7 +25,7 @@ def test_every_law_holds(name: str) -> None:
 
 def test_the_table_says_what_is_tested() -> None:
     """README.md is the table of these very laws."""
-    assert PATH.read_text() == render({name: expected(name) for name in SITUATIONS})
+    assert PATH.read_text(encoding="utf-8") == render({name: expected(name) for name in SITUATIONS})
 
 
 def test_there_are_enough_situations() -> None:

@@ -250,7 +250,7 @@ def bare_and_watched(
     (folder / "train.py").write_text(text)
     bare, watched = (
         warm.run([*how, sys.executable, "train.py"], folder, check=True)
-        for how in ((), (*GRADWATCH, "run", "--"))
+        for how in ((), (*GRADWATCH, "run", "--listen", "127.0.0.1:0", "--"))
     )
     assert watched.stdout == bare.stdout
     return bare, watched

@@ -17,6 +17,7 @@ import builtins
 import gc
 import importlib
 import json
+import locale
 import multiprocessing.process
 import multiprocessing.util
 import os
@@ -47,6 +48,8 @@ LIBRARIES = ("pydantic.main", "pydantic.type_adapter", "pydantic.json_schema", "
 """What gradwatch would import."""
 PLACE = "WARM_PYTHON"
 """In the environment, the path of a server that several processes share (`pytest -n`)."""
+ENCODING = locale.getpreferredencoding(False)
+"""Of what these processes print: the streams are those of a Python that was started with this locale."""
 LONGEST = 1 << 20  # bytes of a request
 STARTS = 2  # of a process that imports gradwatch: as the launcher, and as the script that it becomes
 
@@ -75,11 +78,11 @@ class Process:
         ]
         for reader in self._readers:
             reader.start()
-        with os.fdopen(giving, "w", encoding="utf-8") as stream:
+        with os.fdopen(giving, "w", encoding=ENCODING) as stream:
             stream.write(stdin)
 
     def _read(self, number: int) -> None:
-        with os.fdopen(self._streams[number][0], encoding="utf-8", errors="replace") as stream:
+        with os.fdopen(self._streams[number][0], encoding=ENCODING, errors="replace") as stream:
             self._texts[number] = stream.read()
 
     def kill(self) -> None:
@@ -136,8 +139,8 @@ class Worker:
         self.pid = _server().start(request, passed)
         for each in passed:
             os.close(each)
-        self.stdin = os.fdopen(giving, "w", encoding="utf-8")
-        self.stdout = os.fdopen(taken, encoding="utf-8")
+        self.stdin = os.fdopen(giving, "w", encoding=ENCODING)
+        self.stdout = os.fdopen(taken, encoding=ENCODING)
 
     def kill(self) -> None:
         """SIGKILL, unless it has ended."""

@@ -28,4 +28,4 @@ def test_there_are_thirty_trainings() -> None:
     """Thirty scripts, none of which knows gradwatch."""
     assert len({each.script for each in TRAININGS}) >= 30
     folder = Path(__file__).parent / "scripts"
-    assert not [path for path in folder.rglob("*.py") if "gradwatch" in path.read_text()]
+    assert not [path for path in folder.rglob("*.py") if "gradwatch" in path.read_text(encoding="utf-8")]

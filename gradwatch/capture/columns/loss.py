@@ -166,6 +166,8 @@ def _value_of(roots: Sequence[Any], weights: Sequence[Any]) -> tuple[Value | Non
             return None, "backward starts from a gradient edge"
         if root.numel() != 1:
             return None, f"backward starts from a tensor of {root.numel()} elements"
+        if weight is None:  # torch is about to refuse this backward
+            return None, "backward starts from a tensor that requires no gradient"
         found, factor = _readable(root), _readable(weight)
         if found is None or factor is None:
             return None, f"backward starts from a {type(root).__name__} that cannot be read alone"

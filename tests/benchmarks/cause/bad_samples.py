@@ -111,7 +111,7 @@ class Named:
 
 def planted(file: str) -> list[Planted]:
     """The scripts of one file."""
-    cells = (FOLDER / f"{file}.txt").read_text().split("# %% ")[1:]
+    cells = (FOLDER / f"{file}.txt").read_text(encoding="utf-8").split("# %% ")[1:]
     return [_planted(cell) for cell in cells]
 
 
@@ -128,14 +128,14 @@ def _planted(cell: str) -> Planted:
 def run(one: Planted, localise: bool = True) -> Named:
     """Train it on its ranks, and read the log of the first."""
     with tempfile.TemporaryDirectory() as folder:
-        Path(folder, "train.py").write_text(one.source)
+        Path(folder, "train.py").write_text(one.source, encoding="utf-8")
         order = "localise: {by: replay}"
         rules = (
             RULES.replace("LOCALISE", order)
             if localise
             else RULES.replace(", LOCALISE", "").replace("[LOCALISE]", "[]")
         )
-        Path(folder, "rules.yaml").write_text(rules)
+        Path(folder, "rules.yaml").write_text(rules, encoding="utf-8")
         started = [
             warm.Process([sys.executable, "train.py"], folder, _environment(rank, one.ranks))
             for rank in range(one.ranks)

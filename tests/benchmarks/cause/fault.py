@@ -45,7 +45,7 @@ def faults(groups: Iterable[str] = ()) -> list[Fault]:
 
 
 def _read(group: str) -> list[Fault]:
-    cells = (FOLDER / f"{group}.txt").read_text().split("# %% ")[1:]
+    cells = (FOLDER / f"{group}.txt").read_text(encoding="utf-8").split("# %% ")[1:]
     return [_fault(group, cell) for cell in cells]
 
 

@@ -325,3 +325,15 @@ def test_a_backward_that_python_does_not_start_takes_no_other_ones_loss() -> Non
             told = sink.records[-1].snapshot.scalars.get("loss")
             assert told is None if step == 1 else told == pytest.approx(loss.item())
     assert said == ["backward was started from C++"]
+
+
+def test_a_backward_that_torch_refuses_is_no_error_of_ours() -> None:
+    """Of a loss made under `no_grad` the script gets torch's error, and nothing is counted against the watch."""
+    model, optimizer = make()
+    with gradwatch.watch(model, optimizer, rules="observe-only", sinks=[]) as gw:
+        plain(model, optimizer)
+        with torch.no_grad():
+            loss = loss_of(model)
+        with pytest.raises(RuntimeError, match="does not require grad"):
+            loss.backward()
+        assert gw.health.errors() == {}

@@ -68,7 +68,7 @@ def test_what_was_written_is_read(whole: Path) -> None:
 
 def test_keys_of_a_newer_gradwatch_are_ignored(copy: Path) -> None:
     """Added anywhere; a newer version is refused by its number."""
-    found = json.loads((copy / "incident.json").read_text())
+    found = json.loads((copy / "incident.json").read_text(encoding="utf-8"))
     plain = read_document(copy).encode()
     found["novel"] = found["incident"]["novel"] = found["calls"][0]["novel"] = {"x": 1}
     (copy / "incident.json").write_text(json.dumps(found))
@@ -163,7 +163,7 @@ def test_names_are_names_and_never_paths(copy: Path, capsys: pytest.CaptureFixtu
     tensors = {"../../made-of-a-name": torch.ones(2), "/tmp/made-of-a-name": torch.ones(2)}
     save_file(tensors, copy / "tensors.safetensors")
     assert set(read_tensors(copy)) == set(tensors)
-    found = json.loads((copy / "incident.json").read_text())
+    found = json.loads((copy / "incident.json").read_text(encoding="utf-8"))
     for call in found["calls"]:
         call["args"] = {"tuple": [{"tensor": {"name": "../../made-of-a-name"}}]}
         call["batch"] = None
@@ -328,7 +328,7 @@ def test_a_document_with_anything_in_it_is_run_again_or_refused(
     # In a child: an audit hook is never taken away again, and every `id()` of the tests behind this one would call it.
     if child := os.fork():
         os.waitpid(child, 0)
-        assert failed.read_text() == ""
+        assert failed.read_text(encoding="utf-8") == ""
         return
     try:
         with_strange_values(seed, copy, capsys)
@@ -340,7 +340,7 @@ def test_a_document_with_anything_in_it_is_run_again_or_refused(
 
 
 def with_strange_values(seed: int, copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plain = json.loads((copy / "incident.json").read_text())
+    plain = json.loads((copy / "incident.json").read_text(encoding="utf-8"))
     seen: list[str] = []
     sys.addaudithook(lambda event, args: seen.append(event) if event in STARTS else None)
     statuses = set()
@@ -388,7 +388,7 @@ def test_inputs_that_were_changed_are_found_out(copy: Path, capsys: pytest.Captu
 
 def test_the_page_of_a_foreign_bundle_is_harmless(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Escape sequences, newlines and markup anywhere in it: one printable line each."""
-    found = json.loads((copy / "incident.json").read_text())
+    found = json.loads((copy / "incident.json").read_text(encoding="utf-8"))
     nasty = "\x1b[2J\x07 <script>alert(1)</script>\n# heading\u202e"
     found["incident"]["name"] = found["incident"]["event"]["summary"] = nasty
     found["incident"]["finding"]["op"] = found["incident"]["finding"]["note"] = nasty

@@ -95,7 +95,11 @@ def test_as_markdown(run: Run, capsys: pytest.CaptureFixture[str], monkeypatch: 
     monkeypatch.setattr("gradwatch.cli.terminal.colourful", lambda stream: True)
     page = told(run, capsys, "non-finite-0-4", "--markdown")
     assert "\x1b" not in page
-    kept = (run.directory / "bundles" / "non-finite-0-4" / "incident.md").read_text().splitlines()
+    kept = (
+        (run.directory / "bundles" / "non-finite-0-4" / "incident.md")
+        .read_text(encoding="utf-8")
+        .splitlines()
+    )
     assert [line for line in kept if line not in page.splitlines()] == []
     assert "\x1b" in told(run, capsys, "non-finite-0-4")
 

@@ -268,7 +268,7 @@ def test_any_parameter_name_is_harmless(tmp_path: Path) -> None:
     assert len(told.sites) == len(names)
     assert len([name for name in tensors if name.startswith("parameter.")]) == len(names)
     assert len([name for name in tensors if name.startswith("buffer.")]) == len(names)
-    page = (run.only / "incident.md").read_text()
+    page = (run.only / "incident.md").read_text(encoding="utf-8")
     assert all(line.isprintable() for line in page.splitlines())
     assert not [line for line in page.splitlines() if "<script>" in line and not line.startswith("    ")]
     assert run.errors == {}

@@ -88,7 +88,7 @@ def test_the_document_tells_the_whole_incident(tmp_path: Path) -> None:
 
     raw = json.loads((run.only / "incident.json").read_text("ascii"), parse_constant=refuse)
     assert raw["incident"]["around"][-1]["total_norm"] in ("NaN", "Infinity")
-    page = (run.only / "incident.md").read_text()
+    page = (run.only / "incident.md").read_text(encoding="utf-8")
     for words in (
         "## non-finite-0-4: the backward of sqrt in Fragile",
         "h = h + torch.sqrt((h - h.detach()).square() + torch.relu(h))  # fault",
@@ -109,7 +109,7 @@ def test_nothing_is_kept_that_was_not_asked_for(tmp_path: Path) -> None:
     assert "snapshot: {batch: true}" in told.obstacle
     assert told.calls[0].batch is not None
     assert told.calls[0].batch.hash == gradwatch.batch_hash(batch(4, bad=True))
-    page = (run.only / "incident.md").read_text()
+    page = (run.only / "incident.md").read_text(encoding="utf-8")
     assert "cannot be run again: its inputs were not asked for" in page
     assert "not kept: input.0 (96 bytes)" in page
 

@@ -30,7 +30,7 @@ def outer(factor):
 
 def loss_in(file: Path, source: str = SOURCE) -> Callable[[float], float]:
     """Compile and run a file; the function in it."""
-    file.write_text(source)
+    file.write_text(source, encoding="utf-8")
     names: dict[str, Any] = {}
     exec(compile(source, str(file), "exec", dont_inherit=True), names)
     loss: Callable[[float], float] = names["outer"](2.0)
@@ -39,7 +39,7 @@ def loss_in(file: Path, source: str = SOURCE) -> Callable[[float], float]:
 
 def edited(file: Path, old: str, new: str) -> None:
     """Edit a file; whoever looks sees that at once."""
-    file.write_text(file.read_text().replace(old, new, 1))
+    file.write_text(file.read_text(encoding="utf-8").replace(old, new, 1), encoding="utf-8")
     linecache.checkcache(str(file))
 
 
@@ -100,7 +100,7 @@ def test_a_statement_compiled_alone(tmp_path: Path) -> None:
     """Notebooks compile a cell statement by statement: each is known again."""
     file = tmp_path / "cell.py"
     file.write_text("a = 1\nfor k in range(3):\n    a += k\n")
-    cell = ast.parse(file.read_text())
+    cell = ast.parse(file.read_text(encoding="utf-8"))
     code: CodeType = compile(ast.Module(cell.body[1:], []), str(file), "exec", dont_inherit=True)
     tree = tree_of(code)
     assert isinstance(tree, ast.Module)

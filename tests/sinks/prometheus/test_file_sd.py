@@ -33,7 +33,7 @@ HERE = Address("127.0.0.1", 29440)
 
 
 def entry(path: Path) -> dict[str, Any]:
-    (group,) = json.loads(path.read_text())
+    (group,) = json.loads(path.read_text(encoding="utf-8"))
     return dict(group)
 
 
@@ -48,7 +48,7 @@ def died(path: Path) -> None:
         pass
     group = entry(path)
     group["labels"]["__meta_gradwatch_pid"] = str(gone.pid)
-    path.write_text(json.dumps([group]))
+    path.write_text(json.dumps([group]), encoding="utf-8")
 
 
 def test_an_open_endpoint_is_on_the_list_and_a_closed_one_is_not(tmp_path: Path) -> None:
@@ -169,9 +169,9 @@ def test_another_machines_processes_are_not_ours_to_judge(tmp_path: Path) -> Non
     group = entry(path)
     group["labels"]["__meta_gradwatch_node"] = "another"
     path.write_text(json.dumps([group]))
-    before = path.read_text()
+    before = path.read_text(encoding="utf-8")
     sweep(str(tmp_path), time.time())
-    assert path.read_text() == before
+    assert path.read_text(encoding="utf-8") == before
 
 
 def test_an_endpoint_open_to_all_is_reached_by_name() -> None:

@@ -266,7 +266,7 @@ def test_the_endpoint_file(tmp_path: Path) -> None:
     """The endpoint is found by a file only we can read, in a folder only we can enter; it goes when we go."""
     with serving(tmp_path) as sink:
         path = tmp_path / "run-1" / "endpoint-rank0.json"
-        says = json.loads(path.read_text())
+        says = json.loads(path.read_text(encoding="utf-8"))
         assert says["url"] == sink.url
         assert (says["host"], says["pid"], says["run_id"], says["rank"]) == (
             "127.0.0.1",
@@ -295,7 +295,7 @@ def test_a_link_in_the_way_is_not_followed(tmp_path: Path) -> None:
     precious.write_text("precious")
     (tmp_path / "run-1" / "endpoint-rank0.json").symlink_to(precious)
     with serving(tmp_path):
-        assert precious.read_text() == "precious"
+        assert precious.read_text(encoding="utf-8") == "precious"
 
 
 def test_a_folder_that_cannot_be_written_costs_only_the_file(tmp_path: Path) -> None:
@@ -320,7 +320,7 @@ def test_a_port_in_use_gives_way_to_a_free_one(taken: int, tmp_path: Path) -> No
     before = sockets()
     for _ in range(20):
         with serving(tmp_path, listen=f"127.0.0.1:{taken}") as sink:
-            says = json.loads((tmp_path / "run-1" / "endpoint-rank0.json").read_text())
+            says = json.loads((tmp_path / "run-1" / "endpoint-rank0.json").read_text(encoding="utf-8"))
             assert says["port"] != taken
             assert str(says["port"]) in str(sink.url)
             assert fetch(says["url"]).startswith(b"# HELP")

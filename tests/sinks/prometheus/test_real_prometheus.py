@@ -113,7 +113,7 @@ def test_an_unmodified_script_under_a_real_prometheus(tmp_path: Path) -> None:
         deadline = time.monotonic() + 250
         while not endpoint.exists() and time.monotonic() < deadline:
             time.sleep(0.05)
-        url = str(json.loads(endpoint.read_text())["url"])
+        url = str(json.loads(endpoint.read_text(encoding="utf-8"))["url"])
         with prometheus(tmp_path, url.removeprefix("http://").removesuffix("/metrics")) as server:
             server.wait_for("gradwatch_steps_total > 5")
             server.wait_for("gradwatch_nonfinite_steps_total == 0")
