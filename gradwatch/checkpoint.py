@@ -4,9 +4,10 @@ A checkpoint taken now is *healthy* unless
 - a weight is not finite, or the norm of a parameter is more than 10 times the larger of its own when the weights were
   last healthy and sqrt(numel) times the root mean square of all weights then (so that a bias or an adapter of zeros
   may grow), or that of matrices whose rows have a norm of 0.5 (so may a model that was initialised far smaller than
-  usual). Once one was, until none is more than 2 times as large. `Watch.healthy` looks at what this rank holds at the moment it is asked; without being asked weights are
-  looked at after every jump of the total norm and else once a second or less often, at 0.1 % of the time at most, and
-  `weights_step` says after which step that was last done and nothing was found;
+  usual). Once one was, until none is more than 2 times as large. `Watch.healthy` looks at what this rank holds at the
+  moment it is asked; without being asked weights are looked at after every jump of the total norm and else once a
+  second or less often, at 0.1 % of the time at most, and `weights_step` says after which step that was last done and
+  nothing was found;
 - a weight that no optimizer of the watch moves (frozen, or of a module put in since) is NaN, or not finite where it
   wants a gradient; looked at when asked, and again only where its version has changed;
 - a rule of severity critical is firing;

@@ -120,9 +120,9 @@ class Watch:
         and other values that there is one of per step, is learned anew, their warm-up included; so are the norms that
         policies of `clip:` have learned. With `rules`, only what these rules (ids) judge by, which others may share.
         Until their warm-up is over these rules see nothing, and what was firing by a baseline is resolved; what needs
-        none (`above`, non-finite gradients) goes on as it was. For `healthy` all weights are as large as they should be,
-        unless `params` or `rules` choose some. The log, the journal and the account say so. In a
-        distributed training every rank must call it before the same step.
+        none (`above`, non-finite gradients) goes on as it was. For `healthy` all weights are as large as they should
+        be, unless `params` or `rules` choose some. The log, the journal and the account say so. In a distributed
+        training every rank must call it before the same step.
         """
         self._session.rebaseline(str(reason), params, (rules,) if isinstance(rules, str) else tuple(rules))
 
