@@ -15,6 +15,7 @@ BEGAN = {
     "tensor": "the tensor {name}, not finite when {op} read it",
     "parameter": "a weight, not finite when {op} read it",
     "buffer": "a buffer, not finite when {op} read it",
+    "activations": "activations off their usual level, which enter {module}",
     "loss": "the loss side: finite outputs, non-finite gradients",
     "exploding": "gradients that explode",
     "vanishing": "gradients that vanish",
@@ -29,6 +30,7 @@ WAYS = {
     "model": "the model's call was run again",
     "record": "steps were recorded as they ran",
     "closure": "the closure was run again",
+    "norms": "the norms of this step were compared with their usual levels",
 }
 
 
@@ -37,12 +39,14 @@ def sentence(finding: Finding) -> str:
     op = finding.op or "an operation"
     if finding.function and finding.function != finding.op:
         op += f" (in {finding.function})"
-    said = BEGAN[finding.phase].format(op=op, name=finding.operands[0].name if finding.operands else "")
+    said = BEGAN[finding.phase].format(
+        op=op, name=finding.operands[0].name if finding.operands else "", module=finding.module
+    )
     if finding.at_outputs:
         said = AT_OUTPUTS[finding.phase]
     if finding.phase == "loss" and finding.where:
         said += ", of the model called"  # there; what is at fault stands after it
-    if finding.module:
+    if finding.module and finding.phase != "activations":
         said += f" in {finding.module}"
     return f"{said} at {finding.where}" if finding.where else said
 
@@ -111,14 +115,22 @@ def _profile(finding: Finding) -> Iterator[str]:
     if finding.profile:
         yield "### The gradient by depth"
         yield ""
-        yield "| module | | at its output | at its input | gain | its bias ÷ usual | its weights ÷ usual |"
-        yield "|---|---|---|---|---|---|---|"
+        by_calls = finding.by != "norms"  # else no hook was called: there are the parameters' norms alone
+        passing = ("", "at its output", "at its input", "gain") if by_calls else ()
+        yield _row("module", *passing, "its bias ÷ usual", "its weights ÷ usual")
+        yield _row(*(["---"] * (3 + len(passing))))
         for layer in finding.profile:
-            numbers = f"{layer.at_output:.3g} | {layer.at_input:.3g} | {layer.gain:.3g}"
-            factors = (layer.moved, layer.weights_moved)
-            moved = " | ".join("–" if math.isnan(factor) else f"{factor:.3g}" for factor in factors)
-            yield f"| {layer.module} | {layer.kind} | {numbers} | {moved} |"
+            numbers = [layer.at_output, layer.at_input, layer.gain] if by_calls else []
+            shown = [
+                "–" if math.isnan(one) else f"{one:.3g}"
+                for one in (*numbers, layer.moved, layer.weights_moved)
+            ]
+            yield _row(layer.module, *([layer.kind] if by_calls else []), *shown)
         yield ""
+
+
+def _row(*cells: str) -> str:
+    return f"| {' | '.join(cells)} |"
 
 
 def _where(finding: Finding) -> Iterator[str]:

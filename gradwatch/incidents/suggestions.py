@@ -110,6 +110,14 @@ SUGGESTIONS: tuple[Suggestion, ...] = (
         at_outputs=True,
     ),
     Suggestion(
+        "activations",
+        "The gradients of the weights are off their usual level where that of the bias beside them is not: so is what "
+        "enters this layer.",
+        "Look at the batch (its scale, an outlier), and the layers before: no normalisation, weights that moved.",
+        phases=("activations",),
+        in_module=True,
+    ),
+    Suggestion(
         "exploding",
         "The gradient grows by a large factor in one place.",
         "Normalise there (LayerNorm, a smaller initialisation), lower the learning rate, or clip: `clip: {total: …}`.",

@@ -20,19 +20,22 @@ Phase = Literal[
     "tensor",
     "parameter",
     "buffer",
+    "activations",
     "exploding",
     "vanishing",
     "unknown",
 ]
 """Where it began: in the forward or the backward of the operation named; on the loss side of the model's outputs;
 in the batch, another tensor of the loop (a label, a mask), a weight or a buffer that was not finite before the step. Of
-gradients that are finite: where they grow or shrink most. Or it is not known (`note` says why)."""
+gradients that are finite: where they grow or shrink most, or the layer that activations off their usual level enter. Or
+it is not known (`note` says why)."""
 
-By = Literal["replay", "record", "closure"]
-"""How it was found: the step run again, the next steps recorded as they ran, or `Watch.step(closure)`."""
+By = Literal["replay", "record", "closure", "norms"]
+"""How it was found: the step run again, the next steps recorded as they ran, `Watch.step(closure)`, or the norms of the
+step compared with their usual levels."""
 
 PHASES: tuple[str, ...] = get_args(Phase)
-GAINS = ("exploding", "vanishing")  # phases of gradients that are finite
+GAINS = ("activations", "exploding", "vanishing")  # phases of gradients that are finite
 LATER_OF_LAYERS = ("moved", "weights_moved")  # not in findings of earlier versions
 MOST_SHOWN = 16  # positions of samples named in a sentence
 LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "\\site-packages\\")

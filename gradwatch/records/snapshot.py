@@ -28,8 +28,9 @@ class Sites:
     """Places where gradients are measured: S parameters and tapped modules of one optimizer.
 
     Fields, all of length S: `names` torch FQN without wrapper prefixes; `kinds` "param", "module" or "rank"; `numels`
-    elements; `ndims` dimensions of the tensor (0 for what is none); `depths` order of registration counted from
-    the input (0 first); `groups` the label group each site was given by a rule file ("" before).
+    elements; `ndims` dimensions of the tensor (0 for what is none); `depths` order counted from the input (0 first), as
+    first gradients arrived, of those not seen yet as they were registered; `groups` the label group each site was given
+    by a rule file ("" before).
     """
 
     names: tuple[str, ...]

@@ -37,7 +37,8 @@ from gradwatch.records.event import Event
 from gradwatch.records.finding import Finding
 from gradwatch.records.snapshot import Snapshot
 from gradwatch.records.verdict import Verdict
-from gradwatch.session.actions.localise_action import Causes
+from gradwatch.session.actions.causes_by_norms import causes_by_norms
+from gradwatch.session.actions.localise_action import Causes, Usual
 from gradwatch.session.binding.optimizer_rules import ORDINARY, ORDINARY_AGAIN, Clock, OptimizerRules
 from gradwatch.session.binding.rule_bindings import RuleBindings
 from gradwatch.session.checkpoint_health import Checkpoints
@@ -276,7 +277,10 @@ class StepPipeline:
         broken = not math.isfinite(found.total_norm)
         bound_rules.health_tracker.nonfinite_statistics = self._sources.statistics.nonfinite(broken)
         self._publishing.totals.unjudged += verdict is UNJUDGED
-        findings = self._causes(step, snapshot, verdict, decision)
+        usual = partial(bound_rules.bound.usual_norms, bound_rules.state)
+        findings = self._causes(step, snapshot, verdict, decision, usual)
+        if verdict.events:
+            findings += tuple(causes_by_norms(bound_rules.bound, usual, verdict, snapshot, findings))
         if self._sources.bundles is not None:
             decision = self._sources.bundles.take(captured, snapshot, verdict, decision, findings)
         facts = Facts(
@@ -299,7 +303,7 @@ class StepPipeline:
             self._ranks.did_otherwise(ctx.captured, ctx.membership)
 
     def _causes(
-        self, step: StepContext, snapshot: Snapshot, verdict: Verdict, decision: Decision
+        self, step: StepContext, snapshot: Snapshot, verdict: Verdict, decision: Decision, usual: Usual
     ) -> tuple[Finding, ...]:
         """Causes of this step's incidents, where a rule has `localise`."""
         causes, captured = self._sources.causes, step.captured
@@ -307,8 +311,6 @@ class StepPipeline:
             return ()
         step_taken = captured.step != snapshot.step
         together = partial(self._ranks.shared_step_name, captured, step.ctx.membership)
-        bound_rules = step.bound_rules
-        usual = partial(bound_rules.bound.usual_norms, bound_rules.state)
         return causes.of(verdict, decision, snapshot, step_taken, usual, together)
 
     def _with_confirmed(self, step: StepContext) -> StepContext:

@@ -75,6 +75,7 @@ BY_PHASE = {
     "exploding-outputs",
     "vanishing-outputs",
     "several-layers",
+    "activations",
 }
 # Safe in this torch at the point they are named for; kept for the torches in which they are not.
 SAFE_HERE = {"atan2-at-origin"}

@@ -46,7 +46,7 @@ class Off(NamedTuple):
 
 
 def with_levels(layers: Sequence[Layer], moved: Mapping[str, float]) -> list[Layer]:
-    """The layers with the factors by which their bias and their other parameters (the furthest) are off.
+    """The layers with the factors by which their bias and their other parameters are off, the furthest of each.
 
     `moved` are these factors by the name of a parameter, of those whose usual level is known.
     """
@@ -56,10 +56,9 @@ def with_levels(layers: Sequence[Layer], moved: Mapping[str, float]) -> list[Lay
         module, _, own = name.rpartition(".")
         if not factor > 0:
             continue
-        if own == "bias":
-            biases[module] = factor
-        elif module not in others or abs(math.log(factor)) > abs(math.log(others[module])):
-            others[module] = factor
+        known = biases if is_bias(own) else others
+        if module not in known or abs(math.log(factor)) > abs(math.log(known[module])):
+            known[module] = factor
     return [
         replace(
             layer,
@@ -70,6 +69,11 @@ def with_levels(layers: Sequence[Layer], moved: Mapping[str, float]) -> list[Lay
     ]
 
 
+def is_bias(name: str) -> bool:
+    """True for the last part of the name of a bias: `bias`, `in_proj_bias`, `bias_ih_l0`."""
+    return name == "bias" or name.endswith("_bias") or name.startswith("bias_")
+
+
 def suspect(layers: Sequence[Layer], exploding: bool, moved: Mapping[str, float]) -> Finding | None:
     """The place where finite gradients began to explode or vanish; None where no hook was called.
 
@@ -77,7 +81,7 @@ def suspect(layers: Sequence[Layer], exploding: bool, moved: Mapping[str, float]
     the module, or the gap between two, with the most extreme gain.
     """
     layers = with_levels(layers, moved)
-    found = _off_level(layers, exploding) or _of_largest_gain(layers, exploding)
+    found = off_level(layers, exploding) or _of_largest_gain(layers, exploding)
     return None if found is None else found.amended(profile=tuple(layers[:SHOWN]))
 
 
@@ -101,14 +105,20 @@ def _phase(exploding: bool) -> Phase:
     return "exploding" if exploding else "vanishing"
 
 
-def _off_level(layers: Sequence[Layer], exploding: bool) -> Finding | None:
+def off_level(layers: Sequence[Layer], exploding: bool) -> Finding | None:
+    """The place by the usual levels of the layers alone; None where none is off."""
     sign = 1.0 if exploding else -1.0
     rows = _rows((one, one.moved) for one in layers)
     if len(rows) < FEWEST:
-        return _of_weights(layers, exploding)
+        return of_weights(layers, exploding)
     most = max(sign * row.log for row in rows)
+    others = _rows((one, one.weights_moved) for one in layers if math.isnan(one.moved))
     if most < math.log(OFF):
         return None
+    if any(sign * row.log > 2 * most for row in others):
+        return of_weights(
+            layers, exploding
+        )  # a layer without a bias is off, and no bias is nearly so far off
     off = [sign * row.log >= most / 2 for row in rows]
     first = off.index(True)
     if sum(off) == 1 and first < len(rows) - 1:
@@ -146,13 +156,18 @@ def _of_all(layers: Sequence[Layer], rows: Sequence[Off], exploding: bool) -> Fi
     return Finding(_phase(exploding), "replay", at_outputs=not explain, note=note)
 
 
-def _of_weights(layers: Sequence[Layer], exploding: bool) -> Finding | None:
-    """The factors by which weights are off, without a place: for layers of which too few have a bias."""
+def of_weights(layers: Sequence[Layer], exploding: bool) -> Finding | None:
+    """The factors by which weights are off: where biases do not tell. A place only where one layer alone is off."""
     sign = 1.0 if exploding else -1.0
     rows = _rows((one, one.weights_moved) for one in layers)
     most = max(rows, key=lambda row: sign * row.log, default=None)
     if len(rows) < FEWEST or most is None or sign * most.log < math.log(OFF):
         return None
+    if sum(sign * row.log >= math.log(OFF) for row in rows) == 1 and not any(
+        sign * one.log >= math.log(OFF) for one in _rows((layer, layer.moved) for layer in layers)
+    ):
+        note = f"against its usual level the gradient is {most}, and of no other layer is it off"
+        return Finding(_phase(exploding), "replay", module=most.module, module_type=most.kind, note=note)
     note = f"against their usual level the gradients of weights are {rows[0]}, {rows[-1]}, and at most {most}"
     return Finding(_phase(exploding), "replay", note=note)
 

@@ -31,10 +31,16 @@ LOCALISE = "localise"
 Usual = Callable[[], Mapping[str, float]]
 
 SUSPICIONS: dict[str, Suspicion] = {
-    **dict.fromkeys(("spike", "above", "drift", "jump", "norm_overflow", "update_ratio"), "exploding"),
-    **dict.fromkeys(("below", "drop", "depth_ratio"), "vanishing"),
+    **dict.fromkeys(
+        ("spike", "above", "above_recent_max", "drift", "jump", "norm_overflow", "update_ratio"), "exploding"
+    ),
+    **dict.fromkeys(("below", "below_recent_min", "drop", "depth_ratio"), "vanishing"),
 }
 """What a kind of detector fires for, where it is not a number that is not finite."""
+
+
+ROUNDING = 1e-5
+"""Norm of a bias over that of the weight beside it below which it is rounding: float32 leaves some 1e-7 of a sum."""
 
 
 class Causes:
@@ -220,10 +226,20 @@ def _suspicion(event: Event, snapshot: Snapshot) -> Suspicion:
     return SUSPICIONS.get(event.detector, "nonfinite")
 
 
-def _moved(snapshot: Snapshot, usual: Mapping[str, float]) -> dict[str, float]:
+def factors_of_usual(snapshot: Snapshot, usual: Mapping[str, float]) -> dict[str, float]:
     """The factor by which the norm of each gradient is off its usual one, by the name of the parameter."""
     norms = zip(snapshot.sites.names, snapshot.norm, snapshot.calls, strict=True)
-    return {name: float(norm) / usual[name] for name, norm, calls in norms if calls and name in usual}
+    return {
+        name: float(norm) / usual[name]
+        for name, norm, calls in norms
+        if calls and name in usual and not _is_rounding(name, usual)
+    }
+
+
+def _is_rounding(name: str, usual: Mapping[str, float]) -> bool:
+    """True for a bias whose true gradient is 0, as before a BatchNorm: what is left of it is rounding."""
+    module, _, own = name.rpartition(".")
+    return own == "bias" and usual[name] < ROUNDING * usual.get(f"{module}.weight", 0.0)
 
 
 def _ask(action: Action, event: Event, snapshot: Snapshot, usual: Usual) -> Ask:
@@ -236,5 +252,5 @@ def _ask(action: Action, event: Event, snapshot: Snapshot, usual: Usual) -> Ask:
         step=snapshot.step,
         first_parameter=event.first_cause,
         suspicion=suspicion,
-        moved={} if suspicion == "nonfinite" else _moved(snapshot, usual()),
+        moved={} if suspicion == "nonfinite" else factors_of_usual(snapshot, usual()),
     )

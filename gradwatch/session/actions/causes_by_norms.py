@@ -1,0 +1,56 @@
+"""Causes of incidents whose rules order no search, by the norms that their step was judged by."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+
+from gradwatch.engine import BoundEngine
+from gradwatch.localise.diagnosis.norm_levels import of_norms
+from gradwatch.records.event import Event
+from gradwatch.records.finding import Finding
+from gradwatch.records.snapshot import Snapshot
+from gradwatch.records.verdict import Verdict
+from gradwatch.session.actions.localise_action import SUSPICIONS, factors_of_usual
+
+OF_GRADIENTS = frozenset({"norm", "rms", "total_norm"})
+"""Columns whose rules are about how large the gradients are that backward made."""
+
+
+def causes_by_norms(
+    bound: BoundEngine,
+    usual: Callable[[], Mapping[str, float]],
+    verdict: Verdict,
+    snapshot: Snapshot,
+    known: Collection[Finding],
+) -> Iterator[Finding]:
+    """Findings for the incidents that begin with this step, but for those of which one is `known`.
+
+    `usual` gives the usual norm of each parameter's gradient, by its name, of those that have one.
+    """
+    begun = [event for event in verdict.events if event.kind == "firing" and event.notify]
+    if snapshot.provisional or not begun:
+        return
+    columns = {one.rule.id: one.series.column for one in bound.plan.rules}
+    caused = {finding.rule for finding in known}
+    asked = [one for one in begun if one.rule not in caused and columns[one.rule] in OF_GRADIENTS]
+    moved = factors_of_usual(snapshot, usual()) if asked else {}
+    for event in asked:
+        found = _found(event, snapshot, moved)
+        if found is not None:
+            yield found.amended(
+                step=snapshot.step,
+                rank=bound.rank,
+                rule=event.rule,
+                incident=event.incident,
+                first_parameter=event.first_cause,
+            )
+
+
+def _found(event: Event, snapshot: Snapshot, moved: Mapping[str, float]) -> Finding | None:
+    suspicion = SUSPICIONS.get(event.detector)
+    if suspicion is None:
+        return None
+    sites = snapshot.sites
+    order = sites.depths.argsort(kind="stable").tolist()  # sync: numpy
+    names = [sites.names[k] for k in order if sites.kinds[k] == "param"]
+    return of_norms(names, moved, suspicion == "exploding")

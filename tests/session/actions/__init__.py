@@ -1,0 +1,1 @@
+"""Tests of what is done about a step that was judged."""

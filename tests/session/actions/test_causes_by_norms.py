@@ -1,0 +1,111 @@
+"""Causes of incidents whose rules order no search, in trainings that are watched by the default pack and by others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import gradwatch
+from gradwatch.cli.entry_point import main
+from gradwatch.sinks.journal import JournalSink
+from gradwatch.records.record import Record
+from gradwatch.rules.files import parse_rules
+from gradwatch.rules.rule_set import RuleSet
+from tests.support.kept import Kept
+
+STEPS, BAD = 100, 80
+LOCALISED = """
+version: 1
+rules:
+  usual: {detect: {kind: spike, above: 1e6}, warmup: 5}
+  off: {detect: {kind: above, of: total_norm, threshold: 1e3}, for: 1, do: [localise]}
+  also: {detect: {kind: above, of: total_norm, threshold: 1e3}, for: 1}
+"""
+WITHOUT_LEVELS = """
+version: 1
+rules:
+  off: {detect: {kind: above, of: total_norm, threshold: 1e3}, for: 1}
+"""
+
+
+def trained(rules: str | RuleSet, bad: Callable[[int], float], directory: Path | None = None) -> list[Record]:
+    """The Records of a training whose loss is multiplied by what `bad` gives of each step."""
+    torch.manual_seed(0)
+    model, kept = (
+        nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1)),
+        Kept(),
+    )
+    optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+    journal, where = ([], {}) if directory is None else ([JournalSink()], {"run_dir": directory / "run"})
+    with gradwatch.watch(model, optimizer, rules=rules, sinks=[kept, *journal], **where) as gw:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            loss: Tensor = model(torch.randn(32, 8)).square().mean() * bad(step)
+            loss.backward()
+            optimizer.step()
+        assert gw.health.errors() == {}
+    return kept.records
+
+
+def once(step: int) -> float:
+    """Too large at one step."""
+    return 1e5 if step == BAD else 1.0
+
+
+def test_every_incident_that_is_told_has_its_cause() -> None:
+    """One of each incident about gradients; what belongs to another, or is of the loss, has none."""
+    records = trained("default", once)
+    events = [event for record in records for event in record.verdict.events if event.kind == "firing"]
+    told = {event.rule for event in events if event.notify and not event.inhibited} - {"loss-spike"}
+    findings = [finding for record in records for finding in record.findings]
+    assert [finding.rule for finding in findings] == sorted(told) == ["jump"]
+    assert any(event.inhibited for event in events)
+    (found,) = findings
+    assert (found.by, found.step, found.at_outputs, found.module) == ("norms", BAD, True, "")
+    assert found.incident == f"jump-0-{BAD}"
+    assert [layer.module for layer in found.profile] == ["0", "2", "4"]
+    assert all(1e4 < layer.moved < 1e6 for layer in found.profile)
+
+
+def test_a_healthy_training_is_told_no_cause() -> None:
+    """Nothing fires."""
+    assert not [one for record in trained("default", lambda step: 1.0) for one in record.findings]
+
+
+def test_an_incident_is_told_once_while_it_fires() -> None:
+    """Whatever the steps it lasts, and where it comes again within its cooldown."""
+    rules = parse_rules(LOCALISED.replace(", do: [localise]", ""))
+    records = trained(rules, lambda step: 1e5 if step in (BAD, BAD + 1, BAD + 4) else 1.0)
+    events = [event for record in records for event in record.verdict.events if event.kind == "firing"]
+    assert [event.step for event in events if event.rule == "off"] == [BAD, BAD + 4]
+    assert [one.step for record in records for one in record.findings] == [BAD, BAD]
+
+
+def test_a_search_that_was_ordered_is_the_only_one() -> None:
+    """The rule with `localise` has the cause by replay, the one without it by norms."""
+    records = trained(parse_rules(LOCALISED), once)
+    found = {finding.rule: finding for record in records for finding in record.findings}
+    assert {rule: finding.by for rule, finding in found.items()} == {"off": "replay", "also": "norms"}
+    assert all(finding.at_outputs for finding in found.values())
+
+
+def test_without_usual_levels_nothing_is_claimed() -> None:
+    """No rule learns what is usual of each parameter."""
+    records = trained(parse_rules(WITHOUT_LEVELS), once)
+    assert [
+        event.rule for record in records for event in record.verdict.events if event.kind == "firing"
+    ] == ["off"]
+    assert not [finding for record in records for finding in record.findings]
+
+
+def test_explain_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The journal has the cause, with the factors by depth."""
+    trained("default", once, tmp_path)
+    assert main(["explain", "--dir", str(tmp_path / "run")]) == 0
+    said = capsys.readouterr().out
+    assert f"jump-0-{BAD}: the loss side" in said
+    assert "| module | its bias ÷ usual | its weights ÷ usual |" in said
