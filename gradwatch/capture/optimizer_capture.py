@@ -21,6 +21,7 @@ from gradwatch.capture.arrivals import ArrivalCounts
 from gradwatch.capture.columns.loss import Root, WindowLoss
 from gradwatch.capture.gradient_reader import NOTHING, GradientReader, Grads
 from gradwatch.capture.hook_pruning import HookPruning, PrunedCount
+from gradwatch.capture.loop_faults.loop_events import LoopEvents
 from gradwatch.capture.manual_gradients import ManualGradients
 from gradwatch.capture.norm_after_user_clip import KnownScaling
 from gradwatch.capture.window_norms import WindowNorms, is_finite, root_of_squares
@@ -33,6 +34,7 @@ from gradwatch.reading.loss_scale_removal import unscaled
 from gradwatch.records.snapshot import Sites
 from gradwatch.runtime.held_weakly import noted
 from gradwatch.runtime.locks import ForkSafeLock
+from gradwatch.taps.clip_functions import Clip
 
 UNTOUCHED = 1  # version of a gradient that compiled autograd made and nothing wrote to since
 GONE = -2  # in place of an id
@@ -111,6 +113,7 @@ class OptimizerCapture:
         self._manual = ManualGradients()
         self.arrivals = ArrivalCounts(params, self.position)
         self._schedule = AccumulationSchedule()
+        self.loop_events = LoopEvents(params, self.arrivals)
         self._ids: list[int] = []
         self._versions: list[int] = []
         self._last: State | None = None
@@ -242,6 +245,7 @@ class OptimizerCapture:
         cleared = self.arrivals.begins()
         if cleared:
             self.losses.clear()
+            self.loop_events.cleared()
         return cleared
 
     def stash(self) -> None:
@@ -267,6 +271,11 @@ class OptimizerCapture:
         own = {id(grad) for grad in self.grads() if grad is not None}
         return not own.isdisjoint(map(id, grads))
 
+    def clipped(self, clip: Clip) -> None:
+        """The script clips some of its gradients, or parameters of it that have none."""
+        inside_step = self.closed_at >= 0
+        self.loop_events.clipped(clip, self.backwards > 0 or self._set_by_hand or inside_step)
+
     def read(self) -> None:
         """Read every gradient of the capture, with whatever loss scale they carry; `unscaled` takes it out."""
         with self._reading.held:
@@ -288,6 +297,7 @@ class OptimizerCapture:
 
     def unscaled(self, scale: Number) -> None:
         """The gradients are being divided by `scale`: what was read of them before loses it too."""
+        self.loop_events.scale_removed(scale)
         if self._norms is not None:  # what is read later no longer carries it
             self._norms = unscaled(self._norms, scale)
 
@@ -361,6 +371,11 @@ class OptimizerCapture:
             pruned,
             loss=self.losses.total() if self.on_cpu else (_sent_with(raw) or self.losses.total()),
         )
+        events, last = self.loop_events, self._last
+        if uncertain or self.attached_mid_window:
+            events.discard()
+        elif events.pending or -1 in versions or (last is not None and versions != last[1]):
+            window.facts = events.at_step(state, last, calls, self._versions)
         if self.attached_mid_window or self.spans_two_steps:
             self.attached_mid_window = False  # what arrived is not the whole of one step, or that of two
         else:
@@ -414,6 +429,7 @@ class OptimizerCapture:
         """Forget a window that ended without a step (a GradScaler overflow); nothing is learned from it."""
         self.advance()
         self.step -= 1
+        self.loop_events.discard()
 
     def observed(self) -> WindowNorms:
         """The window of a loop without an optimizer: what its last backward left, and what was made of that since.
@@ -490,6 +506,7 @@ class OptimizerCapture:
         self._norms = self._after = self._last = self.kept = None
         self.frozen, self._held = [], []
         self.arrivals.release()
+        self.loop_events.uncleared.release()
 
     # -- inside ------------------------------------------------------------------------------------------
 

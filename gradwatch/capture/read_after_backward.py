@@ -19,6 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradwatch.capture.columns.loss import Losses, Root
+from gradwatch.capture.loop_faults.uncleared_gradients import UnclearedGradients
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.parameter_names import fallback_name, shape_of
 from gradwatch.capture.watched_parameters import GONE, Slots
@@ -27,7 +28,7 @@ from gradwatch.records.snapshot import Sites
 from gradwatch.runtime.held_weakly import died
 from gradwatch.runtime.locks import ForkSafeLock
 from gradwatch.runtime.own_time import OwnTime
-from gradwatch.taps import backward, dispatch_modes, module_tree
+from gradwatch.taps import backward, backward_entry, dispatch_modes, module_tree
 from gradwatch.taps.optimizers.param_groups import params_of
 
 # By name: to walk torch's module from cold caches costs microseconds.
@@ -87,6 +88,8 @@ class Capture:
         self._by_hand: weakref.WeakSet[OptimizerCapture] = weakref.WeakSet()  # of loops without an optimizer
         self._patterns: dict[tuple[int, int], list[int]] = {}  # by how many arrived, and which first
         self.in_no_optimizer: int | None = None  # parameters that get gradients and are trained by nothing
+        self._uncleared: list[UnclearedGradients] = []  # those to be looked at before the next backward
+        self._unlisten = backward_entry.listen(self._about_to_run, self._uncleared)
         self.replaced = False  # a capture was replaced: some of its parameters may have no optimizer now
 
     # -- parameters --------------------------------------------------------------------------------------
@@ -166,6 +169,7 @@ class Capture:
         """Remove every hook and release every parameter."""
         self.slots.close()
         self.losses.close()
+        self._unlisten()
         self.captures.clear()
         self._ends.close()
         self.after_backward = self.before_drop = _nothing
@@ -215,6 +219,7 @@ class Capture:
         sites = self.slots.sites(kept, params, known)
         built = OptimizerCapture(index, optimizer, params, sites, kept, fresh, like=captured)
         built.ask_hooks(self.slots.hooks.swapped)
+        built.loop_events.uncleared.awaiting = self._uncleared
         if captured is None:
             self.captures.append(built)
         else:
@@ -372,6 +377,16 @@ class Capture:
         self.coverage.left(modules)
 
     # -- backwards ---------------------------------------------------------------------------------------
+
+    def _about_to_run(self, call: backward_entry.BackwardCall) -> None:
+        """A backward is about to run, and gradients of some step may still be there."""
+        if call.accumulates and not call.nested:
+            try:
+                with torch.no_grad():
+                    for uncleared in tuple(self._uncleared):
+                        uncleared.look()
+            except Exception as error:
+                self._failed("capture", error)
 
     def arm(self) -> None:
         """Arm the end of the running backward, also where no hook is called in it."""

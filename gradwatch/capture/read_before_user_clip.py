@@ -8,7 +8,7 @@ clip itself (`gradwatch.taps.clip_functions`) asks for the read, and says by whi
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from gradwatch.capture.norm_after_user_clip import known_scaling
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.read_after_backward import Capture
 from gradwatch.reading.device import capturing
-from gradwatch.taps.clip_functions import Clip, listen
+from gradwatch.taps.clip_functions import Clip, listen, listen_without_gradients
 
 
 class BeforeClip:
@@ -38,17 +38,42 @@ class BeforeClip:
         self._bound = bound
         self._idle = idle
         self._failed = failed
-        self.close = listen(self.read)
+        self._removes = [listen(self.read), listen_without_gradients(self._clipped_nothing)]
+
+    def close(self) -> None:
+        """Take no more notice of clips."""
+        for remove in self._removes:
+            remove()
 
     def read(self, clip: Clip | None = None) -> None:
         """Read what is unread, and notify every capture of the clip; raises only if `failed` does."""
         try:
             if not self._idle() and not capturing():
                 self._read(None if clip is None else clip.grads)
-                if clip is not None and clip.factor is not None:
-                    known = known_scaling(clip.grads, clip.factor)
-                    for captured in self._capture.captures:
-                        captured.known_scalings.append(known)
+                if clip is not None and clip.changes:
+                    self._note(clip)
+        except Exception as error:
+            self._failed("capture", error)
+
+    def _note(self, clip: Clip) -> None:
+        """Have every capture know of a clip that is about to change gradients."""
+        if clip.factor is not None:
+            known = known_scaling(clip.grads, clip.factor)
+            for captured in self._capture.captures:
+                captured.known_scalings.append(known)
+        ids = set(map(id, clip.grads))
+        for captured in self._capture.captures:
+            if any(id(param.grad) in ids for param in captured.params):
+                captured.clipped(clip)
+
+    def _clipped_nothing(self, params: Sequence[Tensor], max_norm: float) -> None:
+        """A clip of parameters that have no gradient."""
+        try:
+            if not self._idle():
+                ids, clip = set(map(id, params)), Clip([], None, changes=True, bound=max_norm)
+                for captured in self._capture.captures:
+                    if not ids.isdisjoint(captured.param_ids):
+                        captured.clipped(clip)
         except Exception as error:
             self._failed("capture", error)
 

@@ -77,6 +77,11 @@ Column = Literal[
     "noise_scale",
     "scaler_skip",
     "unowned",
+    "uncleared",
+    "discarded",
+    "idle_clips",
+    "clipped_scale",
+    "clip_ratio",
 ]
 """Every column of the catalogue that `of:` can name in `above` and `below`."""
 

@@ -57,6 +57,9 @@ NOISE_SCALE = "noise_scale"
 OTHER_RULES: Final = "other rules"
 """Stands for a column where a rule judges the state of others (`when:`); no observed value can have such a name."""
 UNOWNED = "unowned"
+UNCLEARED, DISCARDED = "uncleared", "discarded"
+IDLE_CLIPS, CLIPPED_SCALE, CLIP_RATIO = "idle_clips", "clipped_scale", "clip_ratio"
+"""Scalars of what the script's loop does with gradients, absent where there is nothing to tell."""
 OBSERVED_ONLY = "observed_only"
 """Scalar of a step that no optimizer takes."""
 
@@ -119,6 +122,10 @@ def _ranks(name: str, unit: str, means: str) -> ColumnInfo:
 
 def _step(name: str, unit: str, means: str, sharded: Ranks, always: bool = False) -> ColumnInfo:
     return ColumnInfo(name, "step", unit, means, "", sharded, "", always, "session.extra_columns")
+
+
+def _loop(name: str, unit: str, means: str) -> ColumnInfo:
+    return _step(name, unit, means, "", always=True)._replace(measured="capture.loop_faults.loop_events")
 
 
 CATALOGUE: tuple[ColumnInfo, ...] = (
@@ -242,6 +249,27 @@ CATALOGUE: tuple[ColumnInfo, ...] = (
         "",
         True,
     ),
+    _loop(
+        UNCLEARED,
+        "parameters",
+        "whose gradients the last step used, and this one's backward has added to; absent before there were any",
+    ),
+    _loop(
+        DISCARDED,
+        "parameters",
+        "whose gradients arrived and were gone at the step, where none was left; absent before there were any",
+    ),
+    _loop(
+        IDLE_CLIPS,
+        "clips",
+        "of the script's own, in a step with no other, before any gradient had arrived; absent before there were any",
+    ),
+    _loop(
+        CLIPPED_SCALE,
+        "1",
+        "the loss scale in the gradients that the script has clipped; absent before there was any",
+    ),
+    _loop(CLIP_RATIO, "1", "the total norm ÷ `max_norm` of the script's own clip; above 1 it bites"),
     _step(OBSERVED_ONLY, "1", "no optimizer takes the step: it is observed, and never acted on", ""),
 )
 """Every column, in the order in which they are listed to users."""

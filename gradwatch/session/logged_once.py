@@ -28,6 +28,10 @@ UNOWNED = (
     "{} receive gradients and belong to no optimizer, so that nothing trains them: give them to the optimizer, or "
     "freeze them with requires_grad_(False), which also saves computing these gradients"
 )
+UNCLEARED = (
+    "gradients of {} are never cleared: each step begins with those of the step before and adds to them; call "
+    "optimizer.zero_grad() between a step and the next backward"
+)
 NO_LOSS = "rules on the loss have no value for such a step: {}; give them one with observe(loss=…)"
 
 
@@ -38,6 +42,7 @@ class Notices:
         self._sinks = sinks
         self._health = health
         self._incomplete = self._captured = self._no_loss = self._no_optimizer = self._unowned = False
+        self._uncleared = False
 
     def say(self, component: str, error: BaseException) -> None:
         """Give this sentence to every sink that takes one."""
@@ -63,6 +68,12 @@ class Notices:
         if not self._unowned:
             self._unowned = True
             self.say("coverage", AttachError(UNOWNED.format(shortened(names))))
+
+    def uncleared(self, names: Sequence[str]) -> None:
+        """The gradients of these parameters are not cleared between steps."""
+        if not self._uncleared:
+            self._uncleared = True
+            self.say("capture", AttachError(UNCLEARED.format(shortened(names))))
 
     def unmeasured(self, missing: Sequence[str]) -> None:
         """The parameters that nothing measures as of this step; said again only after there were none."""

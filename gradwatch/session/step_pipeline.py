@@ -144,6 +144,9 @@ class StepPipeline:
         if bound_rules.micro is not None:
             bound_rules.micro.collect_into(window)
         measurement = self._extra_columns.measure(ctx, bound_rules, window)
+        if window.facts:
+            measurement.scalars.update(window.facts)
+            self._name_uncleared(measurement.captured)
         unowned = self._sources.capture.in_no_optimizer
         if unowned is not None and not (measurement.captured.index or measurement.captured.without_optimizer):
             measurement.scalars[UNOWNED] = float(unowned)
@@ -151,6 +154,11 @@ class StepPipeline:
             extras, values = measurement.extras, measurement.values
             measurement.exchange = self._ranks.begin(ctx.membership, window, extras, values)
         return measurement
+
+    def _name_uncleared(self, captured: OptimizerCapture) -> None:
+        due = captured.loop_events.uncleared.names_due
+        if due:
+            self._sources.notices.uncleared([captured.sites.names[k] for k in due])
 
     def observe(
         self, captured: OptimizerCapture, window: WindowNorms, failed: Callable[[Exception], None]

@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import functools
 import inspect
+import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -31,13 +32,21 @@ BY_VALUE = "clip_grad_value_"
 
 
 class Clip(NamedTuple):
-    """`grads` are being clipped; with a `factor` they are about to be multiplied in place by it, each once."""
+    """`grads` are being clipped; with a `factor` they are about to be multiplied in place by it, each once.
+
+    `changes`: not only their norm is taken. `bound` is `max_norm` or `clip_value`, NaN where it is not known; `total`
+    the norm that `max_norm` is for.
+    """
 
     grads: list[Tensor]
     factor: float | None
+    changes: bool = False
+    bound: float = math.nan
+    total: Tensor | None = None
 
 
 Listener = Callable[[Clip], object]
+ListenerWithout = Callable[[Sequence[Tensor], float], object]
 
 
 def listen(about_to_clip: Listener) -> Callable[[], None]:
@@ -47,6 +56,14 @@ def listen(about_to_clip: Listener) -> Callable[[], None]:
     raise. Silent under a torch without that function, and in code compiled by `torch.compile`.
     """
     return _sorter.listen(about_to_clip) if hasattr(clip_grad, SORTER) else _nothing
+
+
+def listen_without_gradients(clipped: ListenerWithout) -> Callable[[], None]:
+    """Call `clipped` with parameters of which none has a gradient, and `max_norm`, where torch is asked to clip them.
+
+    The returned call ends that. Not noticed: `clip_grad_value_`, `clip_grads_with_norm_`, compiled code.
+    """
+    return _multiplier.listen(clipped) if hasattr(clip_grad, MULTIPLIER) else _nothing
 
 
 def _nothing() -> None:
@@ -66,8 +83,8 @@ def _make(layer: Layer[Listener]) -> Callable[..., Any]:
             if layer.listeners and not torch.compiler.is_compiling():
                 frame = sys._getframe(1)
                 TOTALS.clips += frame.f_code is multiplies or frame.f_code is by_value
-                factor = frame if frame.f_code is multiplies else None
-                dispatch_modes.unseen(_notify, layer, args[0][0] if args else [], factor)
+                changing = frame if frame.f_code is multiplies or frame.f_code is by_value else None
+                dispatch_modes.unseen(_notify, layer, args[0][0] if args else [], changing)
         except Exception as error:
             guard.fault("capture", error)
         return original(*args, **kwargs)
@@ -78,19 +95,53 @@ def _make(layer: Layer[Listener]) -> Callable[..., Any]:
 _sorter = Patch(clip_grad, SORTER, _make)
 
 
-def _notify(layer: Layer[Listener], grads: list[Tensor], multiplying: FrameType | None) -> None:
-    clip = Clip(grads, None if multiplying is None else _factor(multiplying))
+def _notify(layer: Layer[Listener], grads: list[Tensor], changing: FrameType | None) -> None:
+    clip = Clip(grads, None) if changing is None else _described(grads, changing.f_locals)
     for listener in layer.listeners:
         listener(clip)
 
 
-def _factor(clip: FrameType) -> float | None:
-    """Factor that torch's `clip_grads_with_norm_` is about to apply, from its own arguments; None where they differ."""
-    found = clip.f_locals
-    max_norm, total = found.get("max_norm"), found.get("total_norm")
-    if not (isinstance(max_norm, float) and isinstance(total, torch.Tensor)):
-        return None
-    if not on_host(total) or total.numel() != 1:
+def _described(grads: list[Tensor], found: Mapping[str, Any]) -> Clip:
+    """The clip of these gradients by a function of torch's with these local variables."""
+    total, bound = found.get("total_norm"), found.get("max_norm", found.get("clip_value"))
+    if not isinstance(bound, float):
+        return Clip(grads, None, changes=True)
+    if not isinstance(total, Tensor) or total.numel() != 1:
+        return Clip(grads, None, changes=True, bound=bound)
+    return Clip(grads, _factor(bound, total), True, bound, total)
+
+
+def _factor(max_norm: float, total: Tensor) -> float | None:
+    """Factor that torch's `clip_grads_with_norm_` is about to apply; None where a device has it."""
+    if not on_host(total):
         return None
     with torch.no_grad():
         return float(torch.clamp(max_norm / (total + 1e-6), max=1.0))
+
+
+def _make_multiplier(layer: Layer[ListenerWithout]) -> Callable[..., Any]:
+    original = layer.original
+
+    @functools.wraps(original)
+    @untraced_itself
+    def noticed(*args: Any, **kwargs: Any) -> Any:
+        try:
+            if layer.listeners and not torch.compiler.is_compiling():
+                dispatch_modes.unseen(_notify_without, layer, *args[:2])
+        except Exception as error:
+            guard.fault("capture", error)
+        return original(*args, **kwargs)
+
+    return noticed
+
+
+def _notify_without(
+    layer: Layer[ListenerWithout], params: Any = (), max_norm: Any = math.nan, *_: Any
+) -> None:
+    # `clip_grad_norm_` gives a list; a generator must not be used up.
+    if isinstance(params, list) and all(param.grad is None for param in params):
+        for listener in layer.listeners:
+            listener(params, float(max_norm))
+
+
+_multiplier = Patch(clip_grad, MULTIPLIER, _make_multiplier)

@@ -114,7 +114,8 @@ def test_what_a_window_that_ended_early_shows_without_notice() -> None:
 
 def test_torch_is_given_back_as_found() -> None:
     """The wrapper is there while somebody listens, and never on the functions that scripts import."""
-    functions = (clip_grad_norm_, clip_grad_value_, nn.utils.clip_grads_with_norm_, nn.utils.get_total_norm)
+    functions = (clip_grad_norm_, clip_grad_value_, nn.utils.get_total_norm)
+    multiplier = clip_grad._clip_grads_with_norm_
     first, second = wide(2), wide(2)
     one = gradwatch.watch(first, sinks=[])
     two = gradwatch.watch(second, sinks=[])
@@ -122,13 +123,15 @@ def test_torch_is_given_back_as_found() -> None:
     assert functions == (
         clip_grad.clip_grad_norm_,
         clip_grad.clip_grad_value_,
-        clip_grad._clip_grads_with_norm_,
         clip_grad._get_total_norm,
     )
+    assert nn.utils.clip_grads_with_norm_ is multiplier
+    assert clip_grad._clip_grads_with_norm_ is not multiplier
     one.close()
     assert clip_grad._group_tensors_by_device_and_dtype is not ORIGINAL
     two.close()
     assert clip_grad._group_tensors_by_device_and_dtype is ORIGINAL
+    assert clip_grad._clip_grads_with_norm_ is multiplier
 
 
 def test_somebody_elses_wrapper_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

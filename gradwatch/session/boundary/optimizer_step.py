@@ -460,6 +460,8 @@ class Boundary:
         if ctx.acting.held:
             ctx.acting.release(finished=True)
         captured.advance()
+        if captured.loop_events.uncleared.suspected:
+            captured.loop_events.uncleared.step_taken()
         if captured.pruning.possible and captured.pruning.due(captured.step):
             self._capture.prune(captured)
 

@@ -1,0 +1,82 @@
+"""Events of a training loop between two steps of one optimizer, as columns of the step that ends them.
+
+A column is absent while there is nothing to tell; once there was, it is 0 where there is nothing any more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from gradwatch.capture.arrivals import ArrivalCounts
+from gradwatch.capture.loop_faults.uncleared_gradients import UnclearedGradients
+from gradwatch.capture.loop_faults.user_clips import UserClips
+from gradwatch.reading.device import Number
+from gradwatch.reading.gradient_writes import State
+from gradwatch.records.columns import CLIP_RATIO, CLIPPED_SCALE, DISCARDED, IDLE_CLIPS, UNCLEARED
+from gradwatch.taps.clip_functions import Clip
+
+
+class LoopEvents:
+    """Events between two steps of an optimizer with K parameters: clips, loss scales removed, gradients cleared."""
+
+    def __init__(self, params: Sequence[Tensor], arrivals: ArrivalCounts) -> None:
+        self.uncleared = UnclearedGradients(params, arrivals)
+        self.clips = UserClips()
+        self.pending = (
+            False  # `at_step` has something to do even where no gradient differs from the last step's
+        )
+        self._arrivals = arrivals
+        self._reported: set[str] = set()  # columns that had something to tell
+
+    def clipped(self, clip: Clip, arrived: bool) -> None:
+        """The script clips some of the gradients; `arrived`: a backward has brought some since the last step."""
+        self.clips.made(clip, arrived)
+        self.pending = True
+
+    def cleared(self) -> None:
+        """Note that what has arrived since the last step was cleared."""
+        self.uncleared.cleared()
+
+    def scale_removed(self, scale: Number) -> None:
+        """A loss scale is being divided out of the gradients."""
+        if self.clips.used:
+            self.clips.scale_removed(scale)
+
+    def discard(self) -> None:
+        """The window that is open is no step's, or not all of it was seen."""
+        self.uncleared.discard()
+        self.clips.discard()
+
+    def at_step(
+        self, now: State, before: State | None, calls: NDArray[np.int32], read: list[int]
+    ) -> dict[str, Number]:
+        """The columns of a step that is about to be taken, with gradients of the state `now`; `before`: at the last.
+
+        `calls[K]` arrived, `read[K]` are their versions as they were read.
+        """
+        facts: dict[str, Number] = {}
+        versions, uncleared, clips = now[1], self.uncleared, self.clips
+        uncleared.suspected = False
+        if before is not None and versions != before[1]:
+            uncleared.compare(now[:2], before[:2])
+        if uncleared.under_way and (number := uncleared.found(calls, read)) is not None:
+            facts[UNCLEARED] = number
+        if clips.used or clips.idle:
+            if clips.ratio is not None:
+                facts[CLIP_RATIO] = clips.ratio
+            if clips.scale is not None:
+                facts[CLIPPED_SCALE] = clips.scale
+            if clips.idle and not clips.used:
+                facts[IDLE_CLIPS] = float(clips.idle)
+            clips.discard()
+        if -1 in versions and self._arrivals.current and max(versions) == -1:
+            facts[DISCARDED] = float(np.count_nonzero(self._arrivals.counted()))
+        for name in self._reported:
+            facts.setdefault(name, 0.0)
+        self._reported |= facts.keys() & {CLIPPED_SCALE, IDLE_CLIPS, DISCARDED}
+        self.pending = bool(self._reported) or uncleared.suspected or uncleared.under_way
+        return facts
