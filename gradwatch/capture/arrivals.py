@@ -16,8 +16,6 @@ from torch import Tensor
 
 from gradwatch.reading.layouts import local
 
-_NONE: NDArray[np.int32] = np.zeros(0, np.int32)
-
 
 class ArrivalCounts:
     """The arrivals at K parameters between two steps; `positions` gives the k of a slot.
@@ -29,7 +27,6 @@ class ArrivalCounts:
     def __init__(self, params: Sequence[Tensor], positions: Mapping[int, int]) -> None:
         self.count = 0
         self.cleared = 0
-        self._params = params
         self._positions = positions
         self._touched: list[list[int]] = []  # the slots that each backward reached
         self._by_hand: set[int] = set()  # positions of gradients that no backward brought
@@ -41,6 +38,11 @@ class ArrivalCounts:
         self.complete = not params  # each of K gradients has arrived, as `counted` said last
         self._corrected: tuple[list[int], NDArray[np.int32]] | None = None
         self._by_versions: tuple[list[int], int, NDArray[np.int32]] | None = None
+        self.hold(params)
+
+    def hold(self, params: Sequence[Tensor]) -> None:
+        """Count for these parameters from now on, at the same positions: the first, or the next ones."""
+        self._params = params
         # FSDP1 takes gradients away and puts them back in the midst of a backward.
         self._has_gradient = True
         for kind in set(map(type, params)):
@@ -56,6 +58,8 @@ class ArrivalCounts:
 
         The list is not copied: what was given once must not change.
         """
+        if not self._params:  # released: others may have its slots
+            return False
         usual = self._usual
         last = usual[1] if usual[0] is touched else self._find_last(touched)
         if last is None:
@@ -136,10 +140,9 @@ class ArrivalCounts:
             self._by_hand = set()
 
     def release(self) -> None:
-        """Hold none of the parameters any more: nothing will arrive."""
+        """Hold none of the parameters any more: nothing will arrive before `hold`."""
         self.restart()
-        self._params, self._positions = [], {}
-        self._usual, self._counted = ([], None), ([], _NONE)
+        self._params = []
 
     def shift(self, backwards: int) -> None:
         """The first `backwards` of them, all cleared, belong to a step that is over."""

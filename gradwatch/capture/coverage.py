@@ -9,7 +9,7 @@ step and has none in this one while its place in its module is taken by another 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -167,13 +167,13 @@ class Coverage:
         self._at_attach.difference_update(slots)
         return self.places.remove(slots)
 
-    def count(self, models: list[nn.Module], captures: Iterable[OptimizerCapture]) -> float:
-        """Walk the models; the ratio, which stays until the next count."""
+    def count(self, models: Sequence[tuple[str, nn.Module]], captures: Iterable[OptimizerCapture]) -> float:
+        """Walk the models, each given with its prefix; the ratio, which stays until the next count."""
         stepped: set[int] = set()
         for captured in captures:
             if captured.optimizer is None or captured.optimizer() is not None:
                 stepped.update(captured.param_ids)
-        if self._whole(models, stepped):
+        if self._whole([model for _, model in models], stepped):
             self.missing, self.ratio, self._left = (), 1.0, RECOUNT
             return self.ratio
         wanted = [(name, param) for name, param in named_parameters(models) if param.requires_grad]

@@ -69,59 +69,96 @@ class OptimizerCapture:
         loop's own code. Both are observed only.
         """
         self.index = index
-        self.optimizer = None if optimizer is None else noted(optimizer)
-        self.params = params
-        self.param_ids = list(map(id, params))
         self.sites = sites
         self.slots = np.zeros(0, np.intp) if slots is None else slots
         self.position = dict(zip(self.slots.tolist(), range(len(self.slots)), strict=True))  # sync: numpy
+        self._places = self.slots, self.position  # what a successor takes up
         self.step = 0
-        self.watched_ids = list(map(id, given))  # every parameter of the optimizer when the capture was built
-        self.frozen = [] if all(map(_requires_grad, given)) else [p for p in given if not p.requires_grad]
-        self.compared = -1  # registrations in the models when these were last compared with the optimizer's
-        self.distributed, self.on_cpu = False, True
-        for param in params:
-            sharded = type(param) is not nn.Parameter and hasattr(param, "to_local")
-            self.distributed = self.distributed or sharded
-            self.on_cpu = self.on_cpu and param.is_cpu
-        self.pruning = HookPruning(len(params))
-        self.spans_two_steps = False  # this window cannot be one step's alone
-        self.hook_missed = False  # a gradient arrived and its hook was not called
-        self._hook_silenced: Callable[[int, nn.Parameter], bool] = _not_silenced  # of a slot, by a swap
-        self.backward_end_missed = False  # the end of its last backward was missed: read at the step boundary
         self.inside_backward = inside_backward
         self.without_optimizer = without_optimizer
-        self.closed_at = -1  # backwards when the window was closed; -1 while it is open
-        self.reduced_total: float | None = None  # over all ranks, where this one's total is not all of it
-        self.known_scalings: list[KnownScaling] = []  # clips since the read, by the one who clips
+        self.on_cpu, self.distributed = _placement(params)
         kind = sites, self.on_cpu, self.distributed
         alike = like is not None and (like.sites, like.on_cpu, like.distributed) == kind
         self._reader: GradientReader = like._reader if like is not None and alike else GradientReader(*kind)
+        self._keeps = self.on_cpu and self._reader.elements <= KEPT
+        self._hook_silenced: Callable[[int, nn.Parameter], bool] = _not_silenced  # of a slot, by a swap
+        # A clip reads for all threads: one that ended its read after the owner's clip would keep what the clip left.
+        self._reading: ForkSafeLock = ForkSafeLock() if like is None else like._reading
+        self.losses = WindowLoss()
+        self.arrivals = ArrivalCounts(params, self.position)
+        self.last_calls: NDArray[np.int32] | None = (
+            None  # arrivals of the last step whose coverage was looked at
+        )
+        self.succeeds = False  # the optimizer of one that is gone, and has taken no step so far
+        self._begin(optimizer, params, given)
+
+    def _begin(
+        self, optimizer: Optimizer | None, params: list[nn.Parameter], given: Sequence[nn.Parameter]
+    ) -> None:
+        """Everything that is of one optimizer: its parameters, and what is learned of its steps and read of them."""
+        self.optimizer = None if optimizer is None else noted(optimizer)
+        self.params = params
+        self.param_ids = list(map(id, params))
+        self.watched_ids = list(map(id, given))  # every parameter of the optimizer when the capture was built
+        self.frozen = [] if all(map(_requires_grad, given)) else [p for p in given if not p.requires_grad]
+        self.compared = -1  # registrations in the models when these were last compared with the optimizer's
+        self.pruning = HookPruning(len(params))
+        self.spans_two_steps = False  # this window cannot be one step's alone
+        self.hook_missed = False  # a gradient arrived and its hook was not called
+        self.backward_end_missed = False  # the end of its last backward was missed: read at the step boundary
+        self.closed_at = -1  # backwards when the window was closed; -1 while it is open
+        self.reduced_total: float | None = None  # over all ranks, where this one's total is not all of it
+        self.known_scalings: list[KnownScaling] = []  # clips since the read, by the one who clips
         self._norms: Reading | None = None
         self._after: Reading | None = None
         self.kept: list[Tensor | None] | None = None  # a second walk finds them faster while they are held
         self._assumed = False  # the versions at the read were taken to be those foreseen
         self._held: list[weakref.ref[Tensor] | None] = []  # of gradients too large to be held until the step
         self._left_alone = False  # no code changed a gradient between the end of backward and the last step
-        self._keeps = self.on_cpu and self._reader.elements <= KEPT
         # Norms that gradwatch's hooks have taken inside the backward: they need not be read again.
         self.norms_from_hooks: Callable[[Grads], Mapping[int, float]] | None = None
         self._read_at = 0
-        # A clip reads for all threads: one that ended its read after the owner's clip would keep what the clip left.
-        self._reading: ForkSafeLock = ForkSafeLock() if like is None else like._reading
-        self.losses = WindowLoss()
         self._manual = ManualGradients()
-        self.arrivals = ArrivalCounts(params, self.position)
         self._schedule = AccumulationSchedule()
         self.loop_events = LoopEvents(params, self.arrivals)
         self._ids: list[int] = []
         self._versions: list[int] = []
         self._last: State | None = None
-        self.last_calls: NDArray[np.int32] | None = (
-            None  # arrivals of the last step whose coverage was looked at
-        )
         # Made in the middle of a window, until a window has been closed.
-        self.attached_mid_window = not without_optimizer
+        self.attached_mid_window = not self.without_optimizer
+
+    def succeeded_by(
+        self,
+        optimizer: Optimizer,
+        params: list[nn.Parameter],
+        given: Sequence[nn.Parameter],
+        sites: Sites,
+        slots: NDArray[np.intp],
+    ) -> bool:
+        """Go on with an optimizer over parameters of the same layout, if that of before is gone; else False.
+
+        What depends on the layout alone stays, and so does the count of steps.
+        """
+        if (
+            sites is not self.sites
+            or self.optimizer is None
+            or self.optimizer() is not None
+            or self._places[0].tobytes() != slots.tobytes()
+            or _placement(params) != (self.on_cpu, self.distributed)
+        ):
+            return False
+        self.slots, self.position = self._places
+        awaiting = self.loop_events.uncleared.awaiting
+        self._begin(optimizer, params, given)
+        self.loop_events.uncleared.awaiting = awaiting
+        self.losses.clear()
+        self.arrivals.hold(params)
+        self.succeeds = True
+        return True
+
+    def stands(self) -> None:
+        """Note that rules are bound to the optimizer that succeeded."""
+        self.succeeds = False
 
     def follows(self, before: OptimizerCapture) -> None:
         """This stands in the place of another capture, and counts on from there."""
@@ -526,6 +563,15 @@ class OptimizerCapture:
                 by_hand.append(k)
         self.hook_missed = self.hook_missed or bool(by_hand)
         return self.arrivals.corrected(absent, by_hand)
+
+
+def _placement(params: Sequence[nn.Parameter]) -> tuple[bool, bool]:
+    """(True if all lie on the host, True if any is sharded)."""
+    on_cpu, distributed = True, False
+    for param in params:
+        distributed = distributed or (type(param) is not nn.Parameter and hasattr(param, "to_local"))
+        on_cpu = on_cpu and param.is_cpu
+    return on_cpu, distributed
 
 
 def _not_silenced(slot: int, param: nn.Parameter) -> bool:

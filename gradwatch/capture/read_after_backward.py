@@ -9,7 +9,6 @@ autograd's buffer stealing), and none holds a weak reference to a parameter (`sw
 from __future__ import annotations
 
 import functools
-import operator
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
@@ -32,6 +31,7 @@ from gradwatch.taps import backward, backward_entry, dispatch_modes, module_tree
 from gradwatch.taps.optimizers.param_groups import params_of
 
 # By name: to walk torch's module from cold caches costs microseconds.
+_numel: Callable[[torch.Tensor], int] = torch.Tensor.numel
 _grad_enabled, _set_grad_enabled = torch.is_grad_enabled, dispatch_modes.set_grad_enabled
 PATTERNS = 64  # lists of arrivals that are kept, to be compared with those of later backwards
 REINSTALL_EVERY = 16  # steps between looks for parameters that want a gradient again
@@ -94,13 +94,13 @@ class Capture:
 
     # -- parameters --------------------------------------------------------------------------------------
 
-    def join(self, optimizers: Sequence[Optimizer], loose: Iterable[tuple[str, nn.Parameter]]) -> None:
+    def join(self, optimizers: Sequence[Optimizer], loose: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Have the next backward announce the parameters of these optimizers."""
-        if self.has_dead():
-            self.drop_dead()
-        self.slots.add_loose(loose, by_hand=not optimizers)
+        if loose:
+            self.slots.add_loose(loose, by_hand=not optimizers)
         # Without an optimizer it is for models, perhaps known ones, that hold what is not watched.
         if not optimizers:
+            self.release_dead()
             self.scan_without_optimizer()
         elif not self.slots.of.keys() >= set(map(id, params_of(*optimizers))):
             self.slots.scan()
@@ -130,7 +130,7 @@ class Capture:
 
     def count_coverage(self) -> float:
         """The share of the models' parameters that is measured, counted now."""
-        return self.coverage.count(self.slots.models(), self.captures)
+        return self.coverage.count(self.slots.watched.prefixed(), self.captures)
 
     def maintain_hooks(self, captured: OptimizerCapture, window: WindowNorms) -> bool:
         """At a step boundary: release what is gone, count coverage where it may have changed, reinstall lost hooks.
@@ -193,7 +193,7 @@ class Capture:
             awaited = len(self._awaited)
             try:
                 for optimizer in () if self._waiting is None else self._waiting.waiting(self):
-                    if optimizer not in self.stepped_inside and self.capture_of(optimizer) is None:
+                    if optimizer not in self.stepped_inside:
                         made.append(self._adopt(optimizer, None))
             finally:  # only now: an empty list is not looked into
                 del self._awaited[:awaited]
@@ -211,12 +211,15 @@ class Capture:
         params, kept = self.slots.in_model_order(fresh, lambda param: fallback_name(optimizer, param))
         known: Sites | None = None
         if captured is None:
-            captured = self._predecessor(set(map(id, params)))
+            captured = self._predecessor(params, kept.tolist())  # sync: numpy
             if captured is not None and captured.optimizer is not None:
                 known = captured.sites
         index = len(self.captures) if captured is None else captured.index
         self.slots.unowned = None
         sites = self.slots.sites(kept, params, known)
+        if captured is not None and captured.succeeded_by(optimizer, params, fresh, sites, kept):
+            self.coverage.adopted()
+            return captured
         built = OptimizerCapture(index, optimizer, params, sites, kept, fresh, like=captured)
         built.ask_hooks(self.slots.hooks.swapped)
         built.loop_events.uncleared.awaiting = self._uncleared
@@ -303,29 +306,30 @@ class Capture:
         if count or self.in_no_optimizer is not None:
             self.in_no_optimizer = count
 
-    def _predecessor(self, wanted: set[int]) -> OptimizerCapture | None:
-        """The capture of an optimizer that is gone, whose index a new one takes over: best one of the same model."""
-        gone, same = [], []
+    def _predecessor(self, params: list[nn.Parameter], slots: list[int]) -> OptimizerCapture | None:
+        """The capture of an optimizer that is gone, whose index and series a new one takes over.
+
+        Best one of the same parameters, else of the same names and sizes: a model that comes later has those of the
+        one before it (`WatchedModels`). Else one of these names, or the first that there is.
+        """
+        wanted, sizes = set(map(id, params)), list(map(_numel, params))
+        names = tuple(map(self.slots.names.__getitem__, slots))
+        likeness: dict[OptimizerCapture, tuple[bool, ...]] = {}
         for captured in self.captures:
-            if captured.optimizer is not None and captured.optimizer() is None:
-                gone.append(captured)
-            elif not captured.without_optimizer:
-                continue
-            if not wanted.isdisjoint(captured.param_ids):
-                same.append(captured)
-        same.sort(key=operator.attrgetter("without_optimizer"))
-        return next(iter(same or gone), None)
+            gone = captured.optimizer is not None and captured.optimizer() is None
+            shares = (gone or captured.without_optimizer) and not wanted.isdisjoint(captured.param_ids)
+            if gone or shares:
+                named = captured.sites.names == names
+                sized = named and captured.sites.numels.tolist() == sizes  # sync: numpy
+                likeness[captured] = shares and gone, shares, sized, named
+        return max(likeness, key=likeness.__getitem__, default=None)
 
     def has_dead(self) -> bool:
         """True if an optimizer, or a model trained without one, is gone whose parameters are still held."""
         for captured in self.captures:
             if captured.params and captured.optimizer is not None and captured.optimizer() is None:
                 return True
-            if (
-                captured.params
-                and captured.without_optimizer
-                and None in [ref() for ref in self.slots.model_refs]
-            ):
+            if captured.params and captured.without_optimizer and self.slots.watched.any_gone:
                 return True
         return bool(self.slots.by_hand) and self._has_let_go()
 

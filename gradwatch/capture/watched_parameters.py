@@ -6,6 +6,7 @@ of a slot elsewhere (arrivals, captures) is held by its number.
 
 from __future__ import annotations
 
+import operator
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -15,14 +16,20 @@ from torch import nn
 
 from gradwatch.capture import parameter_names
 from gradwatch.capture.coverage import Coverage
-from gradwatch.capture.parameter_names import is_lazy, named_parameters
+from gradwatch.capture.parameter_names import (
+    Named,
+    WatchedModels,
+    is_lazy,
+    named_parameters,
+    uniquely_named,
+)
 from gradwatch.capture.shards import is_shard, offloaded_in
 from gradwatch.records.snapshot import Sites
-from gradwatch.runtime.held_weakly import noted
 from gradwatch.taps import module_tree
 from gradwatch.taps.grad_ready import GradReadyHooks
 
 _numel: Callable[[torch.Tensor], int] = torch.Tensor.numel
+_second: Callable[[tuple[str, nn.Parameter]], nn.Parameter] = operator.itemgetter(1)
 _dim: Callable[[torch.Tensor], int] = torch.Tensor.dim
 GONE = nn.Parameter(torch.empty(0, device="cpu"), requires_grad=False)  # whatever the default device is
 
@@ -40,7 +47,7 @@ class Slots:
     def __init__(
         self, models: Iterable[nn.Module], ready: dict[int, list[int]], arm: Callable[[], None]
     ) -> None:
-        self.model_refs = [noted(model) for model in models]
+        self.watched = WatchedModels()
         self.params: list[nn.Parameter] = []
         self.names: list[str] = []
         self.since: list[int] = []  # by slot: how many parameters came before its own, whatever slot was free
@@ -52,39 +59,29 @@ class Slots:
         self.hooks = GradReadyHooks(ready, arm)
         self.coverage = Coverage(self.of)
         self._came = 0
-        self._free: list[int] = []
+        self._free: dict[int, None] = {}  # slots of parameters that were released
+        self._left: dict[str, int] = {}  # the last of them by name
         self._registrations = self.coverage.registrations
-        self._scanned = -1  # registrations in the models when these were last walked
-        self._scan(self.models(), self.models())
+        self._scanned = self._registrations[0]  # in the models, when these were last walked
+        self.add_models(models)
 
     def models(self) -> list[nn.Module]:
         """The watched models that are still alive."""
-        alive = []
-        for ref in self.model_refs:
-            model = ref()
-            if model is not None:
-                alive.append(model)
-        return alive
-
-    def childless(self) -> bool:
-        """True if no watched model is alive."""
-        refs = self.model_refs
-        if refs and refs[0]() is not None:  # almost every backward: no generator
-            return False
-        return all(ref() is None for ref in refs)
+        return self.watched.all()
 
     def add_models(self, models: Iterable[nn.Module]) -> list[nn.Module]:
         """Watch further models; those of them that were not watched yet."""
-        alive = self.models()
-        known = set(map(id, alive))
-        added = [model for model in models if id(model) not in known]
         disturbed = self.disturbed
-        self.model_refs = list(map(noted, (*alive, *added)))
-        if added:
-            if disturbed:  # else `_scan` would hide it
-                self.scan()
-            self._scan((*alive, *added), added)
-        return added
+        if disturbed and self.params:  # else what is added would hide it
+            self.scan()
+        fresh: list[nn.Module] = []
+        listed: list[tuple[str, Named]] = []
+        for prefix, model, named in self.watched.add(models):
+            fresh.append(model)
+            listed.append((prefix, named))
+        if fresh:
+            self._take_all(fresh, uniquely_named(listed), anew=False)
+        return fresh
 
     def add_loose(self, named: Iterable[tuple[str, nn.Parameter]], by_hand: bool = False) -> None:
         """Watch parameters that no module holds; `by_hand`: no optimizer either, so the script keeps them."""
@@ -110,54 +107,72 @@ class Slots:
 
     def scan(self) -> None:
         """Give every parameter of the models a slot and a hook; parameters already known keep theirs."""
-        self._scan(self.models())
+        prefixed = self.watched.prefixed()
+        self.hooks.spared.clear()
+        self._take_all([model for _, model in prefixed], named_parameters(prefixed), anew=True)
 
-    def _scan(self, models: Sequence[nn.Module], added: Sequence[nn.Module] | None = None) -> None:
-        """`scan`; only of those `added` to the models, where nothing was put into the others since the last time."""
+    def _take_all(
+        self, models: Sequence[nn.Module], named: Iterable[tuple[str, nn.Parameter]], anew: bool
+    ) -> None:
+        """Slots and hooks of the parameters of some models, or (`anew`) of all of them."""
         modules: list[nn.Module] = []
-        for model in models if added is None else added:
+        for model in models:
             modules += module_tree.modules(model)
-        if added is None:
-            self.hooks.spared.clear()
         self.hooks.spared.update(offloaded_in(modules))
         slots, params = [], []
-        for name, param in named_parameters(models, added):
+        new: list[tuple[str, nn.Parameter]] = []
+        for name, param in named:
             if type(param) is not nn.Parameter and is_lazy(param):
                 continue
             slot = self.of.get(id(param))
             if slot is None:
-                slot = self._take(param, name)
-            elif added is None and not (name.endswith(self.names[slot]) or self.names[slot].endswith(name)):
+                new.append((name, param))
+                continue
+            if anew and not (name.endswith(self.names[slot]) or self.names[slot].endswith(name)):
                 # Moved within its model, as adapters are merged; not a prefix that tells two models apart.
                 self.names[slot] = name
             slots.append(slot)
             params.append(param)
+        if new:
+            slots += self._take(new)
+            params += map(_second, new)
         self.hooks.put(slots, params)
-        self.coverage.scanned(modules, params, added=added is not None)
+        self.coverage.scanned(modules, params, added=not anew)
         self._scanned = self._registrations[0]
 
     def slot(self, param: nn.Parameter, name: str) -> int:
         """The slot of a parameter, made (and hooked) where it is new."""
         slot = self.of.get(id(param))
         if slot is None:
-            slot = self._take(param, name)
+            (slot,) = self._take([(name, param)])
         self.hooks.put([slot], [param])
         return slot
 
-    def _take(self, param: nn.Parameter, name: str) -> int:
-        """A slot of a parameter that was released, so that what comes and goes takes no more room; else a new one."""
-        if not self._free:
-            self.params.append(param)
-            self.names.append(name)
-            self.since.append(0)
-        slot = self._free.pop() if self._free else len(self.params) - 1
+    def _take(self, new: Sequence[tuple[str, nn.Parameter]]) -> list[int]:
+        """Slots of parameters that were released, so that what comes and goes takes no more room; else new ones.
+
+        For each first that of the one which had its name.
+        """
+        slots = []
+        for name, param in new:
+            slot = self._left.pop(name, -1)
+            if slot in self._free:
+                del self._free[slot]
+            elif self._free:
+                slot, _ = self._free.popitem()
+            else:
+                slot = len(self.params)
+                self.params.append(param)
+                self.names.append(name)
+                self.since.append(0)
+            if self.names[slot] != name:
+                self.arrival.pop(slot, None)
+            self.of[id(param)] = slot
+            self.params[slot], self.names[slot], self.since[slot] = param, name, self._came
+            self._came += 1
+            slots.append(slot)
         self.unowned = None
-        if self.names[slot] != name:
-            self.arrival.pop(slot, None)
-        self.of[id(param)] = slot
-        self.params[slot], self.names[slot], self.since[slot] = param, name, self._came
-        self._came += 1
-        return slot
+        return slots
 
     def exchange(self, slot: int, param: nn.Parameter) -> None:
         """Another parameter of the same shape takes a slot, name and hook included; the one before is not held."""
@@ -180,7 +195,7 @@ class Slots:
 
     def unoptimized(self) -> Iterator[tuple[str, nn.Parameter]]:
         """(name, parameter) of those of the models that are not trained here: frozen, or put in since the last scan."""
-        for name, param in named_parameters(self.models()):
+        for name, param in named_parameters(self.watched.prefixed()):
             if not (param.requires_grad and id(param) in self.of):
                 yield name, param
 
@@ -211,7 +226,7 @@ class Slots:
 
     def lazy_names(self) -> tuple[str, ...]:
         """Parameters of lazy modules that have no shape before their first forward."""
-        return tuple(name for name, param in named_parameters(self.models()) if is_lazy(param))
+        return tuple(name for name, param in named_parameters(self.watched.prefixed()) if is_lazy(param))
 
     @property
     def hooked(self) -> int:
@@ -242,9 +257,10 @@ class Slots:
             # A shard may be empty here and hold something on other ranks, which must see the same parameters.
             if param.numel() or is_shard(param):
                 slot = known.get(id(param))
-                slots.append(self._take(param, fallback(param)) if slot is None else slot)
+                slots.append(self._take([(fallback(param), param)])[0] if slot is None else slot)
                 named.append(param)
-        self.hooks.put(slots, named)
+        if not self.hooks.hooked.keys() >= set(slots):
+            self.hooks.put(slots, named)
         since = list(map(self.since.__getitem__, slots))
         distinct = len(set(map(self.names.__getitem__, slots))) == len(slots)
         if not distinct or since != sorted(since):
@@ -267,7 +283,8 @@ class Slots:
             self.of.pop(identity, None)
             self.hooks.spared.discard(identity)
             self.params[slot] = GONE
-        self._free += gone
+            self._free[slot] = None
+            self._left[self.names[slot]] = slot
 
     def sites(self, slots: np.ndarray, params: list[nn.Parameter], known: Sites | None = None) -> Sites:
         """The sites of these parameters; those `known` where they are the same, whose rules are bound already."""
@@ -300,13 +317,9 @@ class Slots:
 
     def alive_modules(self) -> list[nn.Module]:
         """Forget the models that are gone; the modules of the others."""
-        alive, modules = [], []
-        for ref in self.model_refs:
-            model = ref()
-            if model is not None:
-                alive.append(ref)
-                modules += module_tree.modules(model)
-        self.model_refs = alive
+        modules = []
+        for model in self.watched.note_gone():
+            modules += module_tree.modules(model)
         return modules
 
     @property

@@ -10,10 +10,10 @@ which lives as long as the process. What the forward before was like is held fro
 from __future__ import annotations
 
 import atexit
+import importlib
 import os
 import sys
 import weakref
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -203,7 +203,7 @@ class Agent:
             self._say_not_watching(error)
             return None
         finally:
-            if not self._forwards.empty:
+            if self._forwards.has_calls:
                 for optimizer, _ in ready:
                     self._forwards.close(optimizer)
 
@@ -247,8 +247,11 @@ class Agent:
 
     def _attach(self, ready: list[tuple[Optimizer, int]], by_hand: Found) -> Session | None:
         # Here, not at the top: pydantic, structlog and the sinks are for processes that train.
-        with nullcontext() if _watches else filters_kept():
-            from gradwatch.session.live_sessions import LIVE
+        if not _watches:
+            with filters_kept():
+                importlib.import_module("gradwatch.session.live_sessions")
+        from gradwatch.session.live_sessions import LIVE
+
         while self._inherited:
             self._inherited.pop().close()
         own, others = None, []
@@ -306,7 +309,7 @@ class Agent:
         """True if all parameters of these optimizers are watched, and no module was given anything since."""
         if own is None or self._named_at != self.registered.registrations:
             return False
-        return own.knows_all(map(id, params_of(*[optimizer for optimizer, _ in ready])))
+        return all(own.knows_all(map(id, params_of(optimizer))) for optimizer, _ in ready)
 
 
 def _by_hand(identity: int) -> bool:

@@ -12,7 +12,7 @@ import sys
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from collections.abc import Set as AbstractSet
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
@@ -53,13 +53,18 @@ class FirstForwards:
         self._registered = registered
         self._lock = lock
         self._pre_attach: PreAttachRecorder | None = None
+        self.has_calls = False  # of some model, held
         self._held: list[_Held] = []
         self._faults: list[tuple[str, BaseException]] = []
 
     def hold_new(self) -> None:
         """An optimizer is being made: hold the calls of the models that came since the last one and may train."""
         if self._registered.news:
-            self._guarded(self._hold_new)
+            try:
+                with self._lock.held:
+                    self._hold_new()
+            except Exception as error:
+                self._failed("localise", error)
 
     def _hold_new(self) -> None:
         fresh = []
@@ -81,6 +86,7 @@ class FirstForwards:
         for model, modules in fresh[:MOST_MODELS]:
             if self._pre_attach.empty or not self._pre_attach.holds(model):
                 self._pre_attach.add(model, modules)
+        self.has_calls = True
 
     def root_of(self, identities: AbstractSet[int]) -> nn.Module | None:
         """The model held that has all parameters with these ids, as long as no module was given anything since."""
@@ -94,20 +100,16 @@ class FirstForwards:
         faults, self._faults = self._faults, []
         self._held.clear()
         pre_attach = self._pre_attach
-        if pre_attach is not None and not pre_attach.empty:
+        if pre_attach is not None and self.has_calls:
             try:
                 watch.inherit(pre_attach, joining)
             except Exception as error:
                 faults.append(("localise", error))
             if not pre_attach.empty:
                 pre_attach.close()
+            self.has_calls = False
         for fault in faults:
             watch.failed(*fault)
-
-    @property
-    def empty(self) -> bool:
-        """True if no model's calls are held."""
-        return self._pre_attach is None or self._pre_attach.empty
 
     def close(self, optimizer: Optimizer | None = None) -> None:
         """Let go of the models that this optimizer trains, which are watched or never will be; of all without one."""
@@ -118,20 +120,18 @@ class FirstForwards:
             self._pre_attach.without(optimizer)
         if optimizer is None or self._pre_attach.empty:
             self._pre_attach.close()
+            self.has_calls = False
 
     @untraced
     def _wrapped(self, outer: nn.Module, name: str, module: nn.Module | None) -> None:
         """torch.compile(model) after the optimizer was made: only the call of the wrapper can be seen."""
         pre_attach = self._pre_attach
         if name == "_orig_mod" and pre_attach is not None and module is not None:
-            self._guarded(pre_attach.wraps, outer, module)
-
-    def _guarded(self, call: Callable[..., None], *args: Any) -> None:
-        try:
-            with self._lock.held:
-                call(*args)
-        except Exception as error:
-            self._failed("localise", error)
+            try:
+                with self._lock.held:
+                    pre_attach.wraps(outer, module)
+            except Exception as error:
+                self._failed("localise", error)
 
     def _failed(self, component: str, error: BaseException) -> None:
         if not_ours(error):

@@ -88,7 +88,7 @@ def measure_cost(factory: Factory, rules: RuleSet, seconds: float = 4.0) -> Cost
 def idle_rules(factory: Factory, rules: RuleSet) -> Mapping[str, str]:
     """The reason why a rule could never say anything about this model, by rule id."""
     model, _ = factory()
-    named = list(named_parameters([model]))
+    named = list(named_parameters([("", model)]))
     sites = Sites(
         names=tuple(name for name, _ in named),
         kinds=("param",) * len(named),

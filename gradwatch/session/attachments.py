@@ -276,6 +276,8 @@ class Attached:
     def add(self, models: Iterable[nn.Module]) -> None:
         """Watch further models."""
         added = self.capture.slots.add_models(models)
+        if self.capture.slots.watched.undecided:
+            self._notices.undecided(self.capture.slots.watched.undecided)
         if added and self.causes is not None:
             self.causes.add(added)
         self.keep_containers(added)

@@ -32,6 +32,10 @@ UNCLEARED = (
     "gradients of {} are never cleared: each step begins with those of the step before and adds to them; call "
     "optimizer.zero_grad() between a step and the next backward"
 )
+UNDECIDED = (
+    "models whose parameters have the same names and shapes ({}) were gone at the same time: it cannot be told which "
+    "new one succeeds which, so they take up names and baselines in their order, and a baseline may be of another model"
+)
 NO_LOSS = "rules on the loss have no value for such a step: {}; give them one with observe(loss=…)"
 
 
@@ -42,7 +46,7 @@ class Notices:
         self._sinks = sinks
         self._health = health
         self._incomplete = self._captured = self._no_loss = self._no_optimizer = self._unowned = False
-        self._uncleared = False
+        self._uncleared = self._undecided = False
 
     def say(self, component: str, error: BaseException) -> None:
         """Give this sentence to every sink that takes one."""
@@ -74,6 +78,13 @@ class Notices:
         if not self._uncleared:
             self._uncleared = True
             self.say("capture", AttachError(UNCLEARED.format(shortened(names))))
+
+    def undecided(self, prefixes: Sequence[str]) -> None:
+        """Models that went at one time had parameters that these prefixes told apart, and others succeed them."""
+        if not self._undecided:
+            self._undecided = True
+            named = shortened([prefix.rstrip(".") or "the first" for prefix in prefixes])
+            self.say("capture", AttachError(UNDECIDED.format(named)))
 
     def unmeasured(self, missing: Sequence[str]) -> None:
         """The parameters that nothing measures as of this step; said again only after there were none."""

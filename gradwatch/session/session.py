@@ -355,19 +355,24 @@ class Session:
 
     def join(
         self,
-        models: Iterable[nn.Module],
+        models: Sequence[nn.Module],
         optimizers: Sequence[Optimizer],
-        loose: Iterable[tuple[str, nn.Parameter]] = (),
+        loose: Sequence[tuple[str, nn.Parameter]] = (),
     ) -> None:
         """Watch further optimizers, from the next backward on; `models` name their parameters, all but the `loose`."""
         attached = self.attached
         if attached is None:
             return
-        mark = attached.capture.spent.begin()
-        attached.add(models)
-        attached.capture.join(optimizers, loose)
+        capture = attached.capture
+        mark = capture.spent.begin()
+        # First: what comes takes up the places of what is gone. Without an optimizer it may be its successor.
+        if optimizers and capture.has_dead():
+            capture.drop_dead()
+        if models:
+            attached.add(models)
+        capture.join(optimizers, loose)
         self._ownership.join(optimizers)
-        attached.capture.spent.end(mark)
+        capture.spent.end(mark)
 
     def inherit(self, pre_attach: PreAttachRecorder, joining: Iterable[nn.Module] = ()) -> None:
         """Localise this step too, by calls held before its models were watched, or `join`."""
@@ -376,8 +381,8 @@ class Session:
 
     def drop_dead(self) -> None:
         """A backward is about to run: free the parameters of optimizers and models that are gone."""
-        if self.attached is not None:
-            self.attached.capture.release_dead()
+        if self.attached is not None and self.attached.capture.has_dead():
+            self.attached.capture.drop_dead()
 
     def release_dead(self) -> None:
         """Free the parameters of optimizers and models that are gone, before the next step would."""
@@ -396,7 +401,7 @@ class Session:
         return (
             self.origin != "launcher"
             and self.attached is not None
-            and self.attached.capture.slots.childless()
+            and self.attached.capture.slots.watched.childless
         )
 
     def catch_up(self) -> None:

@@ -35,12 +35,12 @@ class Ownership:
 
     def waiting(self, capture: Capture) -> list[Optimizer]:
         """Optimizers named since captures were made last that have none yet."""
-        found = []
+        found: list[Optimizer] = []
         for ref in self.wanted:
             optimizer = ref()
             if optimizer is not None:
                 self._named.add(optimizer)
-                if capture.capture_of(optimizer) is None:
+                if optimizer not in found and capture.capture_of(optimizer) is None:
                     found.append(optimizer)
         return found
 

@@ -6,7 +6,10 @@ nor what holds one: torch never collects a cycle through a hook.
 
 from __future__ import annotations
 
+import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -28,18 +31,19 @@ class GradReadyHooks:
         self._ready = ready
         self._arm = arm
         self.spared: set[int] = set()  # ids of parameters that must not be hooked
-        self._handles: dict[int, RemovableHandle] = {}
+        # By slot: the hooks of its parameter, and the key of this one among them.
+        self.hooked: dict[int, tuple[weakref.ref[OrderedDict[int, Any]], int]] = {}
         self._marked_as: dict[int, tuple[int, int]] = {}  # contents and hook id of a slot's last hook
         # The function of each slot, for whatever parameter is in it: what comes and goes takes slots again.
         self._noting: dict[int, Callable[[torch.Tensor], None]] = {}
 
     def __len__(self) -> int:
-        return len(self._handles)
+        return len(self.hooked)
 
     def put(self, slots: Sequence[int], params: Sequence[nn.Parameter]) -> None:
         """Hook the parameters, one for each slot, that want a gradient and have no hook."""
         for slot, param in zip(slots, params, strict=True):
-            if slot in self._handles or not param.requires_grad or id(param) in self.spared:
+            if slot in self.hooked or not param.requires_grad or id(param) in self.spared:
                 continue
             now = contents(param)
             stands_for, last = self._marked_as.get(slot, (now, 0))
@@ -47,9 +51,20 @@ class GradReadyHooks:
                 revive(param, "_post_accumulate_grad_hooks", last)
             if slot not in self._noting:
                 self._noting[slot] = _noting(slot, self._ready, self._arm)
-            handle = param.register_post_accumulate_grad_hook(self._noting[slot])
-            self._handles[slot] = handle
-            self._marked_as[slot] = now, handle.id
+            if type(param) is nn.Parameter and param.is_leaf:
+                # What `register_post_accumulate_grad_hook` does, without its Python calls: caches are cold here.
+                hooks: Any = param._post_accumulate_grad_hooks
+                if hooks is None:
+                    param._post_accumulate_grad_hooks = hooks = OrderedDict()
+                number = RemovableHandle.next_id
+                RemovableHandle.next_id += 1
+                hooks[number] = self._noting[slot]
+                self.hooked[slot] = weakref.ref(hooks), number
+            else:
+                handle = param.register_post_accumulate_grad_hook(self._noting[slot])
+                number = handle.id
+                self.hooked[slot] = handle.hooks_dict_ref, number
+            self._marked_as[slot] = now, number
 
     def rehook(self, slot: int, param: nn.Parameter) -> bool:
         """Hook a parameter again if its contents were swapped, which disables hooks. True if they were."""
@@ -63,14 +78,15 @@ class GradReadyHooks:
 
     def swapped(self, slot: int, param: nn.Parameter) -> bool:
         """True if the hook of a slot no longer fires, since the contents of its parameter were swapped."""
-        return slot in self._handles and self._marked_as[slot][0] != contents(param)
+        return slot in self.hooked and self._marked_as[slot][0] != contents(param)
 
     def remove(self, slots: Iterable[int]) -> None:
         """Remove the hooks of these slots, as far as there are any."""
         for slot in slots:
-            handle = self._handles.pop(slot, None)
-            if handle is not None:
-                handle.remove()
+            hooked = self.hooked.pop(slot, None)
+            hooks = None if hooked is None else hooked[0]()
+            if hooked is not None and hooks is not None:
+                hooks.pop(hooked[1], None)
 
     def free(self, slots: Sequence[int]) -> None:
         """The parameters in these slots were released: others may take the slots."""
@@ -80,7 +96,7 @@ class GradReadyHooks:
 
     def close(self) -> None:
         """Remove every hook."""
-        self.remove(list(self._handles))
+        self.remove(list(self.hooked))
         self._noting.clear()
 
 

@@ -245,7 +245,9 @@ class ModelRecorder:
             innermost = None
             if caller is None:
                 caller, innermost = lines.find()
-            if self._seen < LOOKED_AT:
+            if self._seen < LOOKED_AT and not (
+                self._seen and self._kind.keeps_weights and caller in self._kind.callers
+            ):
                 self._first_call(module, caller, innermost)
             call.order, call.step = next(_orders), self._steps[0]
             call.caller, call.indices = caller, self.indices
@@ -296,7 +298,10 @@ class ModelRecorder:
             if self._generators.looked_at is not None:
                 self._generators.after()
             if self._seen < LOOKED_AT:
-                self._learn_weights(module)
+                if self._before_params is None and not self.parts:  # of a kind that is known
+                    self._seen += 1
+                else:
+                    self._learn_weights(module)
             outputs = [output] if isinstance(output, Tensor) else tensors(output)
             call.outputs = len(outputs)
             if self._buffers is not None:

@@ -150,13 +150,13 @@ class StepRecorder:
 
     def add(self, model: nn.Module) -> None:
         """Hold the calls of one more model, unless they are held."""
-        self._release(None)
         if not self.holds(model):
+            self._release(model)
             self._families.append(Family(model, self._model, self.kinds))
 
     def holds(self, model: nn.Module) -> bool:
         """True if the calls of this very model are held."""
-        return any(family.model() is model for family in self._families)
+        return model in [family.model() for family in self._families]
 
     @property
     def empty(self) -> bool:
@@ -185,9 +185,10 @@ class StepRecorder:
         recording.belongs_to(self._failed, self._max_bytes, self._steps, self._met)
 
     def _release(self, model: nn.Module | None) -> None:
-        """Close the family of this model; of those that have been freed for None."""
+        """Close the family of this model, and those of models that have been freed."""
         for family in tuple(self._families):
-            if family.model() is not model:
+            held = family.model()
+            if held is not None and held is not model:
                 continue
             for recording in family.recordings:
                 recording.close()

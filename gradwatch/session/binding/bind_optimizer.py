@@ -62,6 +62,7 @@ class Binder:
         ctx = self._rule_bindings.bind(
             captured, modules, local_taps(captured.params, self._capture.slots.models())
         )
+        captured.stands()
         ctx.needs_no_ranks = False  # other parameters, perhaps: the ranks have to meet again
         self._note_inactive()
         self._checkpoints.meet()
@@ -81,18 +82,20 @@ class Binder:
         if met:
             self._stages.install()
             self.bind(ctx.captured)
-        elif ctx.rules.captured is not ctx.captured:
-            self._go_on(ctx)
+        elif ctx.captured.succeeds or ctx.rules.captured is not ctx.captured:
+            self.go_on(ctx)
         ctx.needs_no_ranks = ctx.membership.waits_for_none and ctx.rules.micro is None
 
-    def _go_on(self, ctx: OptimizerContext) -> None:
+    def go_on(self, ctx: OptimizerContext) -> None:
         """An optimizer after another, of the same sites: what is bound to them holds, but what hangs on parameters."""
         with self._capture.arranging.held:
             if not ctx.captured.on_cpu:  # steps under way compare weights with those of the optimizer before
                 self.flush()
             if self._capture.replaced:
                 self._capture.drop_dead()
-            if not self._rule_bindings.go_on(ctx):
+            if self._rule_bindings.go_on(ctx):
+                ctx.captured.stands()
+            else:
                 self._bind(ctx.captured)
 
     def bind_missing(self) -> None:

@@ -161,7 +161,9 @@ class RuleBindings:
             bound = (self._at_step if moved else self._engine).bind(sites)
             state = bound.init() if before is None else bound.adopt(before.state, before.bound)
         if before is not None and (
-            before.begins_anew or _optimizer_of(before.captured) is not _optimizer_of(captured)
+            before.begins_anew
+            or captured.succeeds
+            or _optimizer_of(before.captured) is not _optimizer_of(captured)
         ):
             state = bound.restarts.for_another_optimizer(state)
         if before is not None and not alike and before.record is not None:

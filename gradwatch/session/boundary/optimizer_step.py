@@ -268,6 +268,8 @@ class Boundary:
     def _close(self, optimizer: Optimizer, ctx: OptimizerContext, outer: int) -> None:
         """Judge what arrived since the last step; `outer` calls of the same step are open around this one."""
         captured, pipeline = ctx.captured, self._pipeline
+        if captured.succeeds:
+            self._binder.go_on(ctx)
         if ctx.nested and not outer:
             captured.resume()  # the step before this one raised
         ctx.nested = outer + 1

@@ -120,7 +120,7 @@ class ReplacedParameters:
         slots = self._capture.slots
         free = self._capture.unowned_slots() - self._reached()
         for model in slots.models():
-            wanting = [pair for pair in named_parameters([model]) if pair[1].requires_grad]
+            wanting = [pair for pair in named_parameters([("", model)]) if pair[1].requires_grad]
             if wanting and all(slots.of.get(id(param)) in free for _, param in wanting):
                 yield wanting
 
