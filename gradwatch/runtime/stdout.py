@@ -6,7 +6,7 @@ import errno
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from io import TextIOWrapper
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EIO})
@@ -39,11 +39,12 @@ def _every_character() -> Iterator[None]:
     if not isinstance(stream, TextIOWrapper) or stream.errors != "strict":
         yield
         return
-    stream.reconfigure(errors="backslashreplace")
+    with suppress(OSError):  # of a stream whose descriptor leads elsewhere by now
+        stream.reconfigure(errors="backslashreplace")
     try:
         yield
     finally:
-        if not stream.closed:
+        if stream.errors != "strict" and not stream.closed:
             stream.reconfigure(errors="strict")
 
 

@@ -333,7 +333,7 @@ FEW_FILES = """
     served.start()
     print(served.address.port, flush=True)
     sys.stdin.readline()                    # 200 peers are connected now
-    files = [open("/dev/null") for _ in range(30)]        # torch.save, a data loader, …
+    files = [open("/dev/null") for _ in range(30)]        # torch.save, a data loader, others
     print("saved", flush=True)
     try:
         while True: files.append(open("/dev/null"))       # now nothing is left at all

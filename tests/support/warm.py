@@ -176,7 +176,7 @@ class Server:
                 [sys.executable, "-c", SERVER, *map(str, passed)],
                 env={**kept, "OMP_NUM_THREADS": "1"},
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,  # as those of the scripts are: a stream remembers whether it could seek
                 pass_fds=passed,
             )
         os.close(ended)
@@ -184,7 +184,7 @@ class Server:
     def close(self) -> None:
         """End the server; scripts under way go on."""
         os.close(self._alive)
-        self._process.wait()
+        self._process.communicate()
         self._folder.cleanup()
 
 

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 
 import gradwatch
 from gradwatch.cli.entry_point import main
-from gradwatch.sinks.journal import JournalSink
 from gradwatch.records.record import Record
 from gradwatch.rules.files import parse_rules
 from gradwatch.rules.rule_set import RuleSet
+from gradwatch.sinks.journal import JournalSink
 from tests.support.kept import Kept
 
 STEPS, BAD = 100, 80
