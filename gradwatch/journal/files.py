@@ -42,7 +42,6 @@ class JournalFiles:
         self.directory = Path(directory)
         self.path: Path | None = None  # of the file begun last
         self.generation = 0
-        self.progress = 0  # how often the disk has answered
         self.retention = retention
         self._preamble = preamble
         self._name = JournalName(rank, attempt)
@@ -80,7 +79,6 @@ class JournalFiles:
         self._end += len(data)
         self._sequence += len(frames)
         self._dirty = True
-        self.progress += 1
 
     def sync(self) -> None:
         """Return once everything appended is on the disk.
@@ -99,7 +97,6 @@ class JournalFiles:
             self.abandon()
             raise
         self._dirty = False
-        self.progress += 1
 
     def rotate(self) -> None:
         """Seal the present file; the next append begins another."""
@@ -117,7 +114,6 @@ class JournalFiles:
         try:
             os.ftruncate(self._fd, self._end)
             os.fdatasync(self._fd)
-            self.progress += 1
         finally:
             self.abandon()
 
@@ -172,14 +168,12 @@ class JournalFiles:
     def _open(self) -> None:
         """Begin the next file: create it, write its preamble, make its name durable."""
         make_directory(self.directory)
-        self.progress += 1
         fd = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             self._create(fd)
             try:
                 self._begin()
                 os.fsync(fd)
-                self.progress += 1
             except BaseException:
                 self.abandon()
                 os.unlink(str(self._name), dir_fd=fd)

@@ -31,7 +31,6 @@ _WAKE_AT = 256
 _BATCH = 64
 _POLL_SECONDS = 0.25
 _CLOSE_SECONDS = 1.5
-_LONGEST_CLOSE_SECONDS = 10.0
 _PIECE_SECONDS = 100e-6
 _REST_SECONDS = 200e-6
 _FULL = BufferError("the journal's queue is full: records are being dropped")
@@ -173,7 +172,7 @@ class JournalSink:
             self._recorder.end = EndEntry(0, account.ended or "finished", account.to_dict())
 
     def close(self) -> None:
-        """Write what is queued and end the journal; gives up when the disk has not answered for 1.5 s, or after 10."""
+        """Write what is queued and end the journal; gives up after 1.5 s where the disk hangs."""
         thread = self._thread
         if not self._open or thread is None:
             return
@@ -183,20 +182,12 @@ class JournalSink:
             self._condition.notify_all()
         if thread.ident is None:  # it could not be started
             return
-        self._wait_for_end(thread)
+        thread.join(_CLOSE_SECONDS)
         if thread.is_alive():
             self._health.report(
                 self.name, TimeoutError("the disk did not respond in time: the journal has no end")
             )
         self._health.mark(self.name, False)
-
-    def _wait_for_end(self, thread: threading.Thread) -> None:
-        assert self._recorder is not None
-        files, seen = self._recorder.files, -1
-        deadline = time.monotonic() + _LONGEST_CLOSE_SECONDS
-        while thread.is_alive() and files.progress != seen and time.monotonic() < deadline:
-            seen = files.progress
-            thread.join(_CLOSE_SECONDS)
 
     @property
     def _failures(self) -> int:

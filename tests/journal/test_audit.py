@@ -145,6 +145,7 @@ def test_what_failed_is_told_and_is_an_exit_status(
     sites, sink = make_sites(), JournalSink()
     sink.open(make_run(tmp_path), Health())
     sink.write(make_record(sites, step=3, events=(make_event("failed", "exploding"),)))
+    sink.flush(60.0)  # to close waits for no slow disk
     sink.close()
     status, found = audited(capsys, str(tmp_path / "run-1"))
     assert status == 1

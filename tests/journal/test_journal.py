@@ -62,6 +62,7 @@ def journal(directory: Path, records: list[Record], **options: Any) -> JournalRe
         sink.write(record)
         if at % 500 == 499:
             assert sink.flush(30.0)
+    sink.flush(60.0)  # to close waits for no slow disk
     sink.close()
     assert health.errors() == {}
     (reader,) = read_journal(directory / "run-1")
@@ -484,6 +485,7 @@ def test_following_a_live_journal(tmp_path: Path) -> None:
         sink.write(make_record(make_sites(64), 1.0, step=step))
         if step % 200 == 0:
             assert sink.flush(10.0)
+    sink.flush(60.0)  # to close waits for no slow disk
     sink.close()
     thread.join(120.0)
     assert not thread.is_alive()
@@ -566,6 +568,7 @@ def test_a_record_that_cannot_be_encoded_is_counted(tmp_path: Path) -> None:
         make_record(make_sites(), step=2),
     ):
         sink.write(record)
+    sink.flush(60.0)  # to close waits for no slow disk
     sink.close()
     (reader,) = read_journal(tmp_path / "run-1")
     assert [event.step for event in reader.events()] == [0]

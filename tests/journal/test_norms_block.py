@@ -184,6 +184,7 @@ def test_one_step_that_cannot_be_encoded_costs_no_other(
     good = [make_record(make_sites(2), step, step=step) for step in range(4)]
     bad = replace(good[1], snapshot=replace(good[1].snapshot, **{field: value}))
     sink.write_all([good[0], bad, *good[2:]])
+    sink.flush(60.0)  # to close waits for no slow disk
     sink.close()
     (reader,) = read_journal(tmp_path / "run-1")
     steps = list(reader.records())
@@ -294,6 +295,7 @@ def test_a_follower_sees_the_steps_of_a_block(tmp_path: Path) -> None:
     sink = JournalSink()
     sink.open(make_run(tmp_path), Health())
     sink.write_all([make_record(make_sites(2), step, step=step) for step in range(40)])
+    sink.flush(60.0)  # to close waits for no slow disk
     sink.close()
     (reader,) = read_journal(tmp_path / "run-1")
     assert KIND in list(kinds(reader.path))
