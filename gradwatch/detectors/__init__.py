@@ -32,6 +32,7 @@ from gradwatch.detectors.nonfinite import LossNonFinite, NonFinite, NormOverflow
 from gradwatch.detectors.rank_outlier import RankMismatch, RankOutlier
 from gradwatch.detectors.recent_extremes import AboveRecentMax, BelowRecentMin
 from gradwatch.detectors.same_batch import SameBatch
+from gradwatch.detectors.settled import Settled
 from gradwatch.detectors.share_and_depth import DepthRatio, Drop
 from gradwatch.detectors.spike import LossSpike, Spike
 from gradwatch.detectors.thresholds import Above, Below, Dead, UpdateRatio
@@ -64,6 +65,7 @@ __all__ = [
     "Sample",
     "ScaleCollapse",
     "Scope",
+    "Settled",
     "Spike",
     "Stale",
     "State",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -65,6 +65,7 @@ class BoundEngine:
         )
         self._of_scaler = tuple(n for n, one in enumerate(plan.rules) if one.series.column in OF_SCALER)
         self.restarts = BaselineRestarts(plan)
+        self._holding = plan.holding
         conditions = {one.number for one in plan.conditions}
         self._others = tuple(n for n in range(len(plan.rules)) if n not in conditions.union(facts))
 
@@ -142,7 +143,8 @@ class BoundEngine:
             learned = None if path is None else path.learn(state, snapshot, in_turn)
             if path is not None and learned is not None:
                 if path.active_every_step or state.ordinary is None:
-                    return self._active_alone(state, path.active_every_step, learned, lr)
+                    judged = self._active_alone(state, path.active_every_step, learned, lr)
+                    return judged or self._rule_by_rule(state, snapshot, in_turn, lr)
                 return state.ordinary, state.with_learned(learned.baselines, lr)
         return self._rule_by_rule(state, snapshot, in_turn, lr)
 
@@ -189,15 +191,21 @@ class BoundEngine:
         return BlockVerdict(after, block.verdicts(state, count), in_turn[:count])
 
     def _active_alone(
-        self, state: EngineState, active: Iterable[int], learned: Learned, lr: float | None
-    ) -> tuple[Verdict, EngineState]:
-        """A step on which only rules that are pending or firing have anything to judge."""
+        self, state: EngineState, active: Sequence[int], learned: Learned, lr: float | None
+    ) -> tuple[Verdict, EngineState] | None:
+        """A step on which only rules that are pending or firing have anything to judge.
+
+        None where one of them stops to fire that has held others: these are to be judged on this step.
+        """
         step = Step(state, learned.reader, self.rank)
         for number, result in learned.results.items():
             step.banks[number] = result
         for number in active:
             if self.plan.rules[number].series.column != OTHER_RULES:
                 step.judge(number)
+        holding = self._holding.intersection(active)
+        if any(state.tracks[one].firing.any() and not step.tracks[one].firing.any() for one in holding):
+            return None
         if self.plan.conditions:
             step.judge_conditions()
         return step.finish(learned.baselines, lr)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from types import MappingProxyType
@@ -141,10 +142,23 @@ class Plan:
     clipping: Clipping = NO_CLIPPING
     inhibitors: tuple[tuple[int, ...], ...] = ()
     """By rule: the numbers of the rules that inhibit it, which all come before it."""
+    holders: tuple[tuple[int, ...], ...] = ()
+    """By rule: the numbers of the rules while which it judges nothing (`unless`), which all come before it."""
     may_be_done: tuple[bool, ...] = ()
     """By bank: whether there can be nothing left for it to learn of healthy steps."""
     conditions: tuple[BoundCondition, ...] = ()
     """Of the rules with `when:`, in the order in which they are evaluated."""
+
+    @property
+    def holding(self) -> frozenset[int]:
+        """The numbers of the rules that hold others."""
+        return frozenset[int]().union(*self.holders)
+
+    def held_by(self, firing: AbstractSet[int]) -> frozenset[int]:
+        """The numbers of the rules that judge nothing while these fire."""
+        return frozenset(
+            number for number, holders in enumerate(self.holders) if not firing.isdisjoint(holders)
+        )
 
     @property
     def joined(self) -> frozenset[int]:
@@ -161,7 +175,7 @@ def make_plan(ruleset: RuleSet, sites: Sites) -> Plan:
     """Bind every enabled rule; `sites` carry their labels. Never raises for a rule that matches nothing."""
     inactive, found = dict(ruleset.inactive), []
     staggering = staggering_of(sites)
-    for rule in _inhibitors_first(rule for rule in ruleset.rules if rule.enabled):
+    for rule in _named_first(rule for rule in ruleset.rules if rule.enabled):
         series = series_of(rule, ruleset, sites, staggering)
         reason = idle_reason(rule, ruleset, series)
         if reason:
@@ -199,32 +213,35 @@ def make_plan(ruleset: RuleSet, sites: Sites) -> Plan:
     known = MappingProxyType(inactive), needs, staggering, roots_of(sites), clipping
     numbers = {one.rule.id: number for number, one in enumerate(rules)}
     conditions = tuple(conditions_of(_conditions(rule for rule, _ in found), numbers))
-    return Plan(sites, rules, banks, *known, _inhibitors(rules), tuple(map(_may_be_done, banks)), conditions)
+    inhibitors = _numbers(rules, lambda rule: rule.inhibited_by)
+    holders = _numbers(rules, lambda rule: () if rule.do else rule.unless)
+    return Plan(sites, rules, banks, *known, inhibitors, holders, tuple(map(_may_be_done, banks)), conditions)
 
 
 def _conditions(rules: Iterable[Rule]) -> dict[str, When]:
     return {rule.id: rule.detect for rule in rules if isinstance(rule.detect, When)}
 
 
-def _inhibitors_first(rules: Iterable[Rule]) -> list[Rule]:
-    """Rules by id, but each after those that inhibit it: whether these fire must be known first."""
+def _named_first(rules: Iterable[Rule]) -> list[Rule]:
+    """Rules by id, but each after those that inhibit or hold it: whether these fire must be known first."""
     ordered: dict[str, Rule] = {}
     left = sorted(rules, key=lambda rule: rule.id)
     while left:
         waiting = {rule.id for rule in left}
         ready = [
-            rule for rule in left if waiting.isdisjoint(rule.inhibited_by)
+            rule for rule in left if waiting.isdisjoint((*rule.inhibited_by, *rule.unless))
         ] or left  # a circle is refused before
         ordered |= {rule.id: rule for rule in ready}
         left = [rule for rule in left if rule.id not in ordered]
     return list(ordered.values())
 
 
-def _inhibitors(rules: Sequence[RulePlan]) -> tuple[tuple[int, ...], ...]:
+def _numbers(
+    rules: Sequence[RulePlan], named_by: Callable[[Rule], tuple[str, ...]]
+) -> tuple[tuple[int, ...], ...]:
+    """By rule, the numbers of those that it names and that judge something here."""
     numbers = {one.rule.id: number for number, one in enumerate(rules)}
-    return tuple(
-        tuple(numbers[other] for other in one.rule.inhibited_by if other in numbers) for one in rules
-    )
+    return tuple(tuple(numbers[other] for other in named_by(one.rule) if other in numbers) for one in rules)
 
 
 def _may_be_done(bank: Bank) -> bool:

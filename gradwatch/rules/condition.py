@@ -19,7 +19,7 @@ from gradwatch.records.columns import OTHER_RULES
 Join = Literal["rule", "all", "any", "not"]
 JOINS: tuple[Join, ...] = ("all", "any", "not")
 """The keys that join conditions in a rule file."""
-OF_DETECTOR = ("detect", "scope", "groups", "exclude", "every", "warmup", "half_life")
+OF_DETECTOR = ("detect", "scope", "groups", "exclude", "every", "warmup", "half_life", "unless")
 """Keys of a rule that say what its detector judges, and that a rule with `when:` does not take."""
 
 

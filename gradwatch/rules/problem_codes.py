@@ -292,6 +292,15 @@ _ENTRIES = (
         "Correct the id, or delete it.",
     ),
     Code(
+        "GW219",
+        "a rule that cannot be held",
+        "`unless:` names rules of the same file while which this one judges nothing. One that is not there, that has a"
+        " condition (`when:`), or that waits for this one itself, cannot be named; and a rule that is about NaN and Inf"
+        " is never held.",
+        "norm-spike: {detect: {kind: spike}, unless: [setled]}",
+        "Correct the id, or delete it.",
+    ),
+    Code(
         "GW301",
         "a series that cannot be read",
         "In a test file the values of a series are written as promtool writes them: numbers, NaN, Inf and _ (missing),"

@@ -119,7 +119,8 @@ class Rule:
     `detect` is the detector (its `warmup`/`half_life` are the rule's). `groups` empty = every parameter;
     `exclude` are globs on names. `every`, `keep_firing_for` and `cooldown` count optimizer steps; `for_`,
     `warmup` and `half_life` count samples of the series (0 where the kind has no baseline). `inhibited_by` are ids of
-    rules: while one of them fires for the same reason, this one gives no alarm of its own.
+    rules: while one of them fires for the same reason, this one gives no alarm of its own. `unless` are ids of rules:
+    while one of them fires, this one judges nothing, unless it acts.
     """
 
     id: str
@@ -142,6 +143,7 @@ class Rule:
     enabled: bool = True
     optional: bool = False
     inhibited_by: tuple[str, ...] = ()
+    unless: tuple[str, ...] = ()
 
     @property
     def kind(self) -> str:

@@ -114,6 +114,10 @@ class RuleEntry(Timing):
         "Ids of rules: where one of them, as grave or graver, fires for the same reason (the same parameter, or the "
         "whole), this rule gives no alarm of its own, and its events belong to the other's incident."
     )
+    unless: Names = unset(
+        "Ids of rules: on a step on which one of them fires this rule judges nothing, as if the step had no value; "
+        "what it learns goes on. A rule that acts judges every step all the same. Not for one on what is not finite."
+    )
     labels: Words = unset("Further labels of its events.")
     annotations: Words = unset("Texts for people: summary, description, runbook_url …")
     do: list[Any] = unset("Actions.")

@@ -15,7 +15,7 @@ from gradwatch.rules.files.annotations import check_annotations, check_labels
 from gradwatch.rules.files.clip_section import unknown_group
 from gradwatch.rules.files.detect_section import Found, build_detector, find_kind
 from gradwatch.rules.files.do_and_sinks import actions
-from gradwatch.rules.files.inhibition import check_inhibition
+from gradwatch.rules.files.named_rules import UNLESS, check_named_rules
 from gradwatch.rules.files.pydantic_models import Defaults, GroupEntry, RuleEntry
 from gradwatch.rules.files.validation import check, keys_of
 from gradwatch.rules.files.when_section import check_circle, named, when_section
@@ -71,7 +71,7 @@ class Resolver:
         """Every rule that can be had; what is wrong is reported and left out."""
         rules = (self.one(rule_id) for rule_id in self.section.entries)
         found = tuple(rule for rule in rules if rule is not None)
-        check_inhibition(self.section, self.problems)
+        check_named_rules(self.section, self.problems)
         return found
 
     def one(self, rule_id: str) -> Rule | None:
@@ -153,10 +153,17 @@ class Resolver:
         if not do and is_costly(detector) and not self._says_every(node):
             timing["every"] = COSTLY_EVERY
         self._clip_baseline(node, do, cls)
+        self._held(node, entry, cls)
         self._origins(rule_id, node, detect)
         if len(self.problems) != before:
             return None
         return _rule(rule_id, detector, scope, timing, entry, do)
+
+    def _held(self, node: Map, entry: RuleEntry, cls: type[Detector]) -> None:
+        """Report a rule on what is not finite that has `unless`."""
+        if entry.unless and cls.finiteness:
+            message = "what is not finite is a fault however far a training has come"
+            self.problems.add(node.key_mark(UNLESS), "GW219", message, "delete `unless`")
 
     # -- conditions --------------------------------------------------------------------------------------
 
@@ -315,6 +322,7 @@ def _rule(
         enabled=entry.enabled is not False,
         optional=bool(entry.optional),
         inhibited_by=tuple(entry.inhibited_by or ()),
+        unless=tuple(entry.unless or ()),
     )
 
 

@@ -1,0 +1,159 @@
+"""A training that has converged: its loss has come down, for good, to a small part of what it was."""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal, NamedTuple, cast
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.detectors.baseline import Array32, HalfLife, Warmup, gain
+from gradwatch.detectors.detector import (
+    STRICT,
+    Exceeding,
+    NormColumn,
+    ObservedColumn,
+    Sample,
+    Scope,
+    State,
+    register_detector,
+)
+from gradwatch.detectors.recent_extremes import Factor
+from gradwatch.detectors.share_and_depth import ZERO_NORM
+from gradwatch.detectors.thresholds import Positive
+from gradwatch.records.snapshot import BoolArray, FloatArray
+
+CLAMP = 2.0
+"""Nats by which a sample may be off the level, at most, to be learned as it is: a fall in one step by 1e5 is learned in
+more than a hundred steps, by when the rules on falls have judged it."""
+NONE = np.float32(-1e4)
+"""Stands for no largest level yet."""
+
+
+class SettledState(NamedTuple):
+    """Of K series: `n` samples learned (int32, counted as far as it matters), `m` the level, `top` its largest."""
+
+    n: NDArray[np.int32]
+    m: Array32
+    top: Array32
+
+
+@register_detector
+@dataclass(frozen=True, slots=True)
+class Settled(Exceeding):
+    """exp(top - max(m, x)) > above, with x = ln value: level and sample are that many times below the largest level.
+
+    m += a·clip(x - m, ±2) with a = max(1 - 2^(-1/half_life), 1/(n + 1)); `top` is the largest m once `warmup` samples
+    are known. 0 counts as 1e-30, a negative value as none. For `unless:`: rules on levels say nothing of use where a
+    fit interpolates, a hinge is satisfied or no reward comes, and all that is left is rounding and rare samples.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+    kind: ClassVar[str] = "settled"
+    has_baseline: ClassVar[bool] = True
+    scopes: ClassVar[tuple[Scope, ...]] = ("total",)
+
+    of: Literal["loss"] | NormColumn | ObservedColumn = "loss"
+    above: Factor = 1e5
+    clear_below: Positive | None = None
+    half_life: HalfLife = field(default=20, metadata={"rule_key": True})
+    warmup: Warmup = field(default=20, metadata={"rule_key": True})
+
+    def baseline_key(self) -> tuple[Any, ...]:
+        """Key of the baseline, which does not depend on the threshold."""
+        return (self.kind, self.half_life, self.warmup)
+
+    def init(self, size: int) -> SettledState:
+        """No sample seen."""
+        return SettledState(np.zeros(size, np.int32), np.zeros(size, np.float32), np.full(size, NONE))
+
+    def score(self, state: State, sample: Sample) -> NDArray[np.float64]:
+        """The factor; NaN while warming up, and for a sample that is missing, negative or not finite."""
+        return self._factor(cast(SettledState, state), _log_of(sample))
+
+    def learn(self, state: State, sample: Sample) -> SettledState:
+        """Move the level."""
+        return self._learned(cast(SettledState, state), _log_of(sample))
+
+    def _learned(self, before: SettledState, x: Array32) -> SettledState:
+        known = np.isfinite(x)
+        a = np.maximum(gain(self.half_life), 1.0 / (before.n + 1.0)).astype(np.float32)
+        d = np.where(known, x, before.m) - before.m
+        d = np.where(before.n > 0, np.clip(d, np.float32(-CLAMP), np.float32(CLAMP)), d)
+        m = before.m + a * d
+        n = np.minimum(before.n + known, self._enough).astype(np.int32)
+        return SettledState(n, m, np.where(n >= self.warmup, np.maximum(before.top, m), before.top))
+
+    def logs_of(self, values: Sequence[float]) -> Array32 | None:
+        """ln of each; None where one is negative."""
+        return np.array([*map(_log, values)], np.float32) if min(values) >= 0 else None
+
+    def advance_logs(self, state: State, x: Array32) -> tuple[FloatArray | None, State]:
+        """As `advance` of samples with these logarithms, all known."""
+        before = cast(SettledState, state)
+        if len(x) == 1:
+            below, after = self._of_one(before, x)
+            if below:
+                return None, after
+        return self._factor(before, x), self._learned(before, x)
+
+    def advance_many_logs(self, state: State, x: Array32) -> tuple[int, State]:
+        """As `advance_logs` of each in turn; in plain floats where it is one series."""
+        if x.shape[1] == 1:
+            return self._of_one(cast(SettledState, state), x[:, 0])
+        return Exceeding.advance_many_logs(self, state, x)
+
+    def rebaseline(self, state: State, mask: BoolArray, keep_judging: bool) -> SettledState:
+        """Start over; a level goes on being known across a change that keeps judging."""
+        if keep_judging:
+            return cast(SettledState, state)
+        fresh = self.init(len(mask))
+        return SettledState(*(np.where(mask, new, old) for new, old in zip(fresh, state, strict=True)))
+
+    @property
+    def _enough(self) -> int:
+        """Samples from which on the weight of the next one is the same, and none need be counted."""
+        return max(self.warmup, math.ceil(1.0 / gain(self.half_life)))
+
+    def _factor(self, state: SettledState, x: Array32) -> NDArray[np.float64]:
+        down = state.top.astype(np.float64) - np.maximum(state.m, x).astype(np.float64)
+        return np.where((state.n >= self.warmup) & np.isfinite(x), np.exp(np.minimum(down, 700.0)), np.nan)
+
+    def _of_one(self, state: SettledState, x: Array32) -> tuple[int, SettledState]:
+        """Count the first of x[T] of a single series that surely do not breach; every result rounded to float32."""
+        n, m, top, below = int(state.n[0]), float(state.m[0]), float(state.top[0]), 0
+        steady, enough, most = gain(self.half_life), self._enough, self.log_surely_below
+        cell = array("f", (0.0,))  # what is put into it is rounded to float32
+        for value in x.tolist():
+            if n >= self.warmup and top - max(m, value) > most:
+                break
+            cell[0] = max(steady, 1.0 / (n + 1.0))
+            a = cell[0]
+            cell[0] = value - m
+            d = max(min(cell[0], CLAMP), -CLAMP) if n else cell[0]
+            cell[0] = a * d
+            cell[0] = m + cell[0]
+            m, n, below = cell[0], min(n + 1, enough), below + 1
+            top = max(top, m) if n >= self.warmup else top
+        if not below:
+            return 0, state
+        return below, SettledState(
+            np.array([n], np.int32), np.array([m], np.float32), np.array([top], np.float32)
+        )
+
+
+def _log(value: float) -> float:
+    return math.log(max(value, ZERO_NORM))
+
+
+def _log_of(sample: Sample) -> Array32:
+    """ln value as float32[K]; NaN where it is missing, not finite or negative."""
+    usable = sample.present & (sample.values >= 0) & (sample.values < math.inf)
+    return np.array(
+        [_log(float(value)) if here else math.nan for value, here in zip(sample.values, usable, strict=True)],
+        np.float32,
+    )
