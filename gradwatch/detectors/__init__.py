@@ -6,6 +6,7 @@ One file per family; `baseline` is what `spike` and `drift` learn of the past of
 from __future__ import annotations
 
 from gradwatch.detectors.baseline import leading
+from gradwatch.detectors.converged import Converged
 from gradwatch.detectors.detector import (
     DETECTORS,
     ENTRY_POINT_GROUP,
@@ -32,7 +33,6 @@ from gradwatch.detectors.nonfinite import LossNonFinite, NonFinite, NormOverflow
 from gradwatch.detectors.rank_outlier import RankMismatch, RankOutlier
 from gradwatch.detectors.recent_extremes import AboveRecentMax, BelowRecentMin
 from gradwatch.detectors.same_batch import SameBatch
-from gradwatch.detectors.settled import Settled
 from gradwatch.detectors.share_and_depth import DepthRatio, Drop
 from gradwatch.detectors.spike import LossSpike, Spike
 from gradwatch.detectors.thresholds import Above, Below, Dead, UpdateRatio
@@ -46,6 +46,7 @@ __all__ = [
     "AllZero",
     "Below",
     "BelowRecentMin",
+    "Converged",
     "Dead",
     "DepthRatio",
     "Detector",
@@ -65,7 +66,6 @@ __all__ = [
     "Sample",
     "ScaleCollapse",
     "Scope",
-    "Settled",
     "Spike",
     "Stale",
     "State",

@@ -65,7 +65,7 @@ class BoundEngine:
         )
         self._of_scaler = tuple(n for n, one in enumerate(plan.rules) if one.series.column in OF_SCALER)
         self.restarts = BaselineRestarts(plan)
-        self._holding = plan.holding
+        self._suspending = plan.suspending
         conditions = {one.number for one in plan.conditions}
         self._others = tuple(n for n in range(len(plan.rules)) if n not in conditions.union(facts))
 
@@ -195,7 +195,7 @@ class BoundEngine:
     ) -> tuple[Verdict, EngineState] | None:
         """A step on which only rules that are pending or firing have anything to judge.
 
-        None where one of them stops to fire that has held others: these are to be judged on this step.
+        None where one of them stops to fire that has suspended others: these are to be judged on this step.
         """
         step = Step(state, learned.reader, self.rank)
         for number, result in learned.results.items():
@@ -203,8 +203,8 @@ class BoundEngine:
         for number in active:
             if self.plan.rules[number].series.column != OTHER_RULES:
                 step.judge(number)
-        holding = self._holding.intersection(active)
-        if any(state.tracks[one].firing.any() and not step.tracks[one].firing.any() for one in holding):
+        suspending = self._suspending.intersection(active)
+        if any(state.tracks[one].firing.any() and not step.tracks[one].firing.any() for one in suspending):
             return None
         if self.plan.conditions:
             step.judge_conditions()

@@ -149,7 +149,7 @@ class Step:
     def judge(self, number: int) -> None:
         """Take one rule through this step; a rule whose column was not measured stays as it is."""
         one, track = self.plan.rules[number], self.tracks[number]
-        if self.snapshot.step % one.judged_every or self._is_held(number):
+        if self.snapshot.step % one.judged_every or self._is_suspended(number):
             return
         idle = track.idle
         scored = self._scored(one, idle)
@@ -162,10 +162,10 @@ class Step:
         if scored is not IDLE and not (idle and not scored.breach.any()):
             self._transit(number, scored)
 
-    def _is_held(self, number: int) -> bool:
+    def _is_suspended(self, number: int) -> bool:
         """True if a rule fires while which this one judges nothing."""
-        holders = (self.tracks[other] for other in self.plan.holders[number])
-        return any(not track.idle and bool(track.firing.any()) for track in holders)
+        others = (self.tracks[other] for other in self.plan.suspended_by[number])
+        return any(not track.idle and bool(track.firing.any()) for track in others)
 
     def judge_conditions(self, judged: Collection[int] | None = None) -> None:
         """Take the rules with a condition through this step, after all that they name.

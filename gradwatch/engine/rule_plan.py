@@ -142,7 +142,7 @@ class Plan:
     clipping: Clipping = NO_CLIPPING
     inhibitors: tuple[tuple[int, ...], ...] = ()
     """By rule: the numbers of the rules that inhibit it, which all come before it."""
-    holders: tuple[tuple[int, ...], ...] = ()
+    suspended_by: tuple[tuple[int, ...], ...] = ()
     """By rule: the numbers of the rules while which it judges nothing (`unless`), which all come before it."""
     may_be_done: tuple[bool, ...] = ()
     """By bank: whether there can be nothing left for it to learn of healthy steps."""
@@ -150,14 +150,14 @@ class Plan:
     """Of the rules with `when:`, in the order in which they are evaluated."""
 
     @property
-    def holding(self) -> frozenset[int]:
-        """The numbers of the rules that hold others."""
-        return frozenset[int]().union(*self.holders)
+    def suspending(self) -> frozenset[int]:
+        """The numbers of the rules that suspend others."""
+        return frozenset[int]().union(*self.suspended_by)
 
-    def held_by(self, firing: AbstractSet[int]) -> frozenset[int]:
+    def suspended_while(self, firing: AbstractSet[int]) -> frozenset[int]:
         """The numbers of the rules that judge nothing while these fire."""
         return frozenset(
-            number for number, holders in enumerate(self.holders) if not firing.isdisjoint(holders)
+            number for number, others in enumerate(self.suspended_by) if not firing.isdisjoint(others)
         )
 
     @property
@@ -214,8 +214,10 @@ def make_plan(ruleset: RuleSet, sites: Sites) -> Plan:
     numbers = {one.rule.id: number for number, one in enumerate(rules)}
     conditions = tuple(conditions_of(_conditions(rule for rule, _ in found), numbers))
     inhibitors = _numbers(rules, lambda rule: rule.inhibited_by)
-    holders = _numbers(rules, lambda rule: () if rule.do else rule.unless)
-    return Plan(sites, rules, banks, *known, inhibitors, holders, tuple(map(_may_be_done, banks)), conditions)
+    suspended_by = _numbers(rules, lambda rule: () if rule.do else rule.unless)
+    return Plan(
+        sites, rules, banks, *known, inhibitors, suspended_by, tuple(map(_may_be_done, banks)), conditions
+    )
 
 
 def _conditions(rules: Iterable[Rule]) -> dict[str, When]:
@@ -223,7 +225,7 @@ def _conditions(rules: Iterable[Rule]) -> dict[str, When]:
 
 
 def _named_first(rules: Iterable[Rule]) -> list[Rule]:
-    """Rules by id, but each after those that inhibit or hold it: whether these fire must be known first."""
+    """Rules by id, but each after those that inhibit or suspend it: whether these fire must be known first."""
     ordered: dict[str, Rule] = {}
     left = sorted(rules, key=lambda rule: rule.id)
     while left:

@@ -297,7 +297,7 @@ _ENTRIES = (
         "`unless:` names rules of the same file while which this one judges nothing. One that is not there, that has a"
         " condition (`when:`), or that waits for this one itself, cannot be named; and a rule that is about NaN and Inf"
         " is never held.",
-        "norm-spike: {detect: {kind: spike}, unless: [setled]}",
+        "norm-spike: {detect: {kind: spike}, unless: [convreged]}",
         "Correct the id, or delete it.",
     ),
     Code(

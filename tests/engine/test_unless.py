@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwatch.detectors import Above, AboveRecentMax, Below, Settled, Spike, Stuck
+from gradwatch.detectors import Above, AboveRecentMax, Below, Converged, Spike, Stuck
 from gradwatch.engine import BoundEngine
 from gradwatch.records.snapshot import Snapshot
 from gradwatch.rules.rule_set import Action, Rule
@@ -81,13 +81,13 @@ def test_one_that_judges_nothing_here_holds_nothing() -> None:
 
 
 RULES = [
-    rule("settled", Settled(above=30.0, clear_below=10.0, half_life=3, warmup=5)),
+    rule("converged", Converged(above=30.0, clear_below=10.0, half_life=3, warmup=5)),
     rule("odd", Above(of="loss", threshold=3.0), for_=2),
-    rule("rise", Above(of="total_norm", threshold=9.0), unless=("settled",)),
-    rule("spike", Spike(above=4, warmup=20), scope="param", unless=("settled", "odd")),
+    rule("rise", Above(of="total_norm", threshold=9.0), unless=("converged",)),
+    rule("spike", Spike(above=4, warmup=20), scope="param", unless=("converged", "odd")),
     rule("same-bank", Spike(above=8, warmup=20), scope="param"),
     rule("peak", AboveRecentMax(of="norm", above=1.5, window=30, warmup=20), scope="param", unless=("odd",)),
-    rule("stuck", Stuck(below=1e-3), scope="param", every=10, unless=("settled",)),
+    rule("stuck", Stuck(below=1e-3), scope="param", every=10, unless=("converged",)),
 ]
 
 
@@ -125,5 +125,5 @@ def test_the_law_is_about_runs_in_which_rules_are_held() -> None:
             other.take(snapshot)
         held |= {name for _, kind, name in set(other.kinds) - set(one.kinds) if kind == "firing"}
         told |= {(kind, name) for _, kind, name in one.kinds}
-    assert ("resolved", "settled") in told
+    assert ("resolved", "converged") in told
     assert {"rise", "spike", "peak"} <= held

@@ -66,7 +66,7 @@ class BankInput:
     series is this one-per-step value, which may not be there ("" = it has others). `first_crossed` is of its idle
     rules, None where it has none; `idle_parts` are their shares of K; `result_wanted` by a rule that is active.
     `one_value`: a single value of the step is all of its input, so that its kind may be asked whether it matters.
-    `all_idle`: none of its rules is active, or held by one that is.
+    `all_idle`: none of its rules is active, or suspended by one that is.
     """
 
     number: int
@@ -127,14 +127,17 @@ class FastPath:
 
     def __init__(self, plan: Plan, active: AbstractSet[int] = frozenset()) -> None:
         self.plan = plan
+        # A rule with `for: 1` that is active is firing, and suspends those that say so.
+        suspended = plan.suspended_while({n for n in active if plan.rules[n].rule.for_ == 1})
         # Those with an `every` of their own are due at steps that are judged from the start.
-        held = plan.held_by({n for n in active if plan.rules[n].rule.for_ == 1})  # active, these are firing
-        self.active_every_step = tuple(sorted(n for n in active - held if plan.rules[n].judged_every == 1))
+        self.active_every_step = tuple(
+            sorted(n for n in active - suspended if plan.rules[n].judged_every == 1)
+        )
         # Where no other rule changes, a condition that is not active does not either (`BoundCondition.unsettled`).
         idle = [
             one
             for number, one in enumerate(plan.rules)
-            if number not in active | held and one.series.column != OTHER_RULES
+            if number not in active | suspended and one.series.column != OTHER_RULES
         ]
         guarded = [one for one in idle if one.bank == NO_BANK and not (one.rare or _proven(one))]
         self._staggered = tuple(one for one in idle if one.series.phases is not None)
@@ -153,7 +156,7 @@ class FastPath:
         self.unbounded = tuple(one for one in guarded if one.series.owners is None and not _bounded(one))
         self.gathered = tuple(one for one in guarded if one.series.owners is not None)
         self.rare = tuple({one.judged_every for one in plan.rules} - {1})
-        self.bank_inputs = tuple(_bank_inputs(plan, active - held, held))
+        self.bank_inputs = tuple(_bank_inputs(plan, active - suspended, suspended))
         self._stacked = any(
             bank_input.select is not None and not bank_input.alone for bank_input in self.bank_inputs
         )
@@ -387,8 +390,8 @@ def _guards(rules: Iterable[RulePlan]) -> Iterable[ColumnBound]:
         yield ColumnBound(name, max(low for low, _ in safe), min(high for _, high in safe), members)
 
 
-def _bank_inputs(plan: Plan, active: AbstractSet[int], held: AbstractSet[int]) -> Iterable[BankInput]:
-    """Inputs of the banks that learn at each step; no rule that is `held` asks what they say."""
+def _bank_inputs(plan: Plan, active: AbstractSet[int], suspended: AbstractSet[int]) -> Iterable[BankInput]:
+    """Inputs of the banks that learn at each step; no rule that is `suspended` asks what they say."""
     for number, bank in enumerate(plan.banks):
         shares = [
             (n, yardstick)
@@ -396,8 +399,8 @@ def _bank_inputs(plan: Plan, active: AbstractSet[int], held: AbstractSet[int]) -
             for yardstick in one.yardsticks
             if yardstick.bank == number
         ]
-        idle = [yardstick.detector for n, yardstick in shares if n not in active | held]
-        parts = tuple(yardstick.part for n, yardstick in shares if n not in active | held)
+        idle = [yardstick.detector for n, yardstick in shares if n not in active | suspended]
+        parts = tuple(yardstick.part for n, yardstick in shares if n not in active | suspended)
         wanted = any(n in active for n, _ in shares)
         if bank.judged_every == 1 and (wanted or any(segment.always for segment in bank.segments)):
             lowest = first_crossed(idle) if idle else None

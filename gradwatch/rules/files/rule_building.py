@@ -153,13 +153,13 @@ class Resolver:
         if not do and is_costly(detector) and not self._says_every(node):
             timing["every"] = COSTLY_EVERY
         self._clip_baseline(node, do, cls)
-        self._held(node, entry, cls)
+        self._suspended(node, entry, cls)
         self._origins(rule_id, node, detect)
         if len(self.problems) != before:
             return None
         return _rule(rule_id, detector, scope, timing, entry, do)
 
-    def _held(self, node: Map, entry: RuleEntry, cls: type[Detector]) -> None:
+    def _suspended(self, node: Map, entry: RuleEntry, cls: type[Detector]) -> None:
         """Report a rule on what is not finite that has `unless`."""
         if entry.unless and cls.finiteness:
             message = "what is not finite is a fault however far a training has come"

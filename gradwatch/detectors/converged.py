@@ -34,7 +34,7 @@ NONE = np.float32(-1e4)
 """Stands for no largest level yet."""
 
 
-class SettledState(NamedTuple):
+class ConvergedState(NamedTuple):
     """Of K series: `n` samples learned (int32, counted as far as it matters), `m` the level, `top` its largest."""
 
     n: NDArray[np.int32]
@@ -44,7 +44,7 @@ class SettledState(NamedTuple):
 
 @register_detector
 @dataclass(frozen=True, slots=True)
-class Settled(Exceeding):
+class Converged(Exceeding):
     """exp(top - max(m, x)) > above, with x = ln value: level and sample are that many times below the largest level.
 
     m += a·clip(x - m, ±2) with a = max(1 - 2^(-1/half_life), 1/(n + 1)); `top` is the largest m once `warmup` samples
@@ -53,7 +53,7 @@ class Settled(Exceeding):
     """
 
     __pydantic_config__: ClassVar = STRICT
-    kind: ClassVar[str] = "settled"
+    kind: ClassVar[str] = "converged"
     has_baseline: ClassVar[bool] = True
     scopes: ClassVar[tuple[Scope, ...]] = ("total",)
 
@@ -67,26 +67,26 @@ class Settled(Exceeding):
         """Key of the baseline, which does not depend on the threshold."""
         return (self.kind, self.half_life, self.warmup)
 
-    def init(self, size: int) -> SettledState:
+    def init(self, size: int) -> ConvergedState:
         """No sample seen."""
-        return SettledState(np.zeros(size, np.int32), np.zeros(size, np.float32), np.full(size, NONE))
+        return ConvergedState(np.zeros(size, np.int32), np.zeros(size, np.float32), np.full(size, NONE))
 
     def score(self, state: State, sample: Sample) -> NDArray[np.float64]:
         """The factor; NaN while warming up, and for a sample that is missing, negative or not finite."""
-        return self._factor(cast(SettledState, state), _log_of(sample))
+        return self._factor(cast(ConvergedState, state), _log_of(sample))
 
-    def learn(self, state: State, sample: Sample) -> SettledState:
+    def learn(self, state: State, sample: Sample) -> ConvergedState:
         """Move the level."""
-        return self._learned(cast(SettledState, state), _log_of(sample))
+        return self._learned(cast(ConvergedState, state), _log_of(sample))
 
-    def _learned(self, before: SettledState, x: Array32) -> SettledState:
+    def _learned(self, before: ConvergedState, x: Array32) -> ConvergedState:
         known = np.isfinite(x)
         a = np.maximum(gain(self.half_life), 1.0 / (before.n + 1.0)).astype(np.float32)
         d = np.where(known, x, before.m) - before.m
         d = np.where(before.n > 0, np.clip(d, np.float32(-CLAMP), np.float32(CLAMP)), d)
         m = before.m + a * d
         n = np.minimum(before.n + known, self._enough).astype(np.int32)
-        return SettledState(n, m, np.where(n >= self.warmup, np.maximum(before.top, m), before.top))
+        return ConvergedState(n, m, np.where(n >= self.warmup, np.maximum(before.top, m), before.top))
 
     def logs_of(self, values: Sequence[float]) -> Array32 | None:
         """ln of each; None where one is negative."""
@@ -94,7 +94,7 @@ class Settled(Exceeding):
 
     def advance_logs(self, state: State, x: Array32) -> tuple[FloatArray | None, State]:
         """As `advance` of samples with these logarithms, all known."""
-        before = cast(SettledState, state)
+        before = cast(ConvergedState, state)
         if len(x) == 1:
             below, after = self._of_one(before, x)
             if below:
@@ -104,26 +104,26 @@ class Settled(Exceeding):
     def advance_many_logs(self, state: State, x: Array32) -> tuple[int, State]:
         """As `advance_logs` of each in turn; in plain floats where it is one series."""
         if x.shape[1] == 1:
-            return self._of_one(cast(SettledState, state), x[:, 0])
+            return self._of_one(cast(ConvergedState, state), x[:, 0])
         return Exceeding.advance_many_logs(self, state, x)
 
-    def rebaseline(self, state: State, mask: BoolArray, keep_judging: bool) -> SettledState:
+    def rebaseline(self, state: State, mask: BoolArray, keep_judging: bool) -> ConvergedState:
         """Start over; a level goes on being known across a change that keeps judging."""
         if keep_judging:
-            return cast(SettledState, state)
+            return cast(ConvergedState, state)
         fresh = self.init(len(mask))
-        return SettledState(*(np.where(mask, new, old) for new, old in zip(fresh, state, strict=True)))
+        return ConvergedState(*(np.where(mask, new, old) for new, old in zip(fresh, state, strict=True)))
 
     @property
     def _enough(self) -> int:
         """Samples from which on the weight of the next one is the same, and none need be counted."""
         return max(self.warmup, math.ceil(1.0 / gain(self.half_life)))
 
-    def _factor(self, state: SettledState, x: Array32) -> NDArray[np.float64]:
+    def _factor(self, state: ConvergedState, x: Array32) -> NDArray[np.float64]:
         down = state.top.astype(np.float64) - np.maximum(state.m, x).astype(np.float64)
         return np.where((state.n >= self.warmup) & np.isfinite(x), np.exp(np.minimum(down, 700.0)), np.nan)
 
-    def _of_one(self, state: SettledState, x: Array32) -> tuple[int, SettledState]:
+    def _of_one(self, state: ConvergedState, x: Array32) -> tuple[int, ConvergedState]:
         """Count the first of x[T] of a single series that surely do not breach; every result rounded to float32."""
         n, m, top, below = int(state.n[0]), float(state.m[0]), float(state.top[0]), 0
         steady, enough, most = gain(self.half_life), self._enough, self.log_surely_below
@@ -141,7 +141,7 @@ class Settled(Exceeding):
             top = max(top, m) if n >= self.warmup else top
         if not below:
             return 0, state
-        return below, SettledState(
+        return below, ConvergedState(
             np.array([n], np.int32), np.array([m], np.float32), np.array([top], np.float32)
         )
 

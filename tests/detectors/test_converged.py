@@ -1,4 +1,4 @@
-"""`settled`: a loss that has come down, for good, to a small part of what it was."""
+"""`converged`: a loss that has come down, for good, to a small part of what it was."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwatch.detectors import Sample, Settled, State, breaches
+from gradwatch.detectors import Converged, Sample, State, breaches
 from tests.support.examples import examples
 
 losses = st.one_of(
@@ -24,7 +24,7 @@ def sample(*values: float) -> Sample:
 
 def firing(values: list[float], **keys: float) -> list[bool]:
     """Whether each of these breaches, one after the other."""
-    detector, found = Settled(**keys), []  # type: ignore[arg-type]
+    detector, found = Converged(**keys), []  # type: ignore[arg-type]
     state: State = detector.init(1)
     for value in values:
         score, state = detector.advance(state, sample(value))
@@ -66,7 +66,7 @@ def test_many_at_once_are_as_one_at_a_time(
     values: list[float], warmup: int, half_life: int, cut: int
 ) -> None:
     """Bit by bit, as far as no sample comes close to the threshold; what is negative or not finite is no sample."""
-    detector = Settled(above=10.0, warmup=warmup, half_life=half_life)
+    detector = Converged(above=10.0, warmup=warmup, half_life=half_life)
     state: State = detector.init(1)
     for value in values[:cut]:
         state = detector.learn(state, sample(value))
@@ -88,7 +88,7 @@ def test_many_at_once_are_as_one_at_a_time(
 
 def test_what_is_no_sample_changes_nothing() -> None:
     """Missing, negative, not finite."""
-    detector = Settled()
+    detector = Converged()
     state = detector.learn(detector.init(1), sample(2.0))
     for value in (-1.0, math.nan, math.inf):
         score, after = detector.advance(state, sample(value))
@@ -101,7 +101,7 @@ def test_what_is_no_sample_changes_nothing() -> None:
 @pytest.mark.parametrize("keep", [True, False])
 def test_a_new_baseline(keep: bool) -> None:
     """Begun on purpose it knows no largest level any more; a jump of the learning rate leaves it."""
-    detector = Settled()
+    detector = Converged()
     state: State = detector.init(1)
     for _ in range(50):
         state = detector.learn(state, sample(5.0))
