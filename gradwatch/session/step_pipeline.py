@@ -288,7 +288,9 @@ class StepPipeline:
         usual = partial(bound_rules.bound.usual_norms, bound_rules.state)
         findings = self._causes(step, snapshot, verdict, decision, usual)
         if verdict.events:
-            findings += tuple(causes_by_norms(bound_rules.bound, usual, verdict, snapshot, findings))
+            findings += tuple(
+                causes_by_norms(bound_rules.bound, bound_rules.state, usual, verdict, snapshot, findings)
+            )
         if self._sources.bundles is not None:
             decision = self._sources.bundles.take(captured, snapshot, verdict, decision, findings)
         facts = Facts(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
 
-from gradwatch.engine import BoundEngine
+from gradwatch.engine import BoundEngine, EngineState
 from gradwatch.localise.diagnosis.norm_levels import of_norms
 from gradwatch.records.event import Event
 from gradwatch.records.finding import Finding
@@ -15,9 +15,13 @@ from gradwatch.session.actions.localise_action import SUSPICIONS, factors_of_usu
 OF_GRADIENTS = frozenset({"norm", "rms", "total_norm"})
 """Columns whose rules are about how large the gradients are that backward made."""
 
+BEFORE = 100
+"""Steps in which what moved before the gradients did is looked for."""
+
 
 def causes_by_norms(
     bound: BoundEngine,
+    state: EngineState,
     usual: Callable[[], Mapping[str, float]],
     verdict: Verdict,
     snapshot: Snapshot,
@@ -43,7 +47,21 @@ def causes_by_norms(
                 rule=event.rule,
                 incident=event.incident,
                 first_parameter=event.first_cause,
-            )
+            ).noted(moved_before(bound, state, snapshot.step))
+
+
+def moved_before(bound: BoundEngine, state: EngineState, step: int) -> str:
+    """`before it: lr-jump at step 300`: the rules on anything but gradients that began to fire shortly before."""
+    found = []
+    for one, track in zip(bound.plan.rules, state.tracks, strict=True):
+        name, _, began = track.incident.rpartition("-")
+        own = (
+            name.rpartition("-")[0] == one.rule.id
+        )  # RULE-OPTIMIZER-STEP; else it is part of another's incident
+        if own and one.series.column not in OF_GRADIENTS and one.rule.severity != "info":
+            found.append((int(began), one.rule.id))
+    shown = [f"{rule} at step {began}" for began, rule in sorted(found) if step - BEFORE <= began < step]
+    return f"before it: {', '.join(shown)}" if shown else ""
 
 
 def _found(event: Event, snapshot: Snapshot, moved: Mapping[str, float]) -> Finding | None:

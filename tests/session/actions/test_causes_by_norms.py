@@ -102,6 +102,25 @@ def test_without_usual_levels_nothing_is_claimed() -> None:
     assert not [finding for record in records for finding in record.findings]
 
 
+def test_what_moved_before_the_gradients_is_told_with_them() -> None:
+    """A learning rate that jumped, some steps before the gradients of a training that diverges by it."""
+    torch.manual_seed(0)
+    model, kept = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1)), Kept()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-2)
+    with gradwatch.watch(model, optimizer, rules="default", sinks=[kept]) as gw:
+        for step in range(STEPS):
+            if step == BAD:
+                optimizer.param_groups[0]["lr"] = 3.0
+            optimizer.zero_grad()
+            x = torch.randn(32, 8)
+            (model(x) - x.sum(1, keepdim=True)).square().mean().backward()
+            optimizer.step()
+        assert gw.health.errors() == {}
+    (first, *_) = [finding for record in kept.records for finding in record.findings]
+    assert first.step > BAD
+    assert f"before it: lr-jump at step {BAD}" in first.note
+
+
 def test_explain_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The journal has the cause, with the factors by depth."""
     trained("default", once, tmp_path)
