@@ -20,6 +20,8 @@ from gradwatch.runtime.exit_status import end_with_status
 from gradwatch.session.binding.optimizer_rules import Clock, OptimizerRules
 from gradwatch.sinks.breaker import Breaker
 
+STOP_SECONDS = 2.0
+
 
 class Facts(NamedTuple):
     """Values that the Record of a judged step is made of.
@@ -84,11 +86,12 @@ class Publishing:
         if passing is not None:
             raise passing
 
-    def flush(self, timeout: float = 2.0) -> None:
-        """Make what was written durable, before training is stopped."""
-        deadline = time.monotonic() + timeout
+    def flush(self) -> None:
+        """Make what was written durable, before training is stopped: 2 s in all, or longer where a sink may take it."""
+        began = time.monotonic()
         for sink in self.sinks:
-            sink.flush(max(0.0, deadline - time.monotonic()))
+            spent = time.monotonic() - began
+            sink.flush(max(0.0, STOP_SECONDS - spent, sink.stop_seconds - spent))
 
     def _publish(self, record: Record, in_turn: InTurn) -> None:
         self.totals.observe(record, in_turn)

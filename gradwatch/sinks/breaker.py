@@ -89,6 +89,11 @@ class Breaker:
         """True if calls are dropped at present."""
         return self._disabled_until is not None and self._clock() < self._disabled_until
 
+    @property
+    def stop_seconds(self) -> float:
+        """How long a stop of training may wait for this sink where that is more than for any; 0 = it is not."""
+        return float(getattr(self.sink, "stop_seconds", 0.0))
+
     @_contained(None)
     def open(self, run: RunInfo, health: Health | None = None) -> None:
         """Open the sink; one that cannot be opened is switched off at once and tried again later."""

@@ -15,6 +15,7 @@ from gradwatch.incidents.bundle.incident_json import TENSORS
 from gradwatch.runtime.atomic_files import make_directory, sync_directory
 
 _TAKEN = {errno.EEXIST, errno.ENOTEMPTY}
+_FRESH = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 
 
 def write_bundle(run: Path, name: str, files: Mapping[str, bytes], tensors: Callable[[Path], None]) -> Path:
@@ -34,7 +35,7 @@ def write_bundle(run: Path, name: str, files: Mapping[str, bytes], tensors: Call
         for file, content in files.items():
             _write(fresh / file, content)
         # Made here for its mode; a library that replaces it does so in a folder of this bundle's own.
-        _write(fresh / TENSORS, b"")
+        os.close(os.open(fresh / TENSORS, _FRESH, 0o600))
         tensors(fresh / TENSORS)
         _sync(fresh / TENSORS)
         sync_directory(fresh)
@@ -47,8 +48,7 @@ def write_bundle(run: Path, name: str, files: Mapping[str, bytes], tensors: Call
 
 
 def _write(path: Path, content: bytes) -> None:
-    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
-    with open(os.open(path, flags, 0o600), "wb") as file:
+    with open(os.open(path, _FRESH, 0o600), "wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

@@ -38,6 +38,7 @@ from gradwatch.session.actions.localise_action import SUSPICIONS, Causes, incide
 from gradwatch.sinks.registry import state_restored
 
 MOST_INCIDENTS = 1024
+STOP_SECONDS = 30.0  # a stop ends training for good: its bundle is worth more than this much of idle time
 CLOSE_SECONDS = 0.5  # the journal may need 1.5 more, and a script is to end within 2
 BUSY = BufferError("two bundles are being written already: this one is not written")
 LATE = "its norms were copied from the device after the step was taken"
@@ -70,6 +71,7 @@ class Bundles:
     """
 
     name = "bundle"
+    stop_seconds = STOP_SECONDS
 
     def __init__(
         self, ruleset: RuleSet, causes: Causes, failed: Callable[[str, BaseException], None], run: RunInfo

@@ -174,18 +174,43 @@ def test_there_is_no_thread_until_there_is_an_incident(tmp_path: Path) -> None:
     assert seen[:4] == [0, 0, 0, 0]
 
 
-def test_a_bundle_is_written_before_a_stop_ends_training(tmp_path: Path) -> None:
-    """`do: [snapshot, stop]`: it is on the disk when TrainingStopped arrives."""
+def stopped(folder: Path) -> tuple[gradwatch.Watch, float]:
+    """A watch whose rule kept a bundle and stopped training, and the seconds that its step took."""
     text = "version: 1\nrules: {r: {detect: {kind: nonfinite}, do: [snapshot, stop]}}\n"
     model = Fragile()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    gw = gradwatch.watch(model, optimizer, rules=parse_rules(text), run_dir=tmp_path, sinks=[], strict=True)
+    gw = gradwatch.watch(model, optimizer, rules=parse_rules(text), run_dir=folder, sinks=[])
     model(batch(0, bad=True)).square().mean().backward()
+    began = time.monotonic()
     with pytest.raises(TrainingStopped):
         optimizer.step()
+    return gw, time.monotonic() - began
+
+
+@pytest.mark.parametrize("seconds", [0.0, 0.6], ids=["fast disk", "slow disk"])
+def test_a_bundle_is_written_before_a_stop_ends_training(
+    seconds: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """`do: [snapshot, stop]`: it is on the disk when TrainingStopped arrives, also where each sync takes 0.6 s."""
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda descriptor: (time.sleep(seconds), real(descriptor)))
+    gw, _ = stopped(tmp_path)
     document = read_document(Path(gw.run.directory) / "bundles" / "r-0-0")
     assert {order.action for order in document.incident.done} == {"snapshot", "stop"}
     gw.close()
+    assert gw.health.errors() == {}
+
+
+def test_a_stop_does_not_wait_for_a_disk_that_hangs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends training when its time is over, and the bundle that is lost is reported at the close."""
+    answer = threading.Event()
+    monkeypatch.setattr(snapshot_action, "_save", lambda tensors, path: answer.wait(600))
+    monkeypatch.setattr(snapshot_action.Bundles, "stop_seconds", 3.0)
+    gw, seconds = stopped(tmp_path)
+    assert 3.0 <= seconds < 100
+    gw.close()
+    answer.set()
+    assert gw.health.errors() == {"bundle": 1}
 
 
 def test_an_action_that_failed_is_told_in_the_bundle(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
