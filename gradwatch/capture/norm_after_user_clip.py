@@ -40,6 +40,23 @@ def known_scaling(grads: Sequence[Tensor], factor: float) -> KnownScaling:
     return KnownScaling(ids, factor, exact and len(ids) == len(grads))
 
 
+def known_factor(
+    scalings: Sequence[KnownScaling], ids: list[int], versions: list[int], count: int
+) -> float | None:
+    """The factor of all `count` clips of these gradients (-1 in `versions`: none); None where it is not known."""
+    clips = _of_all(scalings, ids, versions)
+    return None if clips is None or len(clips) != count else math.prod(clip.factor for clip in clips)
+
+
+def _of_all(
+    scalings: Sequence[KnownScaling], ids: list[int], versions: list[int]
+) -> list[KnownScaling] | None:
+    """Those of any of these gradients; None where one is not of all of them, or its factor is not known."""
+    mine = frozenset(k for k, version in zip(ids, versions, strict=True) if version >= 0)
+    clips = [clip for clip in scalings if not mine.isdisjoint(clip.ids)]
+    return clips if all(clip.exact and clip.ids >= mine for clip in clips) else None
+
+
 def factor_since(
     scalings: Sequence[KnownScaling],
     now: tuple[list[int], list[int]],
@@ -52,9 +69,8 @@ def factor_since(
     ids, versions = now
     if not scalings or len(scalings) > MOST or ids != read[0]:
         return None
-    mine = frozenset(k for k, version in zip(ids, versions, strict=True) if version >= 0)
-    clips = [clip for clip in scalings if not mine.isdisjoint(clip.ids)]
-    if not all(clip.exact and clip.ids >= mine for clip in clips):
+    clips = _of_all(scalings, ids, versions)
+    if clips is None:
         return None
     if versions != [version + len(clips) if version >= 0 else version for version in read[1]]:
         return None

@@ -23,7 +23,7 @@ from gradwatch.capture.gradient_reader import NOTHING, GradientReader, Grads
 from gradwatch.capture.hook_pruning import HookPruning, PrunedCount
 from gradwatch.capture.loop_faults.loop_events import LoopEvents
 from gradwatch.capture.manual_gradients import ManualGradients
-from gradwatch.capture.norm_after_user_clip import KnownScaling
+from gradwatch.capture.norm_after_user_clip import KnownScaling, known_factor
 from gradwatch.capture.window_norms import WindowNorms, is_finite, root_of_squares
 from gradwatch.reading.cpu import CpuNorms
 from gradwatch.reading.device import CopiedNumber, DeviceNorms, Number
@@ -31,6 +31,7 @@ from gradwatch.reading.foreach import multiply
 from gradwatch.reading.gradient_writes import Reading, State, replaced, versions_of
 from gradwatch.reading.layouts import parts, unsummed
 from gradwatch.reading.loss_scale_removal import unscaled
+from gradwatch.records.columns import SCALED_BY
 from gradwatch.records.snapshot import Sites
 from gradwatch.runtime.held_weakly import noted
 from gradwatch.runtime.locks import ForkSafeLock
@@ -163,6 +164,7 @@ class OptimizerCapture:
     def follows(self, before: OptimizerCapture) -> None:
         """This stands in the place of another capture, and counts on from there."""
         self.step, self.last_calls = before.step, before.last_calls
+        self.loop_events.altered = before.loop_events.altered
 
     def takes_place(self, index: int, before: OptimizerCapture | None) -> None:
         """From now on it is the one at `index`, and counts on from the capture that was there."""
@@ -225,6 +227,7 @@ class OptimizerCapture:
     def resume_at(self, step: int) -> None:
         """The window that is open is that of this step: saved, or counted by another rank."""
         self.step = step
+        self.loop_events.altered.resumed(step)
 
     def interrupt(self) -> None:
         """Gradients came and went unseen (a pause): this window is no step's."""
@@ -358,13 +361,31 @@ class OptimizerCapture:
                 self.unscaled(scale)
             raw = self._norms
             assert raw is not None
-            after = raw
+            after, explained = raw, True
             moved = ids != self._ids or versions != self._versions
             if moved or not (unread or self._reader.untouched(grads, raw, scale)):
                 now, at_read = (ids, versions), (self._ids, self._versions)
                 clipped = self._reader.clipped(grads, now, at_read, raw, scale, self.known_scalings)
-                after = clipped or self._reader.changed(grads, now, at_read, raw, scale)
-            return self._closed(grads, (ids, versions, raw), after, unread, scale)
+                after, explained = (
+                    clipped or self._reader.changed(grads, now, at_read, raw, scale),
+                    bool(clipped),
+                )
+            clips = self.loop_events.clips.used
+            window = self._closed(grads, (ids, versions, raw), after, unread, scale)
+            if not explained or self.loop_events.altered.begun:
+                self._note_altered(window, ids, versions, explained, clips)
+            return window
+
+    def _note_altered(
+        self, window: WindowNorms, ids: list[int], versions: list[int], explained: bool, clips: int
+    ) -> None:
+        """Note that something has changed gradients, or, once that had begun, that only clips of torch's have."""
+        altered = self.loop_events.altered
+        if explained or window.after is window.raw:
+            window.facts = {**(window.facts or {}), **({SCALED_BY: 1.0} if altered.begun else {})}
+        elif not self._reader.manual_allreduce:
+            factor = known_factor(self.known_scalings, ids, versions, clips)
+            window.altered = None if factor is None or not altered.altered(self.step) else factor
 
     def _mark_replaced(self, grads: Grads) -> None:
         """Mark gradients that others have taken the place of, which may have the ids of those that are gone."""

@@ -12,11 +12,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.capture.columns.histograms import PendingHistograms
+from gradwatch.capture.loop_faults.altered_gradients import common_factor
 from gradwatch.capture.window_norms import WindowNorms
 from gradwatch.reading.batched import FLOAT32_MAX, Detail
 from gradwatch.reading.cpu import CpuNorms, add_up_all
 from gradwatch.reading.device import host_value
 from gradwatch.reading.row_sums_by_blas import silently
+from gradwatch.records.columns import SCALED_BY
 from gradwatch.records.histogram import Histogram
 from gradwatch.records.snapshot import Column, Sites, Snapshot
 
@@ -107,6 +109,8 @@ def assemble(
     if bounded is not None:
         made = bounded.values.astype(np.float32)
         coef = np.where(bounded.present & np.isfinite(made), made, coef)
+    if window.altered is not None:
+        scalars = _with_factor(scalars, window, coef, total, applied)
     return Snapshot(
         optimizer=optimizer,
         step=window.step,
@@ -167,7 +171,9 @@ def assemble_many(sites: Sites, optimizer: int, steps: Sequence[MeasuredStep], c
             applied,
             None,
             _columns(step.extras, count, missing) if step.extras.params or step.extras.ranks else {},
-            step.values(),
+            _with_factor(step.values(), step.window, coefficients(raw, after), total, applied)
+            if step.window.altered is not None
+            else step.values(),
             step.window.micro,
             coverage=coverage,
         )
@@ -177,6 +183,19 @@ def assemble_many(sites: Sites, optimizer: int, steps: Sequence[MeasuredStep], c
 
 
 Norms = NDArray[np.float64]
+
+
+def _with_factor(
+    scalars: Mapping[str, float],
+    window: WindowNorms,
+    coef: NDArray[np.float32],
+    total: float,
+    applied: float,
+) -> Mapping[str, float]:
+    factor = common_factor(window.calls, coef, total, applied)
+    if factor is None or not window.altered:
+        return scalars
+    return {**scalars, SCALED_BY: factor / window.altered}
 
 
 def _norms_of_many(steps: Sequence[MeasuredStep]) -> list[tuple[Norms, Norms]]:

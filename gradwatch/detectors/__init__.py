@@ -33,6 +33,7 @@ from gradwatch.detectors.nonfinite import LossNonFinite, NonFinite, NormOverflow
 from gradwatch.detectors.rank_outlier import RankMismatch, RankOutlier
 from gradwatch.detectors.recent_extremes import AboveRecentMax, BelowRecentMin
 from gradwatch.detectors.same_batch import SameBatch
+from gradwatch.detectors.scaled import Scaled
 from gradwatch.detectors.share_and_depth import DepthRatio, Drop
 from gradwatch.detectors.spike import LossSpike, Spike
 from gradwatch.detectors.thresholds import Above, Below, Dead, UpdateRatio
@@ -65,6 +66,7 @@ __all__ = [
     "SameBatch",
     "Sample",
     "ScaleCollapse",
+    "Scaled",
     "Scope",
     "Spike",
     "Stale",

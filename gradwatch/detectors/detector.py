@@ -81,6 +81,7 @@ Column = Literal[
     "discarded",
     "idle_clips",
     "clipped_scale",
+    "scaled_by",
     "clip_ratio",
 ]
 """Every column of the catalogue that `of:` can name in `above` and `below`."""

@@ -5,6 +5,7 @@ A rule judges a column of `COSTLY_COLUMNS` at its own cadence and at no other, h
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
@@ -12,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.engine.staggering import Staggering
-from gradwatch.records.columns import OPTIMIZER_STATE, is_free
+from gradwatch.records.columns import BATCH_HASH, OPTIMIZER_STATE, is_free
 from gradwatch.records.snapshot import BoolArray
-from gradwatch.rules.rule_set import Rule
+from gradwatch.rules.rule_set import Rule, RuleSet
 
 EVERY_STEP = frozenset({1})
 OF_UPDATES = frozenset({"update_norm", "update_ratio"})
@@ -107,3 +108,13 @@ def needs_of(rules: Iterable[Rule]) -> Needs:
             if not is_free(column):
                 cadences[column] = cadences.get(column, frozenset()) | {rule.every}
     return Needs(whole, staggered)
+
+
+def batches_hashed_every(ruleset: RuleSet) -> tuple[int, ...]:
+    """The cadences N at which rules want a batch hashed: where step % N = 0 for any of them."""
+    cadences = {
+        math.lcm(rule.judged_every, getattr(rule.detect, "one_in", 1))
+        for rule in ruleset.rules
+        if rule.enabled and BATCH_HASH in rule.detect.columns
+    }
+    return tuple(sorted(cadences))

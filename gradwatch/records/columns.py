@@ -59,6 +59,7 @@ OTHER_RULES: Final = "other rules"
 UNOWNED = "unowned"
 UNCLEARED, DISCARDED = "uncleared", "discarded"
 IDLE_CLIPS, CLIPPED_SCALE, CLIP_RATIO = "idle_clips", "clipped_scale", "clip_ratio"
+SCALED_BY: Final = "scaled_by"
 """Scalars of what the script's loop does with gradients, absent where there is nothing to tell."""
 OBSERVED_ONLY = "observed_only"
 """Scalar of a step that no optimizer takes."""
@@ -268,6 +269,12 @@ CATALOGUE: tuple[ColumnInfo, ...] = (
         CLIPPED_SCALE,
         "1",
         "the loss scale in the gradients that the script has clipped; absent before there was any",
+    ),
+    _loop(
+        SCALED_BY,
+        "1",
+        "the factor that all gradients have in common, changed by no clip of torch's; absent where that did not begin "
+        "after steps without",
     ),
     _loop(CLIP_RATIO, "1", "the total norm ÷ `max_norm` of the script's own clip; above 1 it bites"),
     _step(OBSERVED_ONLY, "1", "no optimizer takes the step: it is observed, and never acted on", ""),

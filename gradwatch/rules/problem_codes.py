@@ -44,7 +44,7 @@ _ENTRIES = (
     Code(
         "GW003",
         "too large",
-        "A file is bounded in bytes (32 KiB), lines (1,200), keys and values (1,200) and depth (32), so"
+        "A file is bounded in bytes (32 KiB), lines (1,200), keys and values (1,600) and depth (32), so"
         " that a broken or hostile file can never hold up a training job.",
         "version: [[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]",
         "Split the file and name the parts in `extends:`.",

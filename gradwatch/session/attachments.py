@@ -22,11 +22,11 @@ from gradwatch.capture.weight_health import Weights
 from gradwatch.distributed.ranks import Ranks
 from gradwatch.engine import Engine
 from gradwatch.engine.actions.backward_clips import asks_backward, drops_micro
+from gradwatch.engine.columns_needed import batches_hashed_every
 from gradwatch.engine.unsupported_rules import Refusal
 from gradwatch.errors import AttachError
 from gradwatch.incidents.bundle.snapshot_rules import refused_snapshots, snapshots
 from gradwatch.reading.device import Number, capturing
-from gradwatch.records.columns import BATCH_HASH
 from gradwatch.records.event import Event
 from gradwatch.records.run_info import RunInfo
 from gradwatch.records.snapshot import Sites
@@ -214,13 +214,14 @@ class Attached:
             self.note_inactive,
         )
         defers = deferral_allowed(engine, self.rule_bindings)
-        self._hashed_every = {
-            rule.judged_every
-            for rule in engine.ruleset.rules
-            if rule.enabled and BATCH_HASH in rule.detect.columns
-        }
-        batch = self._batch if self._hashed_every and self.causes is not None else None
-        self.extra_columns = ExtraColumns(self.taps, capture.spent.news, defers, activity.failed, batch)
+        self.extra_columns = ExtraColumns(
+            self.taps,
+            capture.spent.news,
+            defers,
+            activity.failed,
+            self._batch,
+            () if self.causes is None else batches_hashed_every(engine.ruleset),
+        )
         sources = Sources(
             capture, self.statistics, self.checkpoints, self.causes, self._bundles, notices, on_escalate
         )
@@ -306,10 +307,8 @@ class Attached:
 
     # -- what taps report --------------------------------------------------------------------------------
 
-    def _batch(self, step: int) -> Number | None:
-        """The hash of what the models were called with, if it is due; None where not all of it is held as it was."""
-        if all(step % every for every in self._hashed_every):
-            return None
+    def _batch(self) -> Number | None:
+        """The hash of what the models were called with; None where not all of it is held as it was."""
         try:
             given = [] if self.causes is None else self.causes.batch()
             return None if given is None else batch_hash(given)

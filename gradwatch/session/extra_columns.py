@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -72,7 +72,7 @@ class ExtraColumns:
     `taps` are those on modules, whose sites belong to the first optimizer; `spent` gives the seconds that watching has
     cost since it was last asked; `defers`: no rule needs the verdict of an ordinary step before the step is taken.
     `failed` is called with what a column could not be read for: it costs that column, and no rule on others.
-    `batch(step)` hashes the batch of a step at which a rule asks for that.
+    `batch()` hashes the batch of the present step, at steps with step % N = 0 for an N of `hashed_every`.
     """
 
     def __init__(
@@ -81,10 +81,11 @@ class ExtraColumns:
         spent: Callable[[], float],
         defers: bool,
         failed: Callable[[str, BaseException], None],
-        batch: Callable[[int], Number | None] | None = None,
+        batch: Callable[[], Number | None],
+        hashed_every: Sequence[int] = (),
     ) -> None:
         self._taps = taps
-        self._batch = batch
+        self._batch, self._hashed_every = batch, hashed_every
         self._spent = spent
         self._defers = defers
         self._failed = failed
@@ -146,8 +147,12 @@ class ExtraColumns:
             scalars["loss"] = window.loss if plain else without_scale(window.loss, window.loss_scale)
         if captured.without_optimizer:
             scalars[OBSERVED_ONLY] = 1.0
-        elif self._batch is not None and (seen := self._batch(window.step)) is not None:
-            scalars[BATCH_HASH] = seen
+        else:
+            for every in self._hashed_every:  # no Python call where none is due
+                if not window.step % every:
+                    if (seen := self._batch()) is not None:
+                        scalars[BATCH_HASH] = seen
+                    break
         if optimizer is not None:
             lr = optimizer.param_groups[0].get("lr", 0.0)
             # A capturable optimizer's is a tensor: copied without waiting.

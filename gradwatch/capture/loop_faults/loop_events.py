@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwatch.capture.arrivals import ArrivalCounts
+from gradwatch.capture.loop_faults.altered_gradients import AlteredGradients
 from gradwatch.capture.loop_faults.uncleared_gradients import UnclearedGradients
 from gradwatch.capture.loop_faults.user_clips import UserClips
 from gradwatch.reading.device import Number
@@ -26,6 +27,7 @@ class LoopEvents:
     def __init__(self, params: Sequence[Tensor], arrivals: ArrivalCounts) -> None:
         self.uncleared = UnclearedGradients(params, arrivals)
         self.clips = UserClips()
+        self.altered = AlteredGradients()
         self.pending = (
             False  # `at_step` has something to do even where no gradient differs from the last step's
         )

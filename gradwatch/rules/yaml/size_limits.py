@@ -9,7 +9,7 @@ from gradwatch.rules.yaml.nodes import Mark, Problems, Source
 
 MAX_BYTES = 32 * 1024
 MAX_LINES = 1_200
-MAX_NODES = 1_200
+MAX_NODES = 1_600
 MAX_DEPTH = 32
 
 # What YAML calls a line break in some version, or what an editor shows as nothing: never meant in a rule

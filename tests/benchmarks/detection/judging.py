@@ -6,11 +6,14 @@ A judge can be copied at any step, so that a fault is replayed from there on wit
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import NamedTuple, Protocol
 
 from gradwatch.engine import Engine
 from gradwatch.engine.bound_engine import BoundEngine
+from gradwatch.engine.columns_needed import batches_hashed_every
 from gradwatch.engine.engine_state import EngineState
+from gradwatch.records.columns import BATCH_HASH
 from gradwatch.records.event import Severity
 from gradwatch.records.snapshot import Sites, Snapshot
 from gradwatch.rules.rule_set import RuleSet
@@ -52,12 +55,16 @@ class RuleFile:
     def __init__(self, ruleset: RuleSet) -> None:
         self._engine = Engine(ruleset)
         self._bound: dict[int, _Bound] = {}
+        self._hashed_every = batches_hashed_every(ruleset)
 
     def judge(self, place: int, snapshot: Snapshot) -> Iterator[Alarm]:
         """Every rule that begins to fire; not where it is the same incident as a short while ago."""
         one = self._bound.get(snapshot.optimizer)
         if one is None or one.sites is not snapshot.sites:
             one = self._bind(snapshot.sites, one)
+        if BATCH_HASH in snapshot.scalars and all(snapshot.step % every for every in self._hashed_every):
+            rest = {name: value for name, value in snapshot.scalars.items() if name != BATCH_HASH}
+            snapshot = replace(snapshot, scalars=rest)  # a recording has one of each step
         verdict, state = one.engine.evaluate(one.state, snapshot)
         if verdict.acting:
             _, state = one.engine.decide(state, verdict, snapshot)
@@ -70,6 +77,7 @@ class RuleFile:
         """The states are immutable: only who holds them is copied."""
         other = RuleFile.__new__(RuleFile)
         other._engine, other._bound = self._engine, dict(self._bound)
+        other._hashed_every = self._hashed_every
         return other
 
     def _bind(self, sites: Sites, before: _Bound | None) -> _Bound:

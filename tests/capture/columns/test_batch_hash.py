@@ -92,6 +92,39 @@ def test_slices_of_a_data_set_have_the_hash_of_their_copies(dtype: torch.dtype) 
         assert numbers(data[start:end]) == numbers(data[start:end].clone())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.uint8])
+@pytest.mark.parametrize("start", [0, 1, 3])
+def test_of_a_large_batch_every_byte_counts_too(dtype: torch.dtype, start: int) -> None:
+    """Where it is hashed row by row: an element changed, two exchanged, rows of zeros and a one in another order."""
+    torch.manual_seed(0)
+    batch = (torch.randn(70_000 + start) * 3).to(dtype)[start:]
+    seen = {numbers(batch)}
+    assert numbers(batch.clone()) in seen
+    places = [0, 1, 255, 256, 511, 40_000, 69_998, 69_999]
+    for k in places:
+        other = batch.clone()
+        other[k] += 1
+        seen.add(numbers(other))
+    assert len(seen) == 1 + len(places)
+    ones = torch.eye(256).to(dtype).repeat(2, 1)
+    orders = [torch.randperm(512) for _ in range(50)]
+    assert len({numbers(ones[order]) for order in orders}) == 50
+
+
+def test_a_batch_in_fifty_is_hashed_by_the_default_pack(tmp_path: Path) -> None:
+    """The rule fires once the loader has come to a halt for 150 steps, and not where all data is one batch."""
+    torch.manual_seed(1)
+    data = torch.randn(120, 4, 6)
+    pack = "version: 1\nextends: [default]\n"
+    events, hashes, reasons = trained(tmp_path / "a", lambda step: data[min(step, 119)], 320, pack)
+    assert [step for step, found in enumerate(hashes) if found is not None] == [*range(0, 320, 50)]
+    found = [(event.kind, event.step) for event in events if event.rule == "same-batch"]
+    assert found == [("pending", 200), ("firing", 250)]
+    assert "same-batch" not in reasons
+    events, _, _ = trained(tmp_path / "b", lambda step: data[0], 320, pack)
+    assert not [event for event in events if event.rule == "same-batch"]
+
+
 def test_the_hash_is_made_at_the_cadence_of_its_rules(tmp_path: Path) -> None:
     """Between the steps of a rule with `every` nothing is read of the batch; `within` counts those that are."""
     rules = RULES.replace("{kind: same_batch}", "{kind: same_batch}, every: 3, for: 2")

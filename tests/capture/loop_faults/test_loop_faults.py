@@ -11,13 +11,16 @@ import torch
 
 import gradwatch
 from gradwatch.sinks.log import LogSink
-from tests.capture.loop_faults.loops import FAULTY, HEALTHY, Loop
+from tests.capture.loop_faults.loops import FAULTY, HEALTHY, Loop, loss, model
 from tests.launch.test_training import run
 from tests.support.kept import Kept
 from tests.support.on_device import gradients_on_device
 
 STEPS = 18
-ABOUT_LOOPS = frozenset({"no-zero-grad", "discarded-before-step", "clip-of-scaled", "clip-without-effect"})
+SCALED = "scaled-before-step"
+ABOUT_LOOPS = frozenset(
+    {"no-zero-grad", "discarded-before-step", "clip-of-scaled", "clip-without-effect", SCALED}
+)
 
 
 def firing(loop: Loop, steps: int = STEPS) -> tuple[list[tuple[str, int]], str]:
@@ -139,3 +142,67 @@ def test_a_loop_that_is_mended_hears_no_more() -> None:
     ]
     assert [event.kind for event in events] == ["pending", "firing", "resolved"]
     assert events[-1].step <= STEPS // 2 + 2
+
+
+@pytest.mark.parametrize("clips", [False, True])
+@pytest.mark.parametrize("factor", [0.1, 0.5, 2.0])
+def test_gradients_that_are_multiplied_from_some_step_on_are_told(factor: float, clips: bool) -> None:
+    """By one alarm with the factor, and no more of it once they are let be."""
+    net = model()
+    optimizer = torch.optim.Adam(net.parameters(), 1e-3)
+    kept = Kept()
+    with gradwatch.watch(net, optimizer, rules="default", sinks=[kept], strict=True):
+        for step in range(60):
+            optimizer.zero_grad()
+            loss(net).backward()
+            if clips:
+                torch.nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            for param in net.parameters() if 30 <= step < 50 else ():
+                assert param.grad is not None
+                param.grad.mul_(factor)
+            optimizer.step()
+    events = [
+        (event.kind, event.step)
+        for record in kept.records
+        for event in record.verdict.events
+        if event.rule == SCALED
+    ]
+    assert events == [("pending", 31), ("firing", 33), ("resolved", 50)]
+    assert kept.records[40].snapshot.scalars["scaled_by"] == pytest.approx(factor)
+
+
+@pytest.mark.parametrize("way", ["from the start", "by hand, to a norm", "noise", "one layer", "by torch"])
+def test_what_loops_do_to_gradients_on_purpose_is_not_told(way: str) -> None:
+    """A division from the start, a clip by hand that begins to bite, noise, one layer, and a clip of torch's."""
+    net = model()
+    optimizer = torch.optim.Adam(net.parameters(), 1e-3)
+    kept = Kept()
+
+    def change(step: int) -> None:
+        grads = [param.grad for param in net.parameters() if param.grad is not None]
+        if way == "from the start":
+            torch._foreach_mul_(grads, 0.25)
+        elif step < 30:
+            pass
+        elif way == "by hand, to a norm":
+            torch._foreach_mul_(grads, 0.01 / torch.cat([grad.flatten() for grad in grads]).norm())
+        elif way == "noise":
+            for grad in grads:
+                grad.add_(torch.randn_like(grad), alpha=1e-3)
+        elif way == "one layer":
+            grads[0].mul_(0.5)
+        else:
+            torch.nn.utils.clip_grad_norm_(net.parameters(), 0.01)
+
+    with gradwatch.watch(net, optimizer, rules="default", sinks=[kept], strict=True):
+        for step in range(60):
+            optimizer.zero_grad()
+            loss(net).backward()
+            change(step)
+            optimizer.step()
+    assert not [
+        event
+        for record in kept.records
+        for event in record.verdict.events
+        if event.kind == "firing" and event.rule == SCALED
+    ]
