@@ -17,7 +17,11 @@ def expected(name: str) -> dict[str, str]:
     return {law: situation.special.get(law, "right") for law in LAWS if law not in situation.without}
 
 
-@pytest.mark.parametrize("name", SITUATIONS)
+# By inductor the C++ compiler takes half a minute: other tests compile by it what is smaller (tests/promises).
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.soak) if "inductor" in name else name for name in SITUATIONS],
+)
 def test_every_law_holds(name: str) -> None:
     """Numbers, bits and copies are right, or what the catalogue says they are instead."""
     assert found(SITUATIONS[name]) == expected(name)

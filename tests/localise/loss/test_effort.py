@@ -40,8 +40,9 @@ def test_few_slow_operations_end() -> None:
         run("y = a + a", bounds, a=1)
 
 
-def test_large_tensors_end() -> None:
+def test_large_tensors_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that it makes is kept until the end: only so much is made, and a second try may make as much again."""
+    monkeypatch.setattr(effort, "BYTES", 1 << 24)
     bounds = Effort()
     a = torch.zeros(effort.BYTES // 16)  # of 4 bytes each: a quarter of what is allowed
     run("for k in range(3):\n    y = a + k", bounds, a=a)
