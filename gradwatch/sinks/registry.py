@@ -33,8 +33,9 @@ class Sink(Protocol):
     `conclude(account)`, which is called just before `close` with the `Account` of the process, and
     `write_all(records)`, called instead of `write` for several steps of one optimizer on which no rule changed:
     no event, no order but of `clip:`, and findings, of what was found by then, with the last of them alone. Not so
-    where `write` is newer than `write_all`, as in a class derived from a shipped sink. Before a stop ends training, every
-    sink is flushed, within 2 s in all; `stop_seconds`, if a sink has it, lets the stop wait longer for that sink.
+    where `write` is newer than `write_all`, as in a class derived from a shipped sink.
+
+    Before a stop ends training every sink is flushed, within 2 s in all; a sink with `stop_seconds` has that long.
     """
 
     name: str
