@@ -6,6 +6,7 @@ import math
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import numpy as np
@@ -13,6 +14,7 @@ from numpy.typing import NDArray
 
 from gradwatch.detectors.baseline import Array32, HalfLife, Warmup, gain
 from gradwatch.detectors.detector import (
+    MARGIN,
     STRICT,
     Exceeding,
     NormColumn,
@@ -85,11 +87,14 @@ class Converged(Exceeding):
         d = np.where(known, x, before.m) - before.m
         d = np.where(before.n > 0, np.clip(d, np.float32(-CLAMP), np.float32(CLAMP)), d)
         m = before.m + a * d
-        n = np.minimum(before.n + known, self._enough).astype(np.int32)
+        n = np.minimum(before.n + known, _enough(self.half_life, self.warmup)).astype(np.int32)
         return ConvergedState(n, m, np.where(n >= self.warmup, np.maximum(before.top, m), before.top))
 
     def logs_of(self, values: Sequence[float]) -> Array32 | None:
         """ln of each; None where one is negative."""
+        if len(values) == 1:  # as nearly always
+            (value,) = values
+            return np.array([_log(value)], np.float32) if value >= 0 else None
         return np.array([*map(_log, values)], np.float32) if min(values) >= 0 else None
 
     def advance_logs(self, state: State, x: Array32) -> tuple[FloatArray | None, State]:
@@ -114,36 +119,44 @@ class Converged(Exceeding):
         fresh = self.init(len(mask))
         return ConvergedState(*(np.where(mask, new, old) for new, old in zip(fresh, state, strict=True)))
 
-    @property
-    def _enough(self) -> int:
-        """Samples from which on the weight of the next one is the same, and none need be counted."""
-        return max(self.warmup, math.ceil(1.0 / gain(self.half_life)))
-
     def _factor(self, state: ConvergedState, x: Array32) -> NDArray[np.float64]:
         down = state.top.astype(np.float64) - np.maximum(state.m, x).astype(np.float64)
         return np.where((state.n >= self.warmup) & np.isfinite(x), np.exp(np.minimum(down, 700.0)), np.nan)
 
     def _of_one(self, state: ConvergedState, x: Array32) -> tuple[int, ConvergedState]:
         """Count the first of x[T] of a single series that surely do not breach; every result rounded to float32."""
-        n, m, top, below = int(state.n[0]), float(state.m[0]), float(state.top[0]), 0
-        steady, enough, most = gain(self.half_life), self._enough, self.log_surely_below
+        n, m, top, below = state.n.item(), state.m.item(), state.top.item(), 0
+        steady, enough, most = gain(self.half_life), _enough(self.half_life, self.warmup), _surely(self.above)
         cell = array("f", (0.0,))  # what is put into it is rounded to float32
         for value in x.tolist():
-            if n >= self.warmup and top - max(m, value) > most:
+            if n >= self.warmup and top - (value if value > m else m) > most:
                 break
-            cell[0] = max(steady, 1.0 / (n + 1.0))
+            cell[0] = steady if n >= enough else max(steady, 1.0 / (n + 1.0))
             a = cell[0]
             cell[0] = value - m
             d = max(min(cell[0], CLAMP), -CLAMP) if n else cell[0]
             cell[0] = a * d
             cell[0] = m + cell[0]
-            m, n, below = cell[0], min(n + 1, enough), below + 1
-            top = max(top, m) if n >= self.warmup else top
+            m, below = cell[0], below + 1
+            n = n if n >= enough else n + 1
+            top = m if m > top and n >= self.warmup else top
         if not below:
             return 0, state
-        return below, ConvergedState(
-            np.array([n], np.int32), np.array([m], np.float32), np.array([top], np.float32)
-        )
+        counts = state.n if n == enough == state.n.item() else np.array([n], np.int32)
+        largest = state.top if top == state.top.item() else np.array([top], np.float32)
+        return below, ConvergedState(counts, np.array([m], np.float32), largest)
+
+
+@cache
+def _enough(half_life: int, warmup: int) -> int:
+    """Samples from which on the weight of the next one is the same, and none need be counted."""
+    return max(warmup, math.ceil(1.0 / gain(half_life)))
+
+
+@cache
+def _surely(above: float) -> float:
+    """ln of the factor below which no sample breaches, whatever float32 has rounded."""
+    return math.log(above) - MARGIN
 
 
 def _log(value: float) -> float:

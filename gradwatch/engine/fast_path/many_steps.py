@@ -202,13 +202,13 @@ class FastBlock:
             elif not one.detector.cannot_breach(*known.get(one.series.column, UNKNOWN)):
                 asked.append(one)
         for t, scalars in enumerate(self._scalars[:count]):
-            for guard in path.of_scalars:
-                value = scalars.get(guard.column)
-                if value is not None and not guard.low <= value <= guard.high:
+            for name, value in scalars.items():
+                of_scalar = path.of_scalars.get(name)
+                if of_scalar is not None and not of_scalar.low <= value <= of_scalar.high:
                     return t
             for one in of_scalars:
-                value = scalars.get(scalar_name(one.series.column))
-                if value is not None and not one.detector.cannot_breach(value, value):
+                given = scalars.get(scalar_name(one.series.column))
+                if given is not None and not one.detector.cannot_breach(given, given):
                     return t
             if asked or self._firing:
                 reader = self._reader(t)
@@ -303,6 +303,8 @@ class FastBlock:
             chosen = logs[first:end, bank.select]
         elif bank.scalar:
             values = [scalars.get(bank.scalar) for scalars in self._scalars[first:end]]
+            if not any(value is not None for value in values):
+                return end, before
             known = [value for value in values if value is not None and math.isfinite(value)]
             scaled = bank.detector.logs_of(known) if len(known) == len(values) else None
             chosen = None if scaled is None else scaled[:, None]

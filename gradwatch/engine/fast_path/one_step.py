@@ -150,9 +150,8 @@ class FastPath:
         guards = tuple(_guards(one for one in guarded if _bounded(one)))
         self.guards = tuple(one for one in guards if not is_scalar(one.column))
         self.of_coef = any(one.column == "coef" for one in guards)
-        self.of_scalars = tuple(
-            one._replace(column=scalar_name(one.column)) for one in guards if is_scalar(one.column)
-        )
+        # Looked up by what a step has: most of what rules are about is not there on a healthy one.
+        self.of_scalars = {scalar_name(one.column): one for one in guards if is_scalar(one.column)}
         self.unbounded = tuple(one for one in guarded if one.series.owners is None and not _bounded(one))
         self.gathered = tuple(one for one in guarded if one.series.owners is not None)
         self.rare = tuple({one.judged_every for one in plan.rules} - {1})
@@ -204,10 +203,10 @@ class FastPath:
             least, most = known.get(guard.column, UNKNOWN)
             if not (guard.low <= least and most <= guard.high):
                 asked += guard.rules
-        for guard in self.of_scalars:
-            value = scalars.get(guard.column)
-            if value is not None and not guard.low <= value <= guard.high:
-                asked += guard.rules
+        for name, given in scalars.items():
+            of_scalar = self.of_scalars.get(name)
+            if of_scalar is not None and not of_scalar.low <= given <= of_scalar.high:
+                asked += of_scalar.rules
         for one in self.unbounded:
             column = one.series.column
             if is_scalar(column):
