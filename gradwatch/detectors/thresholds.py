@@ -61,6 +61,10 @@ class Above(Detector):
         """`clear_below`, or the threshold."""
         return self.threshold if self.clear_below is None else self.clear_below
 
+    def in_words(self, score: float) -> str:
+        """The side of the threshold; NaN, which scores infinity, is on neither."""
+        return f"above {self.threshold:.4g}" if score < math.inf else "not finite"
+
     def score(self, state: State, sample: Sample) -> NDArray[np.float64]:
         """The value; +inf where it is NaN (`not (x <= threshold)`); NaN where there was no sample."""
         values = np.where(np.isnan(sample.values), np.inf, sample.values.astype(np.float64))
@@ -107,6 +111,10 @@ class Below(Detector):
     def clears_at(self) -> float:
         """`clear_above`, or the threshold."""
         return self.threshold if self.clear_above is None else self.clear_above
+
+    def in_words(self, score: float) -> str:
+        """The side of the threshold."""
+        return f"below {self.threshold:.4g}"
 
     def score(self, state: State, sample: Sample) -> NDArray[np.float64]:
         """The value; NaN (no judgement) where it is NaN, missing, or zero under `above_zero`."""

@@ -91,7 +91,7 @@ class Breaker:
 
     @property
     def stop_seconds(self) -> float:
-        """How long a stop of training may wait for this sink where that is more than for any; 0 = it is not."""
+        """Seconds that a stop of training may wait for this sink, where that is more than for any; 0 = it is not."""
         return float(getattr(self.sink, "stop_seconds", 0.0))
 
     @_contained(None)
