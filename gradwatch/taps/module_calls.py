@@ -35,7 +35,7 @@ from gradwatch.runtime import guard
 from gradwatch.runtime.locks import ForkSafeLock
 from gradwatch.taps import dispatch_modes
 from gradwatch.taps.dispatch_modes import dispatching, functions
-from gradwatch.taps.dynamo import untraced
+from gradwatch.taps.dynamo import untraced_itself
 from gradwatch.taps.patch import Layer, Patch
 
 Before = Callable[[nn.Module, tuple[Any, ...], dict[str, Any]], "tuple[Any, ...] | None"]
@@ -102,7 +102,7 @@ class _Noticed:
         """Of a class that is pickled by value (cloudpickle, in scripts): torch's own, in the process that reads it."""
         return getattr, (nn.Module, _NAME)
 
-    @untraced
+    @untraced_itself  # not what it calls too: while `untraced` code runs, `_listening` says that dynamo does not listen
     def __get__(self, instance: nn.Module | None, owner: type[nn.Module] | None = None) -> Any:
         try:
             if (
