@@ -48,6 +48,8 @@ def sentence(finding: Finding) -> str:
         said += ", of the model called"  # there; what is at fault stands after it
     if finding.module and finding.phase != "activations":
         said += f" in {finding.module}"
+    if finding.begins:
+        said += f", from {finding.begins} on towards the inputs"
     return f"{said} at {finding.where}" if finding.where else said
 
 

@@ -153,7 +153,8 @@ class Finding:
     ("einsum", whose `bmm` it was). `frames` are the Python lines that led there, innermost first, torch's own
     left out. `operands` and `result` describe the tensors, on this rank. `profile` is the gradient by depth, in
     the order of the forward, where it explodes or vanishes; `at_outputs`: it does not do so on its way through the
-    model, but came so to its outputs. `call` is the index of the model's forward call among
+    model, but came so to its outputs; `begins` the first layer on that way where it is so, "" where that is not known.
+    `call` is the index of the model's forward call among
     those of the step (micro-batch) and `batch` what went into it, None where that was not held. `samples` are the rows
     of that batch which alone were not finite, or whose gradients at the model's outputs alone were not, or which
     carry most of a gradient that explodes; () where all are, or it is not known. `share` is the part that they
@@ -176,6 +177,7 @@ class Finding:
     result: Operand | None = None
     profile: tuple[Layer, ...] = ()
     at_outputs: bool = False
+    begins: str = ""
     call: int = 0
     batch: Batch | None = None
     samples: tuple[int, ...] = ()

@@ -187,7 +187,8 @@ def _between(layers: Sequence[Layer], rows: Sequence[Off], first: int, exploding
         (only,) = explain
         note = f"{note}; it is multiplied by {only.factor:.3g} there: {only.said}"
         return Finding(_phase(exploding), "replay", module=only.module, module_type=only.kind, note=note)
-    return Finding(_phase(exploding), "replay", module=parent(here.module, before.module), note=note)
+    common = parent(here.module, before.module)
+    return Finding(_phase(exploding), "replay", module=common, begins=here.module, note=note)
 
 
 def _grows(gain: Gain, sign: float) -> float:

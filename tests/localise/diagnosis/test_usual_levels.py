@@ -54,6 +54,8 @@ def test_factors(factors: list[float], module: str, at_outputs: bool) -> None:
         found = suspect(layers, exploding, moved)
         assert found is not None
         assert (found.module, found.at_outputs) == (module, at_outputs)
+        assert found.begins == ("1" if factors[1:3] == [28, 1.2] else "")
+        assert ("from 1 on towards the inputs" in sentence(found)) == bool(found.begins)
         assert found.phase == ("exploding" if exploding else "vanishing")
 
 
