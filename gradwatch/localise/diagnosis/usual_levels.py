@@ -157,13 +157,15 @@ def _of_all(layers: Sequence[Layer], rows: Sequence[Off], exploding: bool) -> Fi
 
 
 def of_weights(layers: Sequence[Layer], exploding: bool) -> Finding | None:
-    """The factors by which weights are off: where biases do not tell. A place only where one layer alone is off."""
+    """The factors by which weights are off, where biases do not tell. A place only where one layer alone is off."""
     sign = 1.0 if exploding else -1.0
     rows = _rows((one, one.weights_moved) for one in layers)
     most = max(rows, key=lambda row: sign * row.log, default=None)
     if len(rows) < FEWEST or most is None or sign * most.log < math.log(OFF):
         return None
-    if sum(sign * row.log >= math.log(OFF) for row in rows) == 1 and not any(
+    # Of the layer next to the inputs it may have come from anywhere between it and the next.
+    alone = most is not rows[-1] and sum(sign * row.log >= math.log(OFF) for row in rows) == 1
+    if alone and not any(
         sign * one.log >= math.log(OFF) for one in _rows((layer, layer.moved) for layer in layers)
     ):
         note = f"against its usual level the gradient is {most}, and of no other layer is it off"

@@ -54,7 +54,7 @@ def test_layers_at_their_level_say_nothing(factors: list[tuple[float, float]], e
 def test_what_is_off_from_a_layer_on_towards_the_inputs(
     factor: float, place: tuple[int, int], exploding: bool
 ) -> None:
-    """All of them: the loss side. Weights alone, further than their biases: the activations that enter the first."""
+    """All of them: the loss side. Weights alone, of several layers: the activations that enter the first of them."""
     count, first = place
     off = factor if exploding else 1 / factor
     layers = {f"l{k}": (off, off) if k <= first else (1.0, 1.0) for k in range(count)}
@@ -66,7 +66,54 @@ def test_what_is_off_from_a_layer_on_towards_the_inputs(
     layers = {f"l{k}": (off if k >= first else 1.0, 1.0) for k in range(count)}
     found = of_norms(*named(layers), exploding)
     assert found is not None
-    assert (found.phase, found.module) == ("activations", f"l{first}")
+    alone = "exploding" if exploding else "vanishing"  # it may be that of the weights, by a hook
+    assert (found.phase, found.module) == ("activations" if first < count - 1 else alone, f"l{first}")
+
+
+@given(st.floats(2, 9), st.floats(0.1, 0.5), st.floats(100, 1e4))
+def test_a_bias_that_scatters_is_no_sign_of_activations(weights: float, bias: float, factor: float) -> None:
+    """Its gradient is a sum that cancels: beside a fault of the gradients, or of the loss, it says nothing."""
+    found = of_norms(*named({"a": (factor, factor), "b": (1, 1), "c": (weights, bias)}), exploding=True)
+    assert found is not None
+    assert found.phase == "exploding"
+    off = {"a": (factor, factor), "b": (factor, factor), "c": (factor, factor / 4)}
+    found = of_norms(*named(off), exploding=True)
+    assert found is not None
+    assert found.at_outputs
+
+
+def test_weights_that_are_tied_to_a_head_are_less_off() -> None:
+    """A head that shares the weights of an embedding was written to: what came to its outputs is as ever."""
+    names, moved = named({"a": (60, 70), "norm": (700, 800)})
+    found = of_norms(["embed.weight", *names], {**moved, "embed.weight": 3.0}, exploding=True)
+    assert found is not None
+    assert not found.at_outputs
+
+
+def test_a_small_factor_has_no_place() -> None:
+    """Healthy layers scatter by as much."""
+    found = of_norms(
+        *named({"a": (1, 1), "norm": (5.9, 4.4), "b": (4.8, 0.004), "c": (1, 1)}), exploding=True
+    )
+    assert found is not None
+    assert found.module == ""
+
+
+def test_layers_without_a_bias_may_have_been_entered_before() -> None:
+    """As in a low-rank adapter, whose head alone has a bias: it is said so."""
+    moved = {"down.weight": 5e5, "up.weight": 4e5, "head.weight": 2e5, "head.bias": 300.0}
+    found = of_norms(list(moved), moved, exploding=True)
+    assert found is not None
+    assert (found.phase, found.module) == ("activations", "head")
+    assert "whether it entered down and 1 more before, without biases, norms do not tell" in found.note
+
+
+def test_a_weight_that_is_given_in_parts_is_none_beside_its_bias() -> None:
+    """The gradient of a direction has the length of the weight in it: written to, it is off with the inputs as ever."""
+    moved = {"a.weight_g": 2e3, "a.weight_v": 2e6, "a.bias": 2e3, "b.weight": 2e6, "b.bias": 1e3}
+    found = of_norms(list(moved), moved, exploding=True)
+    assert found is not None
+    assert found.module != "a"
 
 
 def test_the_loss_side_is_told_only_where_every_layer_is_off() -> None:
@@ -235,7 +282,7 @@ def faults(kind: type[nn.Module]) -> Iterator[tuple[Fault, Callable[[Finding], b
 
 
 def _is_there(module: str, found: Finding) -> bool:
-    return found.module in (module, "")
+    return found.module in (module, "") and found.phase != "activations"
 
 
 @pytest.mark.parametrize("kind", MODELS)
