@@ -288,9 +288,9 @@ class StepPipeline:
         usual = partial(bound_rules.bound.usual_norms, bound_rules.state)
         findings = self._causes(step, snapshot, verdict, decision, usual)
         if verdict.events:
-            findings += tuple(
-                causes_by_norms(bound_rules.bound, bound_rules.state, usual, verdict, snapshot, findings)
-            )
+            bound, state = bound_rules.bound, bound_rules.state
+            only = sum(bool(one.params) for one in self._sources.capture.captures) == 1
+            findings += tuple(causes_by_norms(bound, state, usual, verdict, snapshot, findings, only))
         if self._sources.bundles is not None:
             decision = self._sources.bundles.take(captured, snapshot, verdict, decision, findings)
         facts = Facts(

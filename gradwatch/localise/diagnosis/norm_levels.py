@@ -98,7 +98,9 @@ def _inputs(layers: Sequence[Layer], paired: Container[str], exploding: bool) ->
     before = [
         one.module
         for one in layers[: layers.index(first)]
-        if one.module not in paired and one.weights_moved > 0 and sign * math.log(one.weights_moved) >= log / 2
+        if one.module not in paired
+        and one.weights_moved > 0
+        and sign * math.log(one.weights_moved) >= log / 2
     ]
     if before:
         more = f" and {len(before) - 1} more" if before[1:] else ""

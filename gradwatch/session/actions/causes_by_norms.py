@@ -26,10 +26,12 @@ def causes_by_norms(
     verdict: Verdict,
     snapshot: Snapshot,
     known: Collection[Finding],
+    only_optimizer: bool,
 ) -> Iterator[Finding]:
     """Findings for the incidents that begin with this step, but for those of which one is `known`.
 
-    `usual` gives the usual norm of each parameter's gradient, by its name, of those that have one.
+    Where it is not the `only_optimizer` layers of others may lie between and behind those of this one: no place is told
+    of gradients. `usual` gives the usual norm of each parameter's gradient, by its name, of those that have one.
     """
     begun = [event for event in verdict.events if event.kind == "firing" and event.notify]
     if snapshot.provisional or not begun:
@@ -41,6 +43,8 @@ def causes_by_norms(
     for event in asked:
         found = _found(event, snapshot, moved)
         if found is not None:
+            if not only_optimizer and found.phase != "activations":
+                found = found.amended(at_outputs=False, module="")
             yield found.amended(
                 step=snapshot.step,
                 rank=bound.rank,

@@ -128,3 +128,28 @@ def test_explain_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     said = capsys.readouterr().out
     assert f"jump-0-{BAD}: the loss side" in said
     assert "| module | its bias ÷ usual | its weights ÷ usual |" in said
+
+
+def test_of_an_optimizer_that_has_a_part_of_the_model_no_place_is_told() -> None:
+    """The fault lies between its layers and the last one, which another optimizer has."""
+    torch.manual_seed(0)
+    first, last, kept = (
+        nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16)),
+        nn.Linear(16, 1),
+        Kept(),
+    )
+    model = nn.Sequential(first, last)
+    optimizers = [torch.optim.SGD(part.parameters(), 1e-6) for part in (first, last)]
+    with gradwatch.watch(model, optimizers, rules="default", sinks=[kept]):
+        for step in range(BAD + 1):
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            hidden = first(torch.randn(32, 8))
+            by = once(step)
+            hidden.register_hook(lambda gradient, by=by: gradient * by)
+            last(hidden).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    found = [finding for record in kept.records for finding in record.findings]
+    assert [finding.rule for finding in found] == ["jump"]
+    assert not any(finding.at_outputs or finding.module for finding in found)
