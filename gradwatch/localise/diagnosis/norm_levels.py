@@ -12,7 +12,7 @@ layers that are off may lie between others that are not, and no place is told.
 from __future__ import annotations
 
 import math
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Collection, Container, Mapping, Sequence
 
 from gradwatch.localise.diagnosis.usual_levels import SHOWN, is_bias, of_weights, off_level, with_levels
 from gradwatch.records.finding import Finding, Layer, Phase
@@ -30,15 +30,22 @@ INPUTS_PART = 1 / 3
 """Part of the logarithm by which weights are off that their inputs make at least, if these are what is off."""
 
 
-def of_norms(names: Sequence[str], moved: Mapping[str, float], exploding: bool) -> Finding | None:
+def of_norms(
+    names: Sequence[str], moved: Mapping[str, float], exploding: bool, few: Collection[str] = ()
+) -> Finding | None:
     """The place where it began, as far as norms tell; None where no gradient is off its usual level.
 
     `names` are those of the parameters in the order of the forward, `moved` the factors by which their norms are off,
-    of those whose usual level is known.
+    of those whose usual level is known. `few` are the names of those with one or two elements: by how much such a bias
+    is off says nothing of inputs, for its sum may cancel.
     """
     modules = dict.fromkeys(name.rpartition(".")[0] for name in names)
     layers = with_levels([Layer(module, "", math.nan, math.nan) for module in modules], moved)
-    paired = {name.rpartition(".")[0] for name in moved if is_bias(_own(name)) and _weight(name) in moved}
+    paired = {
+        name.rpartition(".")[0]
+        for name in moved
+        if is_bias(_own(name)) and _weight(name) in moved and name not in few
+    }
     found = _inputs(layers, paired, exploding) or _by_level(layers, exploding)
     return None if found is None else found.amended(by="norms", profile=tuple(layers[:SHOWN]))
 

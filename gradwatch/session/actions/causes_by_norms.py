@@ -15,6 +15,9 @@ from gradwatch.session.actions.localise_action import SUSPICIONS, factors_of_usu
 OF_GRADIENTS = frozenset({"norm", "rms", "total_norm"})
 """Columns whose rules are about how large the gradients are that backward made."""
 
+FEW = 3
+"""Elements of a bias below which its gradient may cancel to a tenth of what it is."""
+
 BEFORE = 100
 """Steps in which what moved before the gradients did is looked for."""
 
@@ -75,4 +78,6 @@ def _found(event: Event, snapshot: Snapshot, moved: Mapping[str, float]) -> Find
     sites = snapshot.sites
     order = sites.depths.argsort(kind="stable").tolist()  # sync: numpy
     names = [sites.names[k] for k in order if sites.kinds[k] == "param"]
-    return of_norms(names, moved, suspicion == "exploding")
+    numels = sites.numels.tolist()  # sync: numpy
+    few = {name for name, numel in zip(sites.names, numels, strict=True) if numel < FEW}
+    return of_norms(names, moved, suspicion == "exploding", few)
