@@ -50,6 +50,18 @@ def test_a_loss_that_falls_at_once_has_not_for_a_hundred_steps(by: float) -> Non
     assert found[-1] == (by < 1e-5)
 
 
+def test_a_floor_of_noise_is_steady_however_far_down() -> None:
+    """Targets that are not normalised: rules on levels know what is usual there, and judge what a fault makes of it."""
+    rng = np.random.default_rng(0)
+    noise = np.exp(rng.normal(0, 0.2, 2000))
+    losses = [1e7 * math.exp(-0.1 * step) + 0.1 for step in range(2000)] * noise
+    found = firing(losses.tolist())
+    assert any(found[:300])
+    assert not any(found[700:])
+    for by in (1e-7, 0.0, 1e-3):
+        assert not any(firing([*losses.tolist(), *(by * losses[-40:])])[-40:]), by
+
+
 def test_one_spike_is_no_level() -> None:
     """A loss of 1e6 at one step, as of a broken batch, does not make what is usual next to nothing."""
     assert not any(firing([1.0] * 100 + [1e8] + [1.0] * 500))

@@ -55,8 +55,11 @@ def active_without_action(state: EngineState, rules: Sequence[int]) -> list[tupl
 
     So where none has anything to do, nor learns from series that are judged some at each step; None elsewhere.
     """
-    found = [(state.plan.rules[number], state.tracks[number]) for number in rules]
-    if any(released(state.plan, number, state.tracks[number], state.tracks) for number in rules):
+    firing = {number for number in rules if bool(state.tracks[number].firing.any())}
+    suspended = state.plan.suspended_while(firing)  # as long as these fire on
+    found = [(state.plan.rules[number], state.tracks[number]) for number in rules if number not in suspended]
+    known = (number for number in rules if number not in suspended)
+    if any(released(state.plan, number, state.tracks[number], state.tracks) for number in known):
         return None  # it is reported when it is judged next
     alike = all(not one.rule.do and (one.series.phases is None or one.bank == NO_BANK) for one, _ in found)
     return found if alike else None
@@ -303,7 +306,7 @@ class FastBlock:
             chosen = logs[first:end, bank.select]
         elif bank.scalar:
             values = [scalars.get(bank.scalar) for scalars in self._scalars[first:end]]
-            if not any(value is not None for value in values):
+            if values.count(None) == len(values):
                 return end, before
             known = [value for value in values if value is not None and math.isfinite(value)]
             scaled = bank.detector.logs_of(known) if len(known) == len(values) else None

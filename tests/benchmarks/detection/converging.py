@@ -169,6 +169,23 @@ def table_of_values() -> Converging:
     return Converging(model, RMSprop(model.parameters(), 1e-3), loss)
 
 
+LATE = 600
+"""The step from which on a loss is wrong in `noise_floor`."""
+
+
+def noise_floor() -> Converging:
+    """A linear model of targets in thousands, down to their noise; its loss is times 1e-7 in the end, by mistake."""
+    weights, model, step = torch.randn(8, 1) * 1000, nn.Linear(8, 1), [0]
+
+    def loss() -> Tensor:
+        x = torch.randn(64, 8)
+        step[0] += 1
+        found = functional.mse_loss(model(x), x @ weights + 0.3 * torch.randn(64, 1))
+        return found if step[0] <= LATE else found * 1e-7
+
+    return Converging(model, SGD(model.parameters(), 0.05), loss)
+
+
 TRAININGS: tuple[Callable[[], Converging], ...] = (
     hinge,
     interpolating,

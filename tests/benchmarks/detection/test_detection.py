@@ -16,7 +16,7 @@ from gradwatch.records.snapshot import Sites, Snapshot
 from gradwatch.rules.files import load_rules
 from tests.benchmarks.detection import rivals
 from tests.benchmarks.detection.__main__ import main
-from tests.benchmarks.detection.converging import alarms_of, least_squares
+from tests.benchmarks.detection.converging import LATE, alarms_of, least_squares, noise_floor
 from tests.benchmarks.detection.faults import LIVE
 from tests.benchmarks.detection.judging import RuleFile, alarms, judged
 from tests.benchmarks.detection.recording import Key, Memory, Recording, load, record, save
@@ -254,3 +254,10 @@ def test_a_fit_that_is_down_to_rounding_is_not_sick() -> None:
         late.append({name for name, step in told if int(step) > 200})
     assert late[0] == set()
     assert {"stuck", "vanishing"} <= late[1]
+
+
+def test_a_fault_on_a_floor_of_noise_is_told() -> None:
+    """Targets that are not normalised: the loss falls by eight orders of magnitude, and is steady from there on."""
+    told = alarms_of(noise_floor, 0, "default", 640)
+    assert not [alarm for alarm in told if 100 <= int(alarm.split("@")[1]) < LATE]
+    assert {f"total-norm-fall@{LATE + 19}"} <= set(told)
