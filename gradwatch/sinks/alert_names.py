@@ -34,6 +34,7 @@ _BY_KIND = {
     "never": "GradwatchDeadParameters",
     "stuck": "GradwatchDeadParameters",
     "grown": "GradwatchExplodingGradients",
+    "scaled": "GradwatchVanishingGradients",
     "same_batch": "GradwatchSameBatch",
     "rank_outlier": "GradwatchRanksDiverge",
     "rank_mismatch": "GradwatchRanksDiverge",
