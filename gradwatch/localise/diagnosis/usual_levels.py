@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import reduce
 from typing import NamedTuple
 
 from gradwatch.localise.diagnosis.module_gain import Gain, gains, parent
@@ -126,13 +127,23 @@ def off_level(layers: Sequence[Layer], exploding: bool) -> Finding | None:
         module, kind = rows[first].module, rows[first].kind
         return Finding(_phase(exploding), "replay", module=module, module_type=kind, note=note)
     if not all(off[first:]):
-        found = f"{sum(off)} of {len(rows)} layers, between which others are not: {rows[first]}"
-        return Finding(
-            _phase(exploding), "replay", note=f"off their usual level are the gradients of {found}"
-        )
+        return _of_some(rows, off, exploding)
     if first == 0:
         return _of_all(layers, rows, exploding)
     return _between(layers, rows, first, exploding)
+
+
+def _of_some(rows: Sequence[Off], off: Sequence[bool], exploding: bool) -> Finding:
+    """The module that contains all that are off, where they are next to each other: a branch of it."""
+    first = off.index(True)
+    last = len(off) - 1 - list(reversed(off)).index(True)
+    found = f"off their usual level are the gradients of {sum(off)} of {len(rows)} layers"
+    if not all(off[first : last + 1]):
+        note = f"{found}, between which others are not: {rows[first]}"
+        return Finding(_phase(exploding), "replay", note=note)
+    common = reduce(parent, (row.module for row in rows[first : last + 1]))
+    note = f"{found}, {rows[first]} to {rows[last]}; on both sides of these it is as usual"
+    return Finding(_phase(exploding), "replay", module=common, note=note)
 
 
 def _of_all(layers: Sequence[Layer], rows: Sequence[Off], exploding: bool) -> Finding:

@@ -59,6 +59,22 @@ def test_factors(factors: list[float], module: str, at_outputs: bool) -> None:
         assert found.phase == ("exploding" if exploding else "vanishing")
 
 
+@pytest.mark.parametrize("exploding", [True, False])
+def test_a_branch_that_is_off_is_named_by_the_module_that_has_it(exploding: bool) -> None:
+    """Beside a residual stream, which carries the gradient on; none where others lie between, or that is the model."""
+    names = ("a.norm", "b.norm", "b.up", "b.down", "c.norm", "head")
+    for off, module in (
+        (("b.norm", "b.up", "b.down"), "b"),
+        (("b.norm", "b.down"), ""),
+        (("b.down", "c.norm"), ""),
+    ):
+        factors = {name: 1e-8 if name in off else 1.2 for name in names}
+        moved = {f"{name}.bias": 1 / factor if exploding else factor for name, factor in factors.items()}
+        found = suspect([Layer(name, "", 1.0, 1.0) for name in names], exploding, moved)
+        assert found is not None
+        assert (found.module, found.at_outputs) == (module, False)
+
+
 @given(st.lists(st.floats(0.51, 1.9), max_size=6), st.booleans())
 def test_layers_at_their_level_say_nothing(factors: list[float], exploding: bool) -> None:
     """So does one layer alone, of which nothing else is known."""
