@@ -324,6 +324,22 @@ class Exceeding(Detector):
         return self.above if self.clear_below is None else self.clear_below
 
 
+class Holds(Detector):
+    """Base of the kinds whose score is 1 where something holds."""
+
+    __slots__ = ()
+
+    @property
+    def comparison(self) -> Comparison:
+        """1 itself breaches."""
+        return "at_least"
+
+    @property
+    def fires_at(self) -> float:
+        """1."""
+        return 1.0
+
+
 ENTRY_POINT_GROUP = "gradwatch.detectors"
 
 DETECTORS: Registry[type[Detector]] = Registry("detector kind", ENTRY_POINT_GROUP)

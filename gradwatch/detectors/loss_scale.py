@@ -13,7 +13,7 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.detectors.detector import STRICT, Comparison, Detector, Sample, State, register_detector
+from gradwatch.detectors.detector import STRICT, Holds, Sample, State, register_detector
 from gradwatch.detectors.limits import Limits
 from gradwatch.detectors.thresholds import Positive
 from gradwatch.records.snapshot import BoolArray
@@ -40,7 +40,7 @@ class ScaleState(NamedTuple):
 
 @register_detector
 @dataclass(frozen=True, slots=True)
-class ScaleCollapse(Detector):
+class ScaleCollapse(Holds):
     """The GradScaler's scale is <= `floor`, or has halved >= `halvings` times within as many as `within` steps.
 
     A healthy run starts at 65,536 and comes down to where its gradients fit, often by more than four halvings
@@ -59,16 +59,6 @@ class ScaleCollapse(Detector):
     halvings: Steps = 4
     within: Steps = 100
     settle: SettlingSteps = 100
-
-    @property
-    def comparison(self) -> Comparison:
-        """The bound itself breaches."""
-        return "at_least"
-
-    @property
-    def fires_at(self) -> float:
-        """The score at which one of the two conditions holds."""
-        return 1.0
 
     def init(self, size: int) -> State:
         """No scale seen."""

@@ -10,8 +10,7 @@ from numpy.typing import NDArray
 
 from gradwatch.detectors.detector import (
     STRICT,
-    Comparison,
-    Detector,
+    Holds,
     Sample,
     State,
     register_detector,
@@ -36,7 +35,7 @@ class BatchState(NamedTuple):
 
 @register_detector
 @dataclass(frozen=True, slots=True)
-class SameBatch(Detector):
+class SameBatch(Holds):
     """The batch of a step is one of the `within` batches before it, byte by byte.
 
     With `within: 1` (default) it is the one of the step before: three times in a row by default. A larger `within` also
@@ -55,16 +54,6 @@ class SameBatch(Detector):
     within: Batches = 1
     differed: Differing = 0
     one_in: Batches = 1
-
-    @property
-    def comparison(self) -> Comparison:
-        """A batch that was seen breaches."""
-        return "at_least"
-
-    @property
-    def fires_at(self) -> float:
-        """The score of a batch that was seen."""
-        return 1.0
 
     def init(self, size: int) -> State:
         """No batch seen."""

@@ -8,7 +8,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.detectors.detector import STRICT, Comparison, Detector, Sample, Scope, State, register_detector
+from gradwatch.detectors.detector import STRICT, Holds, Sample, Scope, State, register_detector
 
 ALIKE = 1e-3
 """Relative difference of two factors that are one."""
@@ -22,7 +22,7 @@ class ScaledState(NamedTuple):
 
 @register_detector
 @dataclass(frozen=True, slots=True)
-class Scaled(Detector):
+class Scaled(Holds):
     """scaled_by is the same as at the step before, and not 1.
 
     A clip by hand has another factor at every step. Score: 1 where it is the same, else 0; it breaches at 1.
@@ -34,16 +34,6 @@ class Scaled(Detector):
     scopes: ClassVar[tuple[Scope, ...]] = ("total",)
 
     of: Literal["scaled_by"] = "scaled_by"
-
-    @property
-    def comparison(self) -> Comparison:
-        """The same factor breaches."""
-        return "at_least"
-
-    @property
-    def fires_at(self) -> float:
-        """The score of the same factor."""
-        return 1.0
 
     def init(self, size: int) -> State:
         """No factor yet."""

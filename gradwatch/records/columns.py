@@ -60,7 +60,7 @@ UNOWNED = "unowned"
 UNCLEARED, DISCARDED = "uncleared", "discarded"
 IDLE_CLIPS, CLIPPED_SCALE, CLIP_RATIO = "idle_clips", "clipped_scale", "clip_ratio"
 SCALED_BY: Final = "scaled_by"
-"""Scalars of what the script's loop does with gradients, absent where there is nothing to tell."""
+"""Scalars of what the script's loop does with gradients, absent where there is nothing to report."""
 OBSERVED_ONLY = "observed_only"
 """Scalar of a step that no optimizer takes."""
 

@@ -288,9 +288,7 @@ class StepPipeline:
         usual = partial(bound_rules.bound.usual_norms, bound_rules.state)
         findings = self._causes(step, snapshot, verdict, decision, usual)
         if verdict.events:
-            bound, state = bound_rules.bound, bound_rules.state
-            only = sum(bool(one.params) for one in self._sources.capture.captures) == 1
-            findings += tuple(causes_by_norms(bound, state, usual, verdict, snapshot, findings, only))
+            findings += self._causes_by_norms(bound_rules, usual, verdict, snapshot, findings)
         if self._sources.bundles is not None:
             decision = self._sources.bundles.take(captured, snapshot, verdict, decision, findings)
         facts = Facts(
@@ -322,6 +320,23 @@ class StepPipeline:
         step_taken = captured.step != snapshot.step
         together = partial(self._ranks.shared_step_name, captured, step.ctx.membership)
         return causes.of(verdict, decision, snapshot, step_taken, usual, together)
+
+    def _causes_by_norms(
+        self,
+        bound_rules: OptimizerRules,
+        usual: Usual,
+        verdict: Verdict,
+        snapshot: Snapshot,
+        known: tuple[Finding, ...],
+    ) -> tuple[Finding, ...]:
+        """Causes of this step's other incidents; an error costs these alone, not the step's Record."""
+        try:
+            bound, state = bound_rules.bound, bound_rules.state
+            only = sum(bool(one.params) for one in self._sources.capture.captures) == 1
+            return tuple(causes_by_norms(bound, state, usual, verdict, snapshot, known, only))
+        except Exception as error:
+            self._activity.failed("localise", error)
+            return ()
 
     def _with_confirmed(self, step: StepContext) -> StepContext:
         """With what the weights have confirmed of an earlier step: this rank's own, so not where the rule acts."""

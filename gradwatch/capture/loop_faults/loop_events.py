@@ -1,6 +1,6 @@
 """Events of a training loop between two steps of one optimizer, as columns of the step that ends them.
 
-A column is absent while there is nothing to tell; once there was, it is 0 where there is nothing any more.
+A column is absent while there is nothing to report; once there was, it is 0 where there is nothing any more.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class LoopEvents:
             False  # `at_step` has something to do even where no gradient differs from the last step's
         )
         self._arrivals = arrivals
-        self._reported: set[str] = set()  # columns that had something to tell
+        self._reported: set[str] = set()  # columns that had something to report
 
     def clipped(self, clip: Clip, arrived: bool) -> None:
         """The script clips some of the gradients; `arrived`: a backward has brought some since the last step."""

@@ -10,6 +10,9 @@ from gradwatch.taps.clip_functions import Clip
 COMPENSATED = 100.0
 """A bound above this may be meant for gradients that carry a loss scale (`max_norm * scaler.get_scale()`)."""
 
+FOR_ITS_NORM = 1e6
+"""A clip with a bound as large is there for the norm that it returns."""
+
 
 class UserClips:
     """The clips of one optimizer's gradients since its last step.
@@ -33,7 +36,7 @@ class UserClips:
     def made(self, clip: Clip, arrived: bool) -> None:
         """A clip of the optimizer's gradients; `arrived`: a backward has brought some since the last step."""
         if not arrived:
-            self.idle += clip.bound < math.inf  # one without a bound is there for the norm that it returns
+            self.idle += clip.bound < FOR_ITS_NORM
             return
         self.used += 1
         self._bound, self.ratio = clip.bound, None

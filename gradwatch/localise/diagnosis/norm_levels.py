@@ -33,7 +33,7 @@ INPUTS_PART = 1 / 3
 def of_norms(
     names: Sequence[str], moved: Mapping[str, float], exploding: bool, few: Collection[str] = ()
 ) -> Finding | None:
-    """The place where it began, as far as norms tell; None where no gradient is off its usual level.
+    """The place where it began, as far as norms show it; None where no gradient is off its usual level.
 
     `names` are those of the parameters in the order of the forward, `moved` the factors by which their norms are off,
     of those whose usual level is known. `few` are the names of those with one or two elements: by how much such a bias
@@ -111,7 +111,7 @@ def _inputs(layers: Sequence[Layer], paired: Container[str], exploding: bool) ->
     ]
     if before:
         more = f" and {len(before) - 1} more" if before[1:] else ""
-        note = f"{note}; whether it entered {before[0]}{more} before, without biases, norms do not tell"
+        note = f"{note}; whether it entered {before[0]}{more} before, without biases, norms do not show"
     return Finding("activations", "norms", module=first.module, note=note)
 
 

@@ -168,7 +168,7 @@ def _of_all(layers: Sequence[Layer], rows: Sequence[Off], exploding: bool) -> Fi
 
 
 def of_weights(layers: Sequence[Layer], exploding: bool) -> Finding | None:
-    """The factors by which weights are off, where biases do not tell. A place only where one layer alone is off."""
+    """The factors by which weights are off, where biases do not show it. A place only where one layer alone is off."""
     sign = 1.0 if exploding else -1.0
     rows = _rows((one, one.weights_moved) for one in layers)
     most = max(rows, key=lambda row: sign * row.log, default=None)

@@ -215,13 +215,14 @@ def scaled(unscales: bool, fused: bool = False, factor: float = 1.0) -> Loop:
     return [net], step
 
 
-def logged_after_step() -> Loop:
-    """`clip_grad_norm_` without a bound, for the norm that it returns."""
-    return _usual(
-        lambda net, optimizer: optimizer.zero_grad(),
-        lambda net, _: clip_grad_norm_(net.parameters(), float("inf")),
-        first=False,
-    )
+def logged_after_step(bound: float) -> Loop:
+    """`clip_grad_norm_` after the step with a bound that is none, for the norm that it returns."""
+
+    def log_and_clear(net: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        clip_grad_norm_(net.parameters(), bound)
+        optimizer.zero_grad()
+
+    return _usual(log_and_clear, first=False)
 
 
 def clipped_once_more() -> Loop:
@@ -276,7 +277,8 @@ HEALTHY: Mapping[str, Callable[[], Loop]] = {
     "clip of scaled, its bound scaled too": lambda: scaled(False, factor=2.0**14),
     "clip": lambda: _usual(_zero_grad(True), _clip),
     "clip by value": lambda: _usual(_zero_grad(True), lambda net, _: clip_grad_value_(net.parameters(), 0.1)),
-    "norm logged": logged_after_step,
+    "norm logged": lambda: logged_after_step(float("inf")),
+    "norm logged, by a clip at 1e9": lambda: logged_after_step(1e9),
     "clip twice": clipped_once_more,
     "batches given up": gives_up,
 }

@@ -105,7 +105,7 @@ def test_layers_without_a_bias_may_have_been_entered_before() -> None:
     found = of_norms(list(moved), moved, exploding=True)
     assert found is not None
     assert (found.phase, found.module) == ("activations", "head")
-    assert "whether it entered down and 1 more before, without biases, norms do not tell" in found.note
+    assert "whether it entered down and 1 more before, without biases, norms do not show" in found.note
 
 
 def test_a_weight_that_is_given_in_parts_is_none_beside_its_bias() -> None:

@@ -121,6 +121,26 @@ def test_what_moved_before_the_gradients_is_told_with_them() -> None:
     assert f"before it: lr-jump at step {BAD}" in first.note
 
 
+def test_a_fault_of_ours_costs_the_cause_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The step has its Record and its events all the same, and the error is counted."""
+
+    def fails(*_: object) -> None:
+        raise RuntimeError("a defect")
+
+    monkeypatch.setattr("gradwatch.session.actions.causes_by_norms.of_norms", fails)
+    torch.manual_seed(0)
+    model, kept = nn.Linear(8, 1), Kept()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+    with gradwatch.watch(model, optimizer, rules="default", sinks=[kept]) as gw:
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            (model(torch.randn(32, 8)).square().mean() * once(step)).backward()
+            optimizer.step()
+        assert gw.health.errors() == {"localise": 1}
+    assert [record.snapshot.step for record in kept.records] == list(range(STEPS))
+    assert any(event.rule == "jump" for event in kept.records[BAD].verdict.events)
+
+
 def test_explain_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The journal has the cause, with the factors by depth."""
     trained("default", once, tmp_path)
