@@ -28,7 +28,7 @@ def _sheet(kind: type[RowBuffer], grad: Tensor) -> Callable[[], object]:
     shape = divided(grad.numel())
     assert shape is not None
     sheet = kind([shape])
-    return lambda: sheet.read([0], [sheet.matrix(grad, shape, None)])
+    return lambda: sheet.read([sheet.matrix(grad, shape, None)])
 
 
 def ways(grad: Tensor) -> dict[str, Callable[[], object]]:

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 from torch.optim import optimizer as torch_optimizer
 
-from tests.benchmarks import ablations, adoption, memory, overhead, ranks, small, start, versions
+from tests.benchmarks import ablations, adoption, memory, overhead, ranks, reading, small, start, versions
 from tests.benchmarks.interleave import Sample, Timings, Turns, added_ratio, compare, interleave, pooled
 from tests.benchmarks.loops import Handover, in_turn, training_step
 from tests.benchmarks.peers import (
@@ -494,3 +494,17 @@ def test_what_a_start_costs_is_measured(monkeypatch: pytest.MonkeyPatch) -> None
     assert start.starts(rounds=2).shape == (2, 2, 2)
     assert (start.attaching(times=2, parameters=10) > 0).all()
     assert start.interval(np.array([1.0, 2.0, 2.0, 3.0])).startswith("2 (")
+
+
+def test_ways_of_reading_are_compared(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The command that the pages name runs, and has a line for each way."""
+    monkeypatch.setattr(reading, "ELEMENTS", 1 << 16)
+    threads = torch.get_num_threads()
+    try:
+        assert reading.main(["--rounds", "1"]) == 0
+    finally:
+        torch.set_num_threads(threads)
+    said = capsys.readouterr().out
+    assert said.count("of torch._foreach_norm's") == len(reading.ways(torch.randn(1 << 16)))
