@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,8 +63,7 @@ class MicroDrop:
         self._poison: dict[int, Detail] = {}
         self.disabled_reason = ""
         self._handles = [_listen(k, param, self) for k, param in enumerate(captured.params)]
-        before_clip = self._guard(self.correct)
-        self._unlisten = clip_functions.listen(lambda _: before_clip())
+        self._unlisten = clip_functions.listen(self._guard(self._before_clip))
 
     def close(self) -> None:
         """Remove the hooks, with every gradient where it belongs."""
@@ -83,15 +83,15 @@ class MicroDrop:
         """True if this is that capture's."""
         return self._captured() is captured
 
-    def _guard(self, call: Callable[[], None]) -> Callable[..., None]:
+    def _guard(self, call: Callable[..., None]) -> Callable[..., None]:
         owner = weakref.ref(self), call.__func__  # type: ignore[attr-defined]  # a bound method would be a cycle
 
-        def guarded(_: object = None) -> None:
+        def guarded(*given: Any) -> None:
             try:
                 drop = owner[0]()
                 if drop is not None:
                     with torch.no_grad():
-                        owner[1](drop)
+                        owner[1](drop, *given)
             except Exception as error:
                 guard.fault("action", error)
 
@@ -127,7 +127,7 @@ class MicroDrop:
         for param in captured.params:
             param.grad = None
 
-    def _ended(self) -> None:
+    def _ended(self, _: list[int]) -> None:
         """The backward has ended: add what it left to what stood aside, or drop it."""
         captured = self._captured()
         if captured is None or not self._open or backward.nested():
@@ -169,6 +169,11 @@ class MicroDrop:
             _put(captured, _added(aside, fresh))
 
     # -- the step ----------------------------------------------------------------------------------------
+
+    def _before_clip(self, clip: clip_functions.Clip) -> None:
+        captured = self._captured()
+        if captured is not None and captured.is_of(clip):
+            self.correct()
 
     def correct(self) -> None:
         """Before anybody clips, or the optimizer steps: weigh the micro-batches that are left."""

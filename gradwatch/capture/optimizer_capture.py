@@ -9,6 +9,7 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from threading import get_ident
 
 import numpy as np
 import torch
@@ -31,6 +32,7 @@ from gradwatch.reading.foreach import multiply
 from gradwatch.reading.gradient_writes import Reading, State, replaced, versions_of
 from gradwatch.reading.layouts import parts, unsummed
 from gradwatch.reading.loss_scale_removal import unscaled
+from gradwatch.reading.training_threads import TrainingThreads
 from gradwatch.records.columns import SCALED_BY
 from gradwatch.records.snapshot import Sites
 from gradwatch.runtime.held_weakly import noted
@@ -91,6 +93,7 @@ class OptimizerCapture:
             None  # arrivals of the last step whose coverage was looked at
         )
         self.succeeds = False  # the optimizer of one that is gone, and has taken no step so far
+        self.threads = TrainingThreads()
         self._begin(optimizer, params, given)
 
     def _begin(
@@ -101,6 +104,7 @@ class OptimizerCapture:
         self.params = params
         self.param_ids = list(map(id, params))
         self.watched_ids = list(map(id, given))  # every parameter of the optimizer when the capture was built
+        self.thread = 0  # of several: that has used its gradients last; 0: not known
         self.frozen = [] if all(map(_requires_grad, given)) else [p for p in given if not p.requires_grad]
         self.compared = -1  # registrations in the models when these were last compared with the optimizer's
         self.pruning = HookPruning(len(params))
@@ -272,15 +276,22 @@ class OptimizerCapture:
 
     # -- during backward ---------------------------------------------------------------------------------
 
-    def add_arrivals(self, touched: list[int], root: Root | None = None) -> bool:
-        """One backward from `root` has ended that reached these slots; whether any of them is here."""
+    def use_threads(self, threads: TrainingThreads) -> None:
+        """Look at gradients only where none of these threads may be changing them."""
+        self.threads = threads
+
+    def add_arrivals(self, touched: list[int], root: Root | None = None, thread: int = 0) -> bool:
+        """One backward from `root`, of a thread, has ended that reached these slots; whether any of them is here."""
         if not self.arrivals.add(touched):
             return False
+        self.thread = thread
         self.losses.add(root)
         return True
 
     def begins(self) -> bool:
         """A backward begins, which may need what is held here; whether the gradients before it were cleared."""
+        if not self.threads.may_look(self.thread):
+            return False
         self.kept = None
         cleared = self.arrivals.begins()
         if cleared:
@@ -296,20 +307,27 @@ class OptimizerCapture:
         """True if the backward that just ended may have been the last of this step."""
         return self.arrivals.count >= self._schedule.may_end_from
 
-    def read_overdue(self, clipped: Sequence[Tensor] | None = None) -> None:
-        """Read what a clip of these gradients (None: of any), in whichever thread, must not find unread.
+    def read_overdue(self, clip: Clip | None = None) -> None:
+        """Read what a clip (None: of any gradients), in whichever thread, must not find unread.
 
         Waits for a read that is under way. Gradients that the script assigns are read where they are among the
         clipped: before a clip of others (of the model they are copied from) they may be those of the last step.
         """
+        alone = self.threads.may_look(self.thread)
+        if not alone and (clip is None or not self.is_of(clip)):
+            return
         with self._reading.held:
-            if self.overdue and (clipped is None or not self._set_by_hand or self.holds(clipped)):
+            if self.overdue and (clip is None or not self._set_by_hand or self.is_of(clip)):
                 self.read()
 
-    def holds(self, grads: Sequence[Tensor]) -> bool:
-        """True if some of these are gradients of this capture."""
+    def is_of(self, clip: Clip) -> bool:
+        """True if some of the gradients that are clipped are of this capture, as far as this thread may look."""
+        if clip.params is not None:
+            return not set(self.param_ids).isdisjoint(map(id, clip.params))
+        if not self.threads.may_look(self.thread):
+            return False
         own = {id(grad) for grad in self.grads() if grad is not None}
-        return not own.isdisjoint(map(id, grads))
+        return not own.isdisjoint(map(id, clip.grads))
 
     def clipped(self, clip: Clip) -> None:
         """The script clips some of its gradients, or parameters of it that have none."""
@@ -348,6 +366,8 @@ class OptimizerCapture:
 
         `scale` is the loss scale the gradients still carry here (fused optimizers under a GradScaler).
         """
+        if self.threads.several:
+            self.thread = get_ident()
         with self._reading.held:
             grads = parts(self.params) if self.distributed else list(map(_grad, self.params))
             ids, versions = list(map(id, grads)), versions_of(grads)

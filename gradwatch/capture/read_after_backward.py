@@ -222,6 +222,7 @@ class Capture:
             return captured
         built = OptimizerCapture(index, optimizer, params, sites, kept, fresh, like=captured)
         built.ask_hooks(self.slots.hooks.swapped)
+        built.use_threads(self.losses.threads)
         built.loop_events.uncleared.awaiting = self._uncleared
         if captured is None:
             self.captures.append(built)
@@ -272,6 +273,7 @@ class Capture:
         index = len(self.captures) if before is None else before.index
         sites = self.slots.sites(kept, params)
         captured = OptimizerCapture(index, None, params, sites, kept, without_optimizer=True)
+        captured.use_threads(self.losses.threads)
         self._by_hand.add(captured)
         if before is not None:
             captured.takes_place(index, before)
@@ -388,7 +390,8 @@ class Capture:
             try:
                 with torch.no_grad():
                     for uncleared in tuple(self._uncleared):
-                        uncleared.look()
+                        if self.losses.threads.may_look(uncleared.thread):
+                            uncleared.look()
             except Exception as error:
                 self._failed("capture", error)
 
@@ -441,8 +444,9 @@ class Capture:
                 self._patterns.clear()
             self._patterns[pattern] = touched
         root, reached = self.losses.latest(), []
+        thread = self.losses.thread() if self.losses.threads.several else 0
         for captured in self.captures:
-            if captured.add_arrivals(touched, root):
+            if captured.add_arrivals(touched, root, thread):
                 reached.append(captured)
         self._ended(reached)
         if self.after_backward is not _nothing and not backward.nested():

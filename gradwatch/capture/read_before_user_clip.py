@@ -49,7 +49,7 @@ class BeforeClip:
         """Read what is unread, and notify every capture of the clip; raises only if `failed` does."""
         try:
             if not self._idle() and not capturing():
-                self._read(None if clip is None else clip.grads)
+                self._read(clip)
                 if clip is not None and clip.changes:
                     self._note(clip)
         except Exception as error:
@@ -61,27 +61,26 @@ class BeforeClip:
             known = known_scaling(clip.grads, clip.factor)
             for captured in self._capture.captures:
                 captured.known_scalings.append(known)
-        ids = set(map(id, clip.grads))
         for captured in self._capture.captures:
-            if any(id(param.grad) in ids for param in captured.params):
+            if captured.is_of(clip):
                 captured.clipped(clip)
 
     def _clipped_nothing(self, params: Sequence[Tensor], max_norm: float) -> None:
         """A clip of parameters that have no gradient."""
         try:
             if not self._idle():
-                ids, clip = set(map(id, params)), Clip([], None, changes=True, bound=max_norm)
+                clip = Clip([], None, changes=True, bound=max_norm, params=params)
                 for captured in self._capture.captures:
-                    if not ids.isdisjoint(captured.param_ids):
+                    if captured.is_of(clip):
                         captured.clipped(clip)
         except Exception as error:
             self._failed("capture", error)
 
     @torch.no_grad()
-    def _read(self, clipped: list[Tensor] | None) -> None:
+    def _read(self, clip: Clip | None) -> None:
         for captured in self._capture.adopt_waiting(from_first_backward=False):
             self._bound(captured)
-            if clipped is None or captured.holds(clipped):
+            if clip is None or captured.is_of(clip):
                 captured.read()
         for captured in self._capture.captures:
-            captured.read_overdue(clipped)
+            captured.read_overdue(clip)

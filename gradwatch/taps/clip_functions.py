@@ -35,7 +35,7 @@ class Clip(NamedTuple):
     """`grads` are being clipped; with a `factor` they are about to be multiplied in place by it, each once.
 
     `changes`: not only their norm is taken. `bound` is `max_norm` or `clip_value`, NaN where it is not known; `total`
-    the norm that `max_norm` is for.
+    the norm that `max_norm` is for. `params` are those whose gradients are clipped, None where it is not known.
     """
 
     grads: list[Tensor]
@@ -43,6 +43,7 @@ class Clip(NamedTuple):
     changes: bool = False
     bound: float = math.nan
     total: Tensor | None = None
+    params: Sequence[Tensor] | None = None
 
 
 Listener = Callable[[Clip], object]
@@ -104,11 +105,14 @@ def _notify(layer: Layer[Listener], grads: list[Tensor], changing: FrameType | N
 def _described(grads: list[Tensor], found: Mapping[str, Any]) -> Clip:
     """The clip of these gradients by a function of torch's with these local variables."""
     total, bound = found.get("total_norm"), found.get("max_norm", found.get("clip_value"))
+    params = found.get("parameters")
+    if not isinstance(params, Sequence):  # an iterator, which is used up
+        params = None
     if not isinstance(bound, float):
-        return Clip(grads, None, changes=True)
+        return Clip(grads, None, changes=True, params=params)
     if not isinstance(total, Tensor) or total.numel() != 1:
-        return Clip(grads, None, changes=True, bound=bound)
-    return Clip(grads, _factor(bound, total), True, bound, total)
+        return Clip(grads, None, changes=True, bound=bound, params=params)
+    return Clip(grads, _factor(bound, total), True, bound, total, params)
 
 
 def _factor(max_norm: float, total: Tensor) -> float | None:

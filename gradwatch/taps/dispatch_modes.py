@@ -166,6 +166,9 @@ def unseen(call: Callable[..., T], *args: Any) -> T:
         return call(*args)
     aside = Aside()
     try:
-        return call(*args)
-    finally:
+        try:
+            return call(*args)
+        finally:
+            aside.put_back()
+    finally:  # once more: what arrives at the line before must not leave the script without its modes
         aside.put_back()

@@ -26,6 +26,7 @@ from gradwatch.reading.device import (
     widest,
 )
 from gradwatch.reading.layouts import local
+from gradwatch.reading.training_threads import TrainingThreads
 from gradwatch.taps import backward, backward_entry
 from gradwatch.taps.backward_entry import begun_here, entry_frame
 
@@ -50,6 +51,7 @@ class Losses:
     """
 
     def __init__(self, failed: Callable[[str, BaseException], None]) -> None:
+        self.threads = TrainingThreads()
         self.unheard = "no backward was called"
         self.refused: Callable[[str], None] = _nothing
         self.not_finite: Callable[[], None] | None = None
@@ -110,9 +112,12 @@ class Losses:
                     self.refused(self.unheard)
         except Exception as error:
             self._failed("loss", error)
+        thread = threading.get_ident()
+        if thread != self.threads.first:
+            self.threads.began(thread)
         if len(self._latest) >= _THREADS:
             self._latest.clear()
-        self._latest[threading.get_ident()] = root
+        self._latest[thread] = root
 
 
 class WindowLoss:

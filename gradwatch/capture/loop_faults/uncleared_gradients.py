@@ -12,6 +12,7 @@ backwards that torch starts from C++.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from threading import get_ident
 from typing import Any, NamedTuple
 
 import torch
@@ -60,6 +61,7 @@ class UnclearedGradients:
     def __init__(self, params: Sequence[Tensor], arrivals: ArrivalCounts) -> None:
         self.suspected = False  # the end of this step is to be noted: `step_taken`
         self.names_due: Sequence[int] = ()  # positions of those to be named now
+        self.thread = 0  # that has taken the step
         self.awaiting: list[UnclearedGradients] = []  # shared by all of a watch
         self._params = params
         self._arrivals = arrivals
@@ -90,6 +92,7 @@ class UnclearedGradients:
         grads = [param.grad for param in self._params]
         elements = _elements(grads)
         if elements:
+            self.thread = get_ident()
             self._used = Used(list(map(id, grads)), versions_of(grads), elements)
             self.awaiting.append(self)
 

@@ -214,7 +214,9 @@ class LoopsWithoutOptimizer:
 
     def _clip_covers(self, ids: set[int]) -> None:
         for loop in self._open():
-            loop.clip_seen |= {id(grad) for grad in loop.captured.grads() if grad is not None} <= ids
+            loop.clip_seen |= (
+                loop.may_look() and {id(grad) for grad in loop.captured.grads() if grad is not None} <= ids
+            )
 
     # -- the step ----------------------------------------------------------------------------------------
 
@@ -294,7 +296,7 @@ class _Loop:
         # A capture that is claimed got it, and is read, with all others; not one claimed by another thread since.
         if not (self.claimed and captured.backwards):
             captured.begins()
-            captured.add_arrivals(touched, root)
+            captured.add_arrivals(touched, root, self.thread)
             self.reached.update(touched)
             self.still += 1
             if self.still > STILL:
@@ -320,5 +322,9 @@ class _Loop:
         self.clip_seen, self._weights = False, []
 
     def cleared(self) -> bool:
-        """True if every gradient was taken away."""
-        return all(grad is None for grad in self.captured.grads())
+        """True if every gradient was taken away, as far as this thread may look."""
+        return self.may_look() and all(grad is None for grad in self.captured.grads())
+
+    def may_look(self) -> bool:
+        """True if no other thread can be changing its gradients."""
+        return self.captured.threads.may_look(self.thread)
