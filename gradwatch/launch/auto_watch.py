@@ -13,6 +13,7 @@ import atexit
 import importlib
 import os
 import sys
+import threading
 import weakref
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -71,14 +72,16 @@ class Agent:
         self._waiting: dict[int, tuple[weakref.ref[Optimizer], int]] = {}  # made, not looked at yet
         self._seen: dict[int, weakref.ref[Optimizer]] = {}
         self._prune_at = _MANY
-        self._attaching = False  # by one thread; what it took out of `_waiting` is not watched yet
+        # Held while one thread attaches: what it took out of `_waiting` is not watched yet. A lock, not a flag: no
+        # exception that is sent can keep it from being released.
+        self._attaching = threading.Lock()
         self._inherited: list[Session] = []  # of the process that this one was forked from
         self._numbered = 0  # optimizers in made-up names
         self._named_at = -1  # registrations in modules when names were looked for last
         self._printed: set[str] = set()  # why nothing is watched
         self._reached = 0  # backwards that reached something watched, when the last one began
         self._baselines: Baselines | None = None
-        self._forwards = FirstForwards(self.registered, self._lock)
+        self._forwards = FirstForwards(self.registered, self._lock, _calls_wanted)
         self._without_optimizer = WithoutOptimizer(self.registered)
         optimizer_init.listen(self._made)
         backward_entry.listen(self._about_to_run)
@@ -92,7 +95,7 @@ class Agent:
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Attach to an optimizer that nothing announced; raises only with `--strict`."""
-        if self._attaching or not self._knows(optimizer):
+        if self._attaching.locked() or not self._knows(optimizer):
             self.attach_waiting(optimizer)
         if self._baselines is not None:
             self._baselines.before_step(optimizer)
@@ -120,11 +123,11 @@ class Agent:
         for watch in _watches:
             self._reached += watch.backwards
         look = self._without_optimizer.due(self._reached > before)
-        if look or self._waiting or self._attaching:
+        if look or self._waiting or self._attaching.locked():
             self.attach_waiting(before=call if look else None)
 
     def _about_to_clip(self, clip: Clip) -> None:
-        attaching = self._attaching
+        attaching = self._attaching.locked()
         if not (self._waiting or attaching):
             return
         watch = self.attach_waiting()
@@ -134,7 +137,7 @@ class Agent:
             watch.read_before_clip(clip.grads)
 
     def _scaled(self, scale: torch.Tensor) -> None:
-        if self._waiting or self._attaching:
+        if self._waiting or self._attaching.locked():
             self.attach_waiting()
 
     def _forked(self) -> None:
@@ -150,7 +153,7 @@ class Agent:
         self._seen.clear()
         self._reached = 0
         self._without_optimizer.begin()
-        self._attaching = False
+        self._attaching = threading.Lock()
 
     def save(self) -> None:
         """Save the baselines for a job that is started again."""
@@ -169,17 +172,10 @@ class Agent:
         script nothing but a line, unless `--strict` lets it raise.
         """
         with self._lock.held:
-            if self._attaching:  # by this thread: other threads wait above
+            if self._attaching.locked():  # by this thread: other threads wait above
                 return None
-            try:
-                # Before anything is taken out of `_waiting`, which is read without the lock.
-                self._attaching = True
+            with self._attaching:
                 return self._attach_to(stepping, before)
-            finally:
-                try:
-                    self._attaching = False
-                finally:  # once more: an exception that is sent may arrive at the line above
-                    self._attaching = False
 
     def _attach_to(self, stepping: Optimizer | None, before: BackwardCall | None) -> Session | None:
         ready = self._ready(stepping)
@@ -310,6 +306,11 @@ class Agent:
         if own is None or self._named_at != self.registered.registrations:
             return False
         return all(own.knows_all(map(id, params_of(optimizer))) for optimizer, _ in ready)
+
+
+def _calls_wanted() -> bool:
+    """True if calls may have to be run again: where a watch localises, and before the first, whose rules decide."""
+    return not _watches or any(watch.records_calls for watch in _watches)
 
 
 def _by_hand(identity: int) -> bool:

@@ -46,12 +46,14 @@ class FirstForwards:
     """Holds what models do from the making of an optimizer until it is `handed_over`; again for later optimizers.
 
     Its faults never reach the script: the session that takes over counts them. `lock` is held while
-    models are looked for: threads may make optimizers, and attach, at the same time.
+    models are looked for: threads may make optimizers, and attach, at the same time. No calls are held where nobody
+    is `wanting` them: then it only knows the models.
     """
 
-    def __init__(self, registered: ModuleRegistry, lock: ForkSafeLock) -> None:
+    def __init__(self, registered: ModuleRegistry, lock: ForkSafeLock, wanting: Callable[[], bool]) -> None:
         self._registered = registered
         self._lock = lock
+        self._wanting = wanting
         self._pre_attach: PreAttachRecorder | None = None
         self.has_calls = False  # of some model, held
         self._held: list[_Held] = []
@@ -75,7 +77,7 @@ class FirstForwards:
                 fresh.append((root, modules))
                 identities = frozenset(map(id, params))
                 self._held.append(_Held(weakref.ref(root), identities, self._registered.registrations))
-        if not fresh:
+        if not (fresh and self._wanting()):
             return
         # Here, not at the top: most processes that import torch make no optimizer.
         from gradwatch.localise.hold.calls_before_attach import PreAttachRecorder

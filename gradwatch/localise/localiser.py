@@ -83,7 +83,7 @@ class Localiser:
         self._owns = owns
         self._failed = failed
         self._max_bytes = max_bytes
-        self._hold = hold
+        self.records = hold
         self._rank = rank
         self._models: list[weakref.ref[nn.Module]] = []
         self._recordings = StepRecorder(failed, max_bytes)
@@ -109,7 +109,7 @@ class Localiser:
         self._models = [ref for ref in self._models if ref() is not None]
         for model in models:
             self._models.append(weakref.ref(model))
-            if self._hold:
+            if self.records:
                 self._recordings.add(model)
 
     def inherit(self, pre_attach: PreAttachRecorder, joining: Iterable[nn.Module] = ()) -> None:
@@ -120,7 +120,9 @@ class Localiser:
         if self._recordings.kinds is not pre_attach.kinds:
             pre_attach.kinds |= self._recordings.kinds
             self._recordings.kinds = pre_attach.kinds
-        inherited = pre_attach.handed_over(joining, self.models) if self._hold else pre_attach.handed_over(())
+        inherited = (
+            pre_attach.handed_over(joining, self.models) if self.records else pre_attach.handed_over(())
+        )
         self._recordings.inherit(inherited)
 
     def close(self) -> None:

@@ -374,6 +374,11 @@ class Session:
         self._ownership.join(optimizers)
         capture.spent.end(mark)
 
+    @property
+    def records_calls(self) -> bool:
+        """True if calls of models are recorded, to be run again."""
+        return self.attached is not None and self.attached.causes is not None and self.attached.causes.records
+
     def inherit(self, pre_attach: PreAttachRecorder, joining: Iterable[nn.Module] = ()) -> None:
         """Localise this step too, by calls held before its models were watched, or `join`."""
         if self.attached is not None and self.attached.causes is not None:

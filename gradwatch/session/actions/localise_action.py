@@ -85,6 +85,11 @@ class Causes:
         """Set the dataset indices of the forward calls that follow, until a step is taken."""
         self._localiser.set_indices(indices if hasattr(indices, "__len__") else tuple(indices))
 
+    @property
+    def records(self) -> bool:
+        """True if the calls of a step are recorded."""
+        return self._localiser.records
+
     def held(self) -> list[tuple[nn.Module, Call]]:
         """The forward calls of the present step, in their order."""
         return self._localiser.held()
