@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from gradwatch.incidents.suggestions import suggestion_for
-from gradwatch.records.finding import Finding
+from gradwatch.records.finding import LOSS_SIDE, Finding
 
 BEGAN = {
     "forward": "the forward of {op}",
@@ -17,10 +17,13 @@ BEGAN = {
     "buffer": "a buffer, not finite when {op} read it",
     "activations": "activations off their usual level, which enter {module}",
     "loss": "the loss side: finite outputs, non-finite gradients",
+    "outputs": "the loss side: non-finite gradients of outputs that a number given to {op} made infinite",
+    "number": "a number that is not finite, given to {op}",
     "exploding": "gradients that explode",
     "vanishing": "gradients that vanish",
     "unknown": "not known",
 }
+INFINITE_OUTPUTS = "the loss side: infinite outputs, non-finite gradients"
 AT_OUTPUTS = {
     "exploding": "the loss side: gradients that are too large already where they reach the model's last layer",
     "vanishing": "the loss side: gradients that are too small already where they reach the model's last layer",
@@ -44,7 +47,9 @@ def sentence(finding: Finding) -> str:
     )
     if finding.at_outputs:
         said = AT_OUTPUTS[finding.phase]
-    if finding.phase == "loss" and finding.where:
+    if finding.phase == "outputs" and not finding.op:
+        said = INFINITE_OUTPUTS
+    if finding.phase in LOSS_SIDE and not finding.op and finding.where:
         said += ", of the model called"  # there; what is at fault stands after it
     if finding.module and finding.phase != "activations":
         said += f" in {finding.module}"

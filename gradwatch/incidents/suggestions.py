@@ -95,6 +95,18 @@ SUGGESTIONS: tuple[Suggestion, ...] = (
         phases=("loss",),
     ),
     Suggestion(
+        "infinite-outputs",
+        "The model's outputs are infinite, and the loss is computed of them all the same.",
+        "Leave them out of the loss, or write a large finite number such as -1e9 in place of -inf: 0 · inf is NaN.",
+        phases=("outputs",),
+    ),
+    Suggestion(
+        "number-not-finite",
+        "That operation was given NaN or Inf, as a number or as data: in the code, or computed before.",
+        "Look where that comes from: a mean of nothing, a schedule, a table, a division in Python or numpy, `item()`.",
+        phases=("number",),
+    ),
+    Suggestion(
         "exploding-outputs",
         "All layers are off alike: the loss, what it got, or what follows the last layer made the gradient large.",
         "Look at this batch (labels, weights, its scale), at how the loss is reduced, and at the loss scale; or clip: "
@@ -367,13 +379,6 @@ SUGGESTIONS: tuple[Suggestion, ...] = (
         "Look for the layer whose activations grow (a missing normalisation, a learning rate too high).",
         ops=PRODUCTS,
         beyond=1e10,
-    ),
-    Suggestion(
-        "nan-number",
-        "Finite tensors, and a NaN of them: the plain number beside them is NaN, in the code or computed before.",
-        "Look where that number comes from: a mean of nothing, a schedule, a statistic that was never set.",
-        ops=("mul", "add", "sub"),
-        nan=True,
     ),
     Suggestion(
         "large-numbers",

@@ -25,7 +25,7 @@ from gradwatch.localise.hold.nonfinite_losses import NonFiniteLosses
 from gradwatch.localise.hold.recorded_call import Call
 from gradwatch.localise.hold.step_recorder import StepRecorder
 from gradwatch.localise.replay.fsdp2_all_gather import is_spread
-from gradwatch.records.finding import GAINS, Finding
+from gradwatch.records.finding import GAINS, LOSS_SIDE, Finding
 from gradwatch.runtime.interruption import not_ours
 from gradwatch.taps import backward, step_hooks
 
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 Suspicion = Literal["nonfinite", "exploding", "vanishing"]
 Way = Literal["replay", "record", "detect_anomaly"]
-IN_LOOP = ("unknown", "loss", "input")
+IN_LOOP = ("unknown", *LOSS_SIDE, "input")
 """Where what the calls of the models show may have begun in the loop itself."""
 TRIES = 3  # localisations of one incident that found nothing, before it is left alone
 NOT_KEPT = "{count} earlier micro-batches were not kept (max_bytes)"
@@ -215,7 +215,7 @@ class Localiser:
         finding = self._with_batch(finding)  # this rank's own, before all are told of one
         if agreement is not None:
             finding = self._agreed(agreement, finding)
-        if finding.found and finding.phase != "loss":
+        if finding.found and finding.phase not in LOSS_SIDE:
             self._last = (newest, finding)
         self._incidents[ask.incident] = TRIES if finding.found else self._incidents.get(ask.incident, 0) + 1
         while len(self._incidents) > 1024:
@@ -270,7 +270,7 @@ class Localiser:
             return self._later(ask, f"no replay: the step run again raised {type(error).__name__}: {error}")
         if finding.phase in IN_LOOP and ask.suspicion == "nonfinite":
             finding = self._of_loop(held, finding)
-        if finding.phase in ("unknown", "loss") and ask.suspicion == "nonfinite":
+        if finding.phase in ("unknown", *LOSS_SIDE) and ask.suspicion == "nonfinite":
             dropped = self._recordings.dropped
             more = NOT_KEPT.format(count=dropped) if dropped else ""
             return self._later(ask, more, finding)
@@ -324,7 +324,7 @@ class Localiser:
             return own
         if (
             finding.found
-            and finding.phase != "loss"
+            and finding.phase not in LOSS_SIDE
             and any(isinstance(live, Live) and not live.under_way for live in self._live)
         ):
             self._live.clear()

@@ -16,6 +16,8 @@ Phase = Literal[
     "forward",
     "backward",
     "loss",
+    "outputs",
+    "number",
     "input",
     "tensor",
     "parameter",
@@ -25,7 +27,8 @@ Phase = Literal[
     "vanishing",
     "unknown",
 ]
-"""Where it began: in the forward or the backward of the operation named; on the loss side of the model's outputs;
+"""Where it began: in the forward or the backward of the operation named; on the loss side of the model's outputs, which
+are finite ("loss") or infinite on purpose, as far as one can tell ("outputs"); in a number that an operation was given;
 in the batch, another tensor of the loop (a label, a mask), a weight or a buffer that was not finite before the step. Of
 gradients that are finite: where they grow or shrink most, or the layer that activations off their usual level enter. Or
 it is not known (`note` says why)."""
@@ -35,6 +38,7 @@ By = Literal["replay", "record", "closure", "norms"]
 step compared with their usual levels."""
 
 PHASES: tuple[str, ...] = get_args(Phase)
+LOSS_SIDE = ("loss", "outputs")  # phases that name no operation at fault
 GAINS = ("activations", "exploding", "vanishing")  # phases of gradients that are finite
 LATER_OF_LAYERS = ("moved", "weights_moved")  # not in findings of earlier versions
 MOST_SHOWN = 16  # positions of samples named in a sentence
@@ -195,8 +199,8 @@ class Finding:
 
     @property
     def exactness(self) -> int:
-        """0 where no cause is known, 1 where only the side of the model's outputs is ("loss"), 2 for an operation."""
-        return 0 if not self.found else 1 if self.phase == "loss" else 2
+        """0 where no cause is known, 1 where only the side of the model's outputs is, 2 for an operation."""
+        return 0 if not self.found else 1 if self.phase in LOSS_SIDE else 2
 
     @property
     def frame(self) -> Frame | None:

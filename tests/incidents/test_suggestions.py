@@ -61,7 +61,11 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], ...]] = {
     "infinity-minus-infinity": (lambda x: (x + torch.tensor(INF)) - torch.tensor(INF),),
     "norm-layer": (lambda x: functional.layer_norm((x + 1) * 1e30, (3,)),),
     "matrix-product-overflow": (lambda x: (x.abs() + 1e25) @ (x.abs() + 1e25).T,),
-    "nan-number": (lambda x: x * float("nan"), lambda x: x + float("nan")),
+    "number-not-finite": (
+        lambda x: x * float("nan"),
+        lambda x: x + float("nan"),
+        lambda x: x + torch.tensor(math.nan),
+    ),
     "large-numbers": (lambda x: x * 1e30 * 1e30, lambda x: (x.abs() * 1e38 + 3e38).sum()),
     "general": (lambda x: torch.tan(x * 0 + 1e38) * 0 + torch.nn.functional.softplus(x, beta=0.0),),
 }
@@ -72,6 +76,7 @@ BY_PHASE = {
     "parameter-not-finite",
     "buffer-not-finite",
     "loss-side",
+    "infinite-outputs",
     "exploding-outputs",
     "vanishing-outputs",
     "several-layers",
@@ -122,7 +127,7 @@ def test_operation_gets_its_remedy(remedy: str, function: Callable[[Tensor], Ten
 
 
 def test_what_was_there_before_gets_its_remedy() -> None:
-    """A batch, a weight or a buffer that is not finite, and the loss side, are told apart."""
+    """A batch, a weight or a buffer that is not finite, the loss side, and infinite outputs are told apart."""
     torch.manual_seed(0)
     spoilt = torch.full((5, 4), math.nan)
     ids = [suggestion_for(found(Applied(torch.tanh), spoilt))]
@@ -136,11 +141,15 @@ def test_what_was_there_before_gets_its_remedy() -> None:
     ids.append(
         suggestion_for(found(Applied(torch.tanh), torch.randn(5, 4), lambda out: (out - out).sqrt().sum()))
     )
+    ids.append(
+        suggestion_for(found(Applied(lambda h: h - math.inf), torch.randn(5, 4), lambda h: h.square().sum()))
+    )
     assert [one.id for one in ids if one] == [
         "input-not-finite",
         "parameter-not-finite",
         "buffer-not-finite",
         "loss-side",
+        "infinite-outputs",
     ]
 
 

@@ -14,6 +14,11 @@ LOSS_SIDE = (
     "the model's outputs are finite and the gradient that reached them is not: look at the code between the "
     "model's call and `backward()`"
 )
+INFINITE = (
+    "the model's outputs hold infinities of {whence}, and the gradient that reached them is not finite: they are a "
+    "mistake, or the code between the model's call and `backward()` does not leave them out"
+)
+UNNAMED = "that is no parameter, buffer or attribute of the model"
 NOT_AGAIN = (
     "run again, the step gives finite gradients: they became non-finite after autograd (in a hook on a "
     "parameter, or in code between backward and step), or the step is not deterministic"
@@ -50,14 +55,7 @@ def _cause(traces: Sequence[Trace], by: By) -> Finding:
             return from_culprit(trace, by, number)
     for number, trace in reversed(list(enumerate(traces))):
         if not trace.incoming:
-            return Finding(
-                "loss",
-                by,
-                frames=trace.caller,
-                result=trace.gradient,
-                call=number,
-                note=LOSS_SIDE,
-            )
+            return _from_loss_side(trace, by, number)
         if trace.origin is not None:
             return from_origin(trace.origin, trace, by, number)
     return Finding("unknown", by, note=NOT_AGAIN)
@@ -69,17 +67,33 @@ def _same_line(trace: Trace) -> bool:
     return origin is not None and culprit is not None and origin.frames[:1] == culprit.frames[:1]
 
 
+def _from_loss_side(trace: Trace, by: By, number: int) -> Finding:
+    """The gradient came so to the outputs, which are finite, or infinite on purpose as far as one can tell."""
+    if trace.infinity is None:
+        return Finding("loss", by, frames=trace.caller, result=trace.gradient, call=number, note=LOSS_SIDE)
+    found = from_origin(trace.infinity, trace, by, number)
+    note = INFINITE.format(whence=_whence(trace.infinity, trace))
+    found = found.amended(phase="outputs", result=trace.gradient, note=note)
+    if trace.infinity.external and not trace.infinity.number:
+        # What read it first may have nothing to do with the outputs.
+        return found.amended(op="", function="", module="", module_type="", frames=trace.caller)
+    return found
+
+
 def from_origin(origin: Origin, trace: Trace, by: By, number: int) -> Finding:
     """An operation of the forward, or the tensor that was not finite before it."""
     phase: Phase = "forward"
     note = ""
-    if origin.external:
-        kind, name = trace.sources.get(origin.source, ("forward", ""))
-        if kind not in ("parameter", "buffer", "input", "tensor"):
-            kind, name = "tensor", "made outside the model's forward"
-        phase = kind  # type: ignore[assignment]
-        note = f"{kind} {name} was not finite before this operation read it"
+    if origin.number:
+        phase = "number"
+        if origin.given is not None:
+            note = f"it may have been computed from that of {_place(origin.given)}, not finite before it"
+    elif origin.external:
+        phase, name = _source(origin, trace)
+        note = f"the {phase} {name} was not finite before this operation read it"
         origin = replace(origin, operands=tuple(replace(one, name=name) for one in origin.operands))
+    elif origin.given is not None:
+        note = f"it was given an infinity of {_whence(origin.given, trace)}"
     return Finding(
         phase,
         by,
@@ -95,10 +109,32 @@ def from_origin(origin: Origin, trace: Trace, by: By, number: int) -> Finding:
     )
 
 
+def _source(origin: Origin, trace: Trace) -> tuple[Phase, str]:
+    """Kind and name of a tensor that was not finite before it was read."""
+    kind, name = trace.sources.get(origin.source, ("tensor", UNNAMED))
+    return kind, name  # type: ignore[return-value]
+
+
+def _whence(origin: Origin, trace: Trace) -> str:
+    """`a number given to full in Net at train.py:12`, `the buffer scale`."""
+    if origin.number or not origin.external:
+        return f"a number given to {_place(origin)}"
+    return f"the {' '.join(_source(origin, trace))}"
+
+
+def _place(origin: Origin) -> str:
+    module, frame = origin.module[0], next(iter(origin.frames), None)
+    said = f"{origin.op} in {module}" if module else origin.op
+    return said if frame is None else f"{said} at {frame.where}"
+
+
 def from_culprit(trace: Trace, by: By, number: int) -> Finding:
     """A node of the backward; inside a custom Function, the operation of its `backward`."""
     culprit: Culprit = trace.culprits[0]
     within = trace.inside
+    note = ""
+    if culprit.infinity is not None:
+        note = f"what the forward left it is infinite, of {_whence(culprit.infinity, trace)}"
     return Finding(
         "backward",
         by,
@@ -112,4 +148,5 @@ def from_culprit(trace: Trace, by: By, number: int) -> Finding:
         result=culprit.result,
         call=number,
         others=len(trace.culprits) - 1,
+        note=note,
     )

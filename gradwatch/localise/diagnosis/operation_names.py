@@ -12,6 +12,7 @@ _WORD = re.compile(r"(?<=[a-z])(?=[A-Z])")
 
 # Kernels whose name no user ever writes.
 PUBLIC = {
+    "lift_fresh": "tensor",
     "to_copy": "to",
     "native_layer_norm": "layer_norm",
     "native_batch_norm": "batch_norm",

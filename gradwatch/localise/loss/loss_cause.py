@@ -15,7 +15,8 @@ from gradwatch.localise.loss.interpreter.effort import Effort, TooMuchError
 from gradwatch.localise.loss.loop_scope import LoopAtBackward, LoopScope
 from gradwatch.localise.loss.loss_rerun import run_loss_again
 from gradwatch.localise.loss.model_calls import Held
-from gradwatch.localise.replay.forward_operations import key_of
+from gradwatch.localise.replay.backward_nodes import Culprit
+from gradwatch.localise.replay.forward_operations import Origin, key_of
 from gradwatch.localise.replay.step_replay import Trace
 from gradwatch.records.finding import Finding
 
@@ -55,6 +56,11 @@ def cause_in_loop(
         return finding
     note = f"the loop's code was not run again: {why}"
     return finding.noted(note)
+
+
+def _is_at(origin: Origin, culprit: Culprit) -> bool:
+    """True if both are of the same operation on the same line."""
+    return origin.frames[:1] == culprit.frames[:1] and origin.op == culprit.op
 
 
 def _call_at_fault(trace: Trace, made: Sequence[Call]) -> Call:
@@ -99,11 +105,15 @@ def _cause(
     origin, note = trace.origin, ""
     if origin is None and trace.culprits:
         culprit = trace.culprits[0]
-        origin = culprit.made
+        infinite = culprit.infinity if trace.infinity is not None else None
+        if infinite is not None and _is_at(infinite, culprit):
+            infinite = None  # the culprit says it all
+        origin = culprit.made or infinite
         if origin is None:
             return from_culprit(trace, "replay", 0)
-        if origin.frames[:1] != culprit.frames[:1] or origin.op != culprit.op:
-            note = f"the loss is finite; the backward of {culprit.op} multiplied what this left"
+        if not _is_at(origin, culprit):
+            loss = "infinite" if trace.infinity is not None else "finite"
+            note = f"the loss is {loss}; the backward of {culprit.op} multiplied what this left"
     if origin is None:
         return None
     read = origin if origin.external else origin.given

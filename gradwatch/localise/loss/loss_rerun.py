@@ -35,10 +35,10 @@ from gradwatch.localise.replay.step_replay import (
     blame_nodes,
     blame_outputs,
     eager,
-    sources,
     unchecked,
     within,
 )
+from gradwatch.localise.replay.tensor_sources import sources
 from gradwatch.runtime.interruption import not_ours
 from gradwatch.taps.graph import around_backward
 from gradwatch.taps.process_totals import uncounted
@@ -244,13 +244,14 @@ def _sources(
 ) -> dict[int, tuple[str, str]]:
     """Names of tensors that the loss code has not made, by the key of their memory."""
     named = {name: value for name, value in scope.values.items() if isinstance(value, Tensor)}
-    names = {key: name for key, (_, name) in sources(named).items()}
+    names = {key: name for key, (_, name) in sources((), named).items()}
     found = {key: ("tensor", name) for key, name in names.items()}
     for model, call in held:
         if within(inner(model), models):
-            for key, (_, name) in sources({}, call.args, call.kwargs).items():
+            for key, (_, name) in sources((), {}, call.args, call.kwargs).items():
                 found[key] = "input", names.get(key, name)
-    return found | sources({key.split(".", 2)[2]: tensor for key, tensor in stand_ins.items()})
+    given = {key.split(".", 2)[2]: tensor for key, tensor in stand_ins.items()}
+    return sources(models, {}) | found | sources((), given)
 
 
 def _refuse_hooked(leaves: Sequence[Tensor], given: Any) -> None:

@@ -101,6 +101,8 @@ def loss_statements(
         tried = dict.fromkeys((depending(sliced, called), sliced, tuple(since)))
         yield from (LossStatements((*begun, *one), root, around) for one in tried)
         return
+    if any(covers(root, line) for line in called):  # `model(x).square().mean().backward()`
+        yield LossStatements((), root, around)
     whole, _ = needed(ordered, loaded(root))
     for count in range(1, min(len(whole), REARMOST) + 1):
         yield LossStatements(whole[-count:], root, around)

@@ -32,7 +32,8 @@ COUNTED = 16  # further culprits looked for
 class Culprit:
     """A node that was given finite gradients and made one that is not.
 
-    `made`: where a tensor that its forward saved, and that was not finite, came from.
+    `made`: where a tensor that its forward saved, and that was not finite, came from; `infinity` the same of one that
+    is infinite on purpose, as far as one can tell.
     """
 
     op: str
@@ -44,6 +45,7 @@ class Culprit:
     custom: bool
     function: str = ""
     made: Origin | None = None
+    infinity: Origin | None = None
 
 
 class BackwardTracer:
@@ -104,6 +106,7 @@ class BackwardTracer:
 
     def _culprit(self, node: Node, made: tuple[Tensor | None, ...], given: tuple[Any, ...]) -> Culprit:
         name, kept = node.name(), list(saved(node))
+        origins = [self._origin_of(tensor) for _, tensor in kept if not finite((tensor,))]
         broken = [grad for grad in made if grad is not None and not finite((grad,))]
         came = [describe("gradient in", grad) for grad in given if grad is not None]
         return Culprit(
@@ -118,14 +121,13 @@ class BackwardTracer:
             result=describe("gradient out", broken[0]) if broken else None,
             custom=isinstance(node, torch.autograd.function.BackwardCFunction),
             function=self._function(node._sequence_nr()),
-            made=self._made(kept),
+            made=_first(one for one in origins if one and not one.intended),
+            infinity=_first(one for one in origins if one and one.intended),
         )
 
-    def _made(self, kept: Iterable[tuple[str, Tensor]]) -> Origin | None:
-        found = (self._origin_of(tensor) for _, tensor in kept if not finite((tensor,)))
-        return min(
-            (one for one in found if one and not one.intended), key=lambda one: one.order, default=None
-        )
+
+def _first(origins: Iterable[Origin]) -> Origin | None:
+    return min(origins, key=lambda one: one.order, default=None)
 
 
 def nodes(roots: Iterable[Node | None]) -> Iterator[Node]:

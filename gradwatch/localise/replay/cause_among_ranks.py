@@ -13,10 +13,11 @@ from collections.abc import Sequence
 from gradwatch.distributed.process_group import AloneError, meet
 from gradwatch.localise.hold.module_attributes import Refused
 from gradwatch.localise.replay.gradient_shares import CARRIED, STANDS_OUT
-from gradwatch.records.finding import GAINS, Finding
+from gradwatch.records.finding import GAINS, LOSS_SIDE, Finding
 
 MADE = "made"  # beside the fields of a Finding
-SURE = ("unknown", "loss")  # from the least sure; every other phase names an operation, a tensor or a module
+SURE = ("unknown", *LOSS_SIDE)
+"""From the least sure; every other phase names an operation, a tensor or a module."""
 MET = "the ranks could not compare causes: {why}; this is the cause found on rank {rank} alone"
 
 

@@ -22,7 +22,8 @@ from gradwatch.localise.hold.random_generators import Generators
 from gradwatch.localise.replay.fsdp2_all_gather import is_spread
 from gradwatch.localise.replay.operation_recorder import Recorder
 from gradwatch.localise.replay.state_restored import aliases, state_restored
-from gradwatch.localise.replay.step_replay import Trace, blame_backward, eager, sources, unchecked
+from gradwatch.localise.replay.step_replay import Trace, blame_backward, eager, unchecked
+from gradwatch.localise.replay.tensor_sources import sources
 from gradwatch.taps.graph import around_backward
 from gradwatch.taps.process_totals import uncounted
 
@@ -76,7 +77,8 @@ def run_again(
     recorder = Recorder(kept.models, failed)
     recorder.expect(tensor for model in kept.models for tensor in written_in_place(model)[0])
     recorder.expect(given.values())
-    trace = Trace(sources=sources({name.split(".", 2)[2]: tensor for name, tensor in given.items()}))
+    named = {name.split(".", 2)[2]: tensor for name, tensor in given.items()}
+    trace = Trace(sources=sources(kept.models, named))
 
     def backward(roots: Sequence[Tensor]) -> Callable[[], None]:
         return blame_backward(trace, recorder, roots)

@@ -35,8 +35,9 @@ class Origin:
     """Origin of a non-finite number; `external` = it was there already when it was first read.
 
     `intended`: an infinity that the operation was given as a number, or found in a tensor that no operation computed.
-    `order` counts origins; `source` is the key (see `key_of`) of an external tensor. `given` is an intended infinity
-    that the operation made NaN of.
+    `order` counts origins; `source` is the key (see `key_of`) of an external tensor. `number`: it is in a number, or in
+    data of Python's or numpy's, that the operation was given. `given` is an intended infinity that the operation made
+    NaN of; of such a number what was not finite before it, and which it may have been computed from.
     """
 
     order: int
@@ -49,6 +50,7 @@ class Origin:
     function: str = ""
     intended: bool = False
     external: bool = False
+    number: bool = False
     source: int = 0
     given: Origin | None = None
 
@@ -218,18 +220,25 @@ class ForwardTracer(DispatchMode):
         traced: Origin | None,
     ) -> Origin:
         numbers = (leaf for leaf in nested_containers.leaves(arguments) if isinstance(leaf, float))
+        number = any(map(math.isnan if found.nan else math.isinf, numbers))
         return self._add(
             op=of_kernel(name),
             operands=tuple(describe(f"input {n}", tensor) for n, tensor in enumerate(given)),
             result=describe("result", made),
             nan=found.nan,
-            intended=not found.nan and any(map(math.isinf, numbers)),
-            given=traced,
+            intended=number and not found.nan,
+            number=number,
+            given=traced or (self._before_number() if number else None),
         )
+
+    def _before_number(self) -> Origin | None:
+        """The first NaN or Inf that an operation made: a number that comes from Python may have been computed of it."""
+        return next((one for one in self.origins if not (one.intended or one.number)), None)
 
     def _found(self, name: str, tensor: Tensor, found: State) -> Origin:
         """A tensor that was not finite before anything watched here was done with it."""
         held = describe("input", tensor)
+        number = name == "lift_fresh"  # as of `torch.tensor(…)`, `from_numpy`
         origin = self._add(
             op=of_kernel(name),
             operands=(held,),
@@ -237,6 +246,8 @@ class ForwardTracer(DispatchMode):
             nan=found.nan,
             intended=not found.nan,
             external=True,
+            number=number,
+            given=self._before_number() if number else None,
             source=key_of(tensor),
         )
         self._keep(tensor, found.nan, origin)

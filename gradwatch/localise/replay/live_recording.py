@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from gradwatch.localise.hold.module_attributes import Refused
 from gradwatch.localise.replay.operation_recorder import Recorder
-from gradwatch.localise.replay.step_replay import Trace, blame_backward, sources
+from gradwatch.localise.replay.step_replay import Trace, blame_backward
+from gradwatch.localise.replay.tensor_sources import sources
 from gradwatch.taps import dispatch_modes
 from gradwatch.taps.dynamo import anything_compiled
 from gradwatch.taps.graph import around_backward
@@ -52,7 +53,7 @@ class Live:
                 raise
 
     def _enter(self) -> None:
-        self._trace = Trace(sources=sources(_named(self._models)))
+        self._trace = Trace(sources=sources(self._models, _named(self._models)))
         self._recorder = Recorder(self._models, self._failed)
         self._recorder.enter(functions=False)
         self._unwatch = around_backward.listen(self._backward)

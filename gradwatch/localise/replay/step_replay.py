@@ -24,10 +24,11 @@ from gradwatch.localise.hold.model_recorder import MAX_BYTES
 from gradwatch.localise.hold.module_attributes import Refused, written_in_place
 from gradwatch.localise.hold.recorded_call import Call
 from gradwatch.localise.replay.backward_nodes import Culprit
-from gradwatch.localise.replay.forward_operations import Origin, key_of
+from gradwatch.localise.replay.forward_operations import Origin
 from gradwatch.localise.replay.fsdp2_all_gather import without_fsdp
 from gradwatch.localise.replay.operation_recorder import Recorder
 from gradwatch.localise.replay.state_restored import aliases, state_restored
+from gradwatch.localise.replay.tensor_sources import sources
 from gradwatch.records.finding import Frame, Operand
 from gradwatch.taps import dynamo, module_calls, nested_containers
 from gradwatch.taps.muted_forwards import transforming
@@ -38,15 +39,17 @@ from gradwatch.taps.process_totals import uncounted
 class Trace:
     """Result of one forward call and its backward.
 
-    `origin`: where a non-finite output came from; `has_nan`: that output is NaN. `culprits`: nodes of the
-    backward. `inside`: the operation at fault within a custom Function. `incoming`: the gradient at the outputs
-    was finite, else `gradient` describes it. `sources`: what an external origin is called, by its key. `caller`:
-    the line that called the model. `stray`: an operation that wrote where the old values are not restored.
+    `origin`: where a non-finite output came from; `has_nan`: that output is NaN. `infinity`: the same of one that is
+    infinite on purpose, as far as one can tell. `culprits`: nodes of the backward. `inside`: the operation at fault
+    within a custom Function. `incoming`: the gradient at the outputs was finite, else `gradient` describes it.
+    `sources`: what an external origin is called, by its key. `caller`: the line that called the model. `stray`: an
+    operation that wrote where the old values are not restored.
     `skipped`: why this call was not run again; "" where it was.
     """
 
     caller: tuple[Frame, ...] = ()
     origin: Origin | None = None
+    infinity: Origin | None = None
     has_nan: bool = False
     culprits: list[Culprit] = field(default_factory=list)
     inside: Origin | None = None
@@ -176,7 +179,7 @@ def _again(
 
     def run(substitute: nn.Module) -> None:
         args, kwargs = _fresh((call.args, call.kwargs))
-        trace.sources = sources(given, args, kwargs)
+        trace.sources = sources([model], given, args, kwargs)
         call.generators.restore()
         with (
             listener.forward(call, (args, kwargs)) as (args, kwargs),
@@ -240,7 +243,9 @@ def blame_outputs(trace: Trace, outputs: Sequence[Tensor], recorder: Recorder) -
     found = []
     for tensor in outputs:
         origin = recorder.origin_of(tensor)
-        if origin is not None and not origin.intended:
+        if origin is not None and origin.intended:
+            trace.infinity = trace.infinity or origin
+        elif origin is not None:
             nan = state(tensor).nan
             found.append((not nan, origin.order, origin))
             trace.has_nan |= nan
@@ -295,18 +300,6 @@ def _fresh(tree: Any) -> Any:
         return leaf
 
     return nested_containers.replaced(fresh, tree)
-
-
-def sources(given: Mapping[str, Tensor], args: Any = (), kwargs: Any = None) -> dict[int, tuple[str, str]]:
-    """("parameter" | "buffer" | "input", name) by the key of the tensor's memory."""
-    found = {
-        key_of(tensor): ("parameter" if isinstance(tensor, nn.Parameter) else "buffer", name)
-        for name, tensor in given.items()
-    }
-    for name, leaf in nested_containers.named_leaves(args, kwargs or {}):
-        if isinstance(leaf, Tensor):
-            found[key_of(leaf)] = ("input", name)
-    return found
 
 
 @contextlib.contextmanager

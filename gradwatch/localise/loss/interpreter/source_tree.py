@@ -120,8 +120,8 @@ def path_to(body: list[ast.stmt], line: int) -> list[tuple[ast.stmt | None, list
         body = inner
 
 
-def covers(statement: ast.stmt, line: int) -> bool:
-    """True if a line belongs to the statement."""
+def covers(statement: ast.stmt | ast.expr, line: int) -> bool:
+    """True if a line belongs to the statement, or expression."""
     return statement.lineno <= line <= (statement.end_lineno or statement.lineno)
 
 
