@@ -11,6 +11,7 @@ from gradwatch.records.finding import LOSS_SIDE, Finding
 BEGAN = {
     "forward": "the forward of {op}",
     "backward": "the backward of {op}",
+    "irreproducible": "irreproducible: run again, {name} is another than in training",
     "input": "the batch, not finite when {op} read it",
     "tensor": "the tensor {name}, not finite when {op} read it",
     "parameter": "a weight, not finite when {op} read it",
@@ -72,6 +73,9 @@ def fields(finding: Finding) -> Iterator[tuple[str, object]]:
         "why": "" if suggestion is None else suggestion.why,
         "mend": "" if suggestion is None else suggestion.fix,
         "samples": finding.carriers,
+        "device": finding.device,
+        "host": finding.host,
+        "deterministic": "yes" if finding.deterministic else "",
         "note": finding.note,
         "incident": finding.incident,
     }
@@ -101,6 +105,12 @@ def page(finding: Finding) -> Iterator[str]:
     said += [f"forward call {finding.call} of the step"] if finding.call else []
     said += [f"batch {finding.batch}"] if finding.batch is not None else []
     said += [_carried(finding)] if finding.share or finding.carriers else []
+    said += (
+        ["run again, the model's outputs were the same, bit for bit (deterministic)"]
+        if finding.deterministic
+        else []
+    )
+    said += [f"computed on {finding.device} of host {finding.host}"] if finding.device else []
     said += [f"{finding.others} further operations did the same"] if finding.others else []
     said += [finding.note] if finding.note else []
     yield from (f"- {one}" for one in said)

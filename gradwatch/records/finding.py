@@ -18,6 +18,7 @@ Phase = Literal[
     "loss",
     "outputs",
     "number",
+    "irreproducible",
     "input",
     "tensor",
     "parameter",
@@ -30,8 +31,9 @@ Phase = Literal[
 """Where it began: in the forward or the backward of the operation named; on the loss side of the model's outputs, which
 are finite ("loss") or infinite on purpose, as far as one can tell ("outputs"); in a number that an operation was given;
 in the batch, another tensor of the loop (a label, a mask), a weight or a buffer that was not finite before the step. Of
-gradients that are finite: where they grow or shrink most, or the layer that activations off their usual level enter. Or
-it is not known (`note` says why)."""
+gradients that are finite: where they grow or shrink most, or the layer that activations off their usual level enter.
+"irreproducible": an output of the module was another when it was run again from the same inputs and generators. Or it
+is not known (`note` says why)."""
 
 By = Literal["replay", "record", "closure", "norms"]
 """How it was found: the step run again, the next steps recorded as they ran, `Watch.step(closure)`, or the norms of the
@@ -164,6 +166,8 @@ class Finding:
     carry most of a gradient that explodes; () where all are, or it is not known. `share` is the part that they
     carry of such a gradient (that call for `samples` of ()), 0 where it is not known. `others` is how many further
     operations did the same, and `first_parameter` the first parameter in backward order that the rule named.
+    `deterministic`: run again, the model's outputs were the same, bit for bit; False where that is not known, or not
+    so. `device` and `host` are those of an output that was not.
     `note` says what else is to be said, or why nothing was found.
     """
 
@@ -187,6 +191,9 @@ class Finding:
     samples: tuple[int, ...] = ()
     share: float = 0.0
     others: int = 0
+    deterministic: bool = False
+    device: str = ""
+    host: str = ""
     first_parameter: str = ""
     rule: str = ""
     incident: str = ""

@@ -27,7 +27,7 @@ from gradwatch.sinks.prometheus.metric_values import OptimizerView, RunEnd, View
 from gradwatch.sinks.prometheus.run_totals import Histogram, RunTotals
 
 _NEWEST = 5
-_FORMAT = 2
+_FORMAT = 3
 _HISTOGRAMS = ("grad_norm", "step_seconds", "observe_seconds")
 _COUNTS = (
     "steps",
@@ -37,6 +37,7 @@ _COUNTS = (
     "clipped_steps",
     "skipped_steps",
     "scaler_skips",
+    "irreproducible_steps",
 )
 
 
@@ -97,13 +98,15 @@ def summarise(process: Process) -> Summary | None:
     beside = _BesideSteps()
     for step in join_records(beside.heed(reader.entries())):
         record = step.record
-        run_totals = totals_by_index.setdefault(record.snapshot.optimizer, RunTotals.of(found.run.rules))
+        run_totals = totals_by_index.setdefault(
+            record.snapshot.optimizer, RunTotals.of(found.run.rules, rank=found.run.rank)
+        )
         run_totals.observe(record, record.wall_time)
         run_totals.record = None  # a run of many parameters would be kept alive by its last step
         stopped |= record.decision.stop
         last = max(last, record.wall_time)
     for optimizer, firings in beside.firings.items():
-        run_totals = totals_by_index.setdefault(optimizer, RunTotals.of(found.run.rules))
+        run_totals = totals_by_index.setdefault(optimizer, RunTotals.of(found.run.rules, rank=found.run.rank))
         run_totals.firings |= firings
     stopped |= beside.ended == "stopped"
     outcome: Any = "stopped" if stopped else "finished" if reader.complete else "died"

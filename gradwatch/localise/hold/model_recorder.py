@@ -39,6 +39,7 @@ MAX_BYTES = 64 << 20
 """Held per model beyond the arguments of its latest call: earlier micro-batches, gradients at outputs."""
 
 MAX_CALLS = 256
+SMALL = 1 << 20  # bytes of an output that is kept until the step, to see whether it comes again
 _tracing = torch.compiler.is_dynamo_compiling
 _orders = itertools.count()  # of calls, over all models of the process
 next_order: Callable[[], int] = partial(next, _orders)
@@ -306,9 +307,15 @@ class ModelRecorder:
             call.outputs = len(outputs)
             if self._buffers is not None:
                 self._buffers.learn()
+            returned: dict[int, tuple[Tensor, int]] = {}
+            seen = dispatching() or functions()
             for position, tensor in enumerate(outputs):
                 if tensor.requires_grad and tensor.grad_fn is not None:
                     on_gradient(tensor, partial(_gradient, self, call, position))
+                    if not seen and type(tensor) is Tensor and _is_small(tensor):
+                        returned[position] = tensor.detach(), tensor._version
+            if returned:
+                call.returned = returned
             self.calls.append(call)
             if len(self.calls) > 1:
                 self._make_room()
@@ -342,6 +349,11 @@ class ModelRecorder:
             self._discard(call)
             held, count = held - call.nbytes, count - 1
             self.dropped += 1
+
+
+def _is_small(tensor: Tensor) -> bool:
+    """True if little memory is kept with it: that of which it may be a view."""
+    return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() <= SMALL
 
 
 @untraced

@@ -26,9 +26,11 @@ from gradwatch.localise.replay.gradient_shares import (
     PartsOfCalls,
     RowsOfCall,
 )
+from gradwatch.localise.replay.reproduction import Outputs, Reproduction, WithOutputs
 from gradwatch.localise.replay.step_replay import CallListener, Trace, replay
 from gradwatch.records.finding import GAINS, Finding
 from gradwatch.runtime.interruption import not_ours
+from gradwatch.taps.dynamo import anything_compiled
 
 NO_GAIN = "no gradient passed through a module, so it is not known by how much any multiplies it"
 
@@ -48,8 +50,10 @@ class DiagnosedReplay:
     max_bytes: int
 
     def nonfinite(self) -> Finding:
-        """The operation that made the first NaN or Inf. Raises Refused."""
-        return _unless_skipped(self._run(None))
+        """The operation that made the first NaN or Inf, or an output that is irreproducible. Raises Refused."""
+        outputs = Outputs()
+        traces = self._run(None, outputs)
+        return self._reproduced(_unless_skipped(traces), outputs, traces)
 
     def growing(self, exploding: bool, moved: Mapping[str, float]) -> tuple[Finding, float | None]:
         """The module at which gradients grow, or vanish; a NaN before that. Raises Refused.
@@ -61,12 +65,31 @@ class DiagnosedReplay:
         profile, parts = Profile(self.models, self.fault), None
         if exploding and not any(map(is_spread, self.models)):
             parts = PartsOfCalls(Directions(self.models))
-        traces = self._run(profile, parts)
+        outputs = Outputs() if parts is None else WithOutputs(parts)
+        traces = self._run(profile, outputs)
         finding = _noting_skipped(diagnosed_gain(traces, profile, exploding, moved), traces)
+        finding = self._reproduced(finding, outputs, traces)
         unsure = finding.phase not in GAINS and finding.found
         if parts is None or unsure or not parts.directions.usable or any(trace.skipped for trace in traces):
             return finding, None
         return self._carried(finding, parts), parts.whole
+
+    def _reproduced(self, finding: Finding, outputs: Outputs, traces: list[Trace]) -> Finding:
+        """The finding, and whether the step comes again; not of what was compiled, for it is run again as written."""
+        if anything_compiled() or any(map(is_spread, self.models)):
+            return finding
+        stray = next((trace.stray for trace in traces if trace.stray), "")
+        try:
+            return Reproduction(outputs, self.models, self.held, self._once_more, stray).of(finding)
+        except Exception as error:
+            if not_ours(error):
+                raise
+            return finding.noted(
+                f"whether the step comes again is not known: {type(error).__name__}: {error}"
+            )
+
+    def _once_more(self, listener: CallListener) -> None:
+        replay(self.held, self.models, self.fault, None, self.max_bytes, None, listener)
 
     def _carried(self, finding: Finding, parts: PartsOfCalls) -> Finding:
         """The finding with the call that carries the gradient, and the rows of its batch, where they are few."""

@@ -7,7 +7,8 @@ what the forward sets on its modules (`self.calls += 1`) or writes in place into
 (`self.ema.mul_(0.9)`, `torch.randn(…, generator=self.generator)`).
 
 What remains: state that is in none of these, such as global Python variables, files, and objects of the user's own
-classes. Tensors there that a forward writes into are noticed (`ForwardTracer.stray`), and told; the rest is not.
+classes. Tensors there that a forward writes into are noticed (`ForwardTracer.stray`), and told; of the rest what a
+forward changes is noticed where outputs do not come again (`gradwatch.localise.replay.hidden_state`).
 """
 
 from __future__ import annotations

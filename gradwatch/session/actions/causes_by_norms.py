@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 
 from gradwatch.engine import BoundEngine, EngineState
+from gradwatch.localise.diagnosis.loss_levels import of_loss
 from gradwatch.localise.diagnosis.norm_levels import of_norms
 from gradwatch.records.event import Event
 from gradwatch.records.finding import Finding
@@ -41,10 +43,11 @@ def causes_by_norms(
         return
     columns = {one.rule.id: one.series.column for one in bound.plan.rules}
     caused = {finding.rule for finding in known}
-    asked = [one for one in begun if one.rule not in caused and columns[one.rule] in OF_GRADIENTS]
+    asked = [one for one in begun if one.rule not in caused and columns[one.rule] in (*OF_GRADIENTS, "loss")]
     moved = factors_of_usual(snapshot, usual()) if asked else {}
     for event in asked:
-        found = _found(event, snapshot, moved)
+        is_loss = columns[event.rule] == "loss"
+        found = _of_loss(event, snapshot, moved) if is_loss else _found(event, snapshot, moved)
         if found is not None:
             if not only_optimizer and found.phase != "activations":
                 found = found.amended(at_outputs=False, module="")
@@ -54,18 +57,18 @@ def causes_by_norms(
                 rule=event.rule,
                 incident=event.incident,
                 first_parameter=event.first_cause,
-            ).noted(moved_before(bound, state, snapshot.step))
+            ).noted(moved_before(bound, state, snapshot.step, {"loss"} if is_loss else OF_GRADIENTS))
 
 
-def moved_before(bound: BoundEngine, state: EngineState, step: int) -> str:
-    """`before it: lr-jump at step 300`: the rules on anything but gradients that began to fire shortly before."""
+def moved_before(bound: BoundEngine, state: EngineState, step: int, besides: Collection[str]) -> str:
+    """`before it: lr-jump at step 300`: the rules on other columns than these that began to fire shortly before."""
     found = []
     for one, track in zip(bound.plan.rules, state.tracks, strict=True):
         name, _, began = track.incident.rpartition("-")
         own = (
             name.rpartition("-")[0] == one.rule.id
         )  # RULE-OPTIMIZER-STEP; else it is part of another's incident
-        if own and one.series.column not in OF_GRADIENTS and one.rule.severity != "info":
+        if own and one.series.column not in besides and one.rule.severity != "info":
             found.append((int(began), one.rule.id))
     shown = [f"{rule} at step {began}" for began, rule in sorted(found) if step - BEFORE <= began < step]
     return f"before it: {', '.join(shown)}" if shown else ""
@@ -75,9 +78,23 @@ def _found(event: Event, snapshot: Snapshot, moved: Mapping[str, float]) -> Find
     suspicion = SUSPICIONS.get(event.detector)
     if suspicion is None:
         return None
+    names, few = _parameters(snapshot)
+    return of_norms(names, moved, suspicion == "exploding", few)
+
+
+def _of_loss(event: Event, snapshot: Snapshot, moved: Mapping[str, float]) -> Finding | None:
+    """None where the loss is not too large, or not finite: that has other causes."""
+    too_large = event.detector == "loss_spike" or SUSPICIONS.get(event.detector) == "exploding"
+    if not too_large or not math.isfinite(snapshot.scalars.get("loss", math.nan)):
+        return None
+    names, few = _parameters(snapshot)
+    return of_loss(names, moved, few)
+
+
+def _parameters(snapshot: Snapshot) -> tuple[list[str], set[str]]:
+    """Names in the order of the forward, and those with too few elements."""
     sites = snapshot.sites
     order = sites.depths.argsort(kind="stable").tolist()  # sync: numpy
     names = [sites.names[k] for k in order if sites.kinds[k] == "param"]
     numels = sites.numels.tolist()  # sync: numpy
-    few = {name for name, numel in zip(sites.names, numels, strict=True) if numel < FEW}
-    return of_norms(names, moved, suspicion == "exploding", few)
+    return names, {name for name, numel in zip(sites.names, numels, strict=True) if numel < FEW}

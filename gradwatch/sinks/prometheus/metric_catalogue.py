@@ -237,6 +237,12 @@ METRICS: tuple[Metric, ...] = (
         "Snapshot.scalars['scaler_skip']",
     ),
     Metric(
+        "gradwatch_irreproducible_steps_total",
+        "counter",
+        "Steps of which an output was another when they were run again from the same inputs and generators.",
+        "Finding.phase 'irreproducible', on the rank that it was found on",
+    ),
+    Metric(
         "gradwatch_step_duration_seconds",
         "histogram",
         "Time from one optimizer step to the next.",

@@ -296,6 +296,7 @@ _OF_OPTIMIZER: dict[str, Callable[[OptimizerView], Iterable[Value]]] = {
     "gradwatch_observed_value": _observed,
     "gradwatch_loss_scale": _latest(lambda record: record.snapshot.loss_scale),
     "gradwatch_scaler_skips_total": lambda view: _one(view.run_totals.scaler_skips),
+    "gradwatch_irreproducible_steps_total": lambda view: _one(view.run_totals.irreproducible_steps),
     "gradwatch_overhead_ratio": lambda view: _one(view.run_totals.overhead_ratio),
     "gradwatch_stall_threshold_seconds": lambda view: _one(view.run_totals.stall_threshold_seconds),
     "gradwatch_coverage_ratio": _latest(lambda record: record.snapshot.coverage),

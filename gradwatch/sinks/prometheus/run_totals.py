@@ -99,6 +99,7 @@ class RunTotals:
     `observed_only`: the last step was that of a loop without an optimizer, on which nothing acts. `observed`: the last
     value of each of the first names that the script has given one, which need not be of the last step; `names_left_out`
     whether there were more. `noise_scale`: the last value, of the last step at which ranks compared their gradients.
+    `rank` is that of this process.
     """
 
     record: Record | None = None
@@ -113,6 +114,7 @@ class RunTotals:
     clipped_steps: int = 0
     skipped_steps: int = 0
     scaler_skips: int = 0
+    irreproducible_steps: int = 0
     firings: dict[tuple[str, str, str], int] = field(default_factory=dict)
     actions: dict[tuple[str, str], int] = field(default_factory=dict)
     shadow_actions: dict[tuple[str, str], int] = field(default_factory=dict)
@@ -123,14 +125,17 @@ class RunTotals:
     observe_seconds: Histogram = field(default_factory=lambda: Histogram(OBSERVE_BUCKETS))
     recent_max: RecentMax = field(default_factory=RecentMax)
     stall_floor_seconds: float = STALL_FLOOR_SECONDS
+    rank: int = 0
     mean_step_seconds: float = 0.0
     recent_step_seconds: float = 0.0
     recent_overhead_seconds: float = 0.0
 
     @classmethod
-    def of(cls, rules: Iterable[RuleInfo], stall_floor_seconds: float = STALL_FLOOR_SECONDS) -> RunTotals:
+    def of(
+        cls, rules: Iterable[RuleInfo], stall_floor_seconds: float = STALL_FLOOR_SECONDS, rank: int = 0
+    ) -> RunTotals:
         """Totals in which every counter of every rule exists at 0, so that its first increase is seen."""
-        run_totals = cls(stall_floor_seconds=stall_floor_seconds)
+        run_totals = cls(stall_floor_seconds=stall_floor_seconds, rank=rank)
         for rule in rules:
             run_totals.firings[rule.id, rule.kind, rule.severity] = 0
             if rule.actions:
@@ -169,6 +174,10 @@ class RunTotals:
             self.step_seconds.observe_all((record.step_seconds,))
         if record.verdict.events or record.decision.orders:
             self._judge(record)
+        if record.findings:  # on this rank: under DDP all ranks are told of it
+            self.irreproducible_steps += any(
+                one.phase == "irreproducible" and one.rank == self.rank for one in record.findings
+            )
 
     def observe_all(self, records: Sequence[Record], now: float) -> None:
         """As `observe` of each, of steps of one optimizer with finite norms and without events."""

@@ -215,7 +215,9 @@ class PrometheusSink:
             values, left_out = self._columns(index, optimizer, shown)
             optimizers.append(OptimizerView(label, run_totals, shown, values, left_out))
         if not optimizers:
-            optimizers.append(OptimizerView("", RunTotals.of(self._run.rules, self._stall_seconds)))
+            optimizers.append(
+                OptimizerView("", RunTotals.of(self._run.rules, self._stall_seconds, self._run.rank))
+            )
         health = self._health
         facts = health.errors(), health.up()
         inactive = {**health.without_data(), **health.inactive()}
@@ -246,7 +248,7 @@ class PrometheusSink:
             self._column_series.drop(stalest)
         choice = self._choice
         selection = Selection(choice.params, choice.top_k, choice.match, self._budget)
-        run_totals = RunTotals.of(self._run.rules, self._stall_seconds)
+        run_totals = RunTotals.of(self._run.rules, self._stall_seconds, self._run.rank)
         self._optimizers[index] = _Optimizer(run_totals, selection, columns=choice.params != "off")
         return self._optimizers[index]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 
 import gradwatch
 from gradwatch.cli.entry_point import main
+from gradwatch.records.finding import Finding
 from gradwatch.records.record import Record
 from gradwatch.rules.files import parse_rules
 from gradwatch.rules.rule_set import RuleSet
@@ -57,14 +59,18 @@ def once(step: int) -> float:
 
 
 def test_every_incident_that_is_told_has_its_cause() -> None:
-    """One of each incident about gradients; what belongs to another, or is of the loss, has none."""
+    """One of each incident about gradients or the loss; what belongs to another has none."""
     records = trained("default", once)
     events = [event for record in records for event in record.verdict.events if event.kind == "firing"]
-    told = {event.rule for event in events if event.notify and not event.inhibited} - {"loss-spike"}
-    findings = [finding for record in records for finding in record.findings]
-    assert [finding.rule for finding in findings] == sorted(told) == ["jump"]
+    told = {event.rule for event in events if event.notify and not event.inhibited}
+    findings = {finding.rule: finding for record in records for finding in record.findings}
+    assert sorted(findings) == sorted(told) == ["jump", "loss-spike"]
     assert any(event.inhibited for event in events)
-    (found,) = findings
+    found, of_loss = findings["jump"], findings["loss-spike"]
+    assert not of_loss.found
+    assert re.fullmatch(
+        r"its gradients are at ×[\d.e+]+ \(.*\) to ×[\d.e+]+ \(.*\) of their usual levels", of_loss.note
+    )
     assert (found.by, found.step, found.at_outputs, found.module) == ("norms", BAD, True, "")
     assert found.incident == f"jump-0-{BAD}"
     assert [layer.module for layer in found.profile] == ["0", "2", "4"]
@@ -119,6 +125,52 @@ def test_what_moved_before_the_gradients_is_told_with_them() -> None:
     (first, *_) = [finding for record in kept.records for finding in record.findings]
     assert first.step > BAD
     assert f"before it: lr-jump at step {BAD}" in first.note
+
+
+def of_a_loss(
+    change: Callable[[torch.optim.Optimizer], None], x: float = 1.0, y: float = 1.0, term: float = 0.0
+) -> list[Finding]:
+    """Causes of the incidents of the loss, of a training whose inputs, labels, loss or optimizer change at `BAD`."""
+    torch.manual_seed(0)
+    model, kept = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1)), Kept()
+    optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+    with gradwatch.watch(model, optimizer, rules="default", sinks=[kept]) as gw:
+        for step in range(STEPS):
+            bad = step == BAD
+            if bad:
+                change(optimizer)
+            optimizer.zero_grad()
+            data = torch.randn(32, 8)
+            error = model(data * (x if bad else 1)) - data.sum(1, keepdim=True) * (y if bad else 1)
+            (error.square().mean() + (term if bad else 0)).backward()
+            optimizer.step()
+        assert gw.health.errors() == {}
+    found = [finding for record in kept.records for finding in record.findings]
+    return [finding for finding in found if finding.rule.startswith("loss-")]
+
+
+def test_a_loss_that_alone_moved_has_no_cause_and_its_gradients_are_told() -> None:
+    """A term without a gradient: they are at their usual levels."""
+    (found,) = of_a_loss(lambda _: None, term=1e4)
+    assert (found.by, found.found, found.step) == ("norms", False, BAD)
+    assert "at their usual levels" in found.note, found.note
+
+
+def test_activations_that_are_off_are_the_cause_of_the_loss_too() -> None:
+    """A batch that is too large by a thousand enters the first layer."""
+    (found,) = of_a_loss(lambda _: None, x=1e3)
+    assert (found.phase, found.module) == ("activations", "0"), found
+
+
+def test_what_moved_before_the_loss_is_told() -> None:
+    """A learning rate that jumped: the steps by which the loss rose were taken with it."""
+
+    def jump(optimizer: torch.optim.Optimizer) -> None:
+        optimizer.param_groups[0]["lr"] = 3.0
+
+    first = of_a_loss(jump)[0]
+    assert first.step > BAD
+    assert f"lr-jump at step {BAD}" in first.note, first.note
 
 
 def test_a_fault_of_ours_costs_the_cause_alone(monkeypatch: pytest.MonkeyPatch) -> None:
