@@ -185,6 +185,7 @@ SURROUNDINGS = (
             "random.py": "MINE = 1",
             "dataclasses.py": "MINE = 2",
         },
+        soak=False,
     ),
     site(
         "sitecustomize",

@@ -47,14 +47,38 @@ def say() -> None:
     if not (armed or _launched()):
         return
     known = len(sys.modules)
+    path, shadows = sys.path[:], {} if armed else _shadows()
     try:
+        if not armed:  # a `dataclasses.py` of the script's is not what is imported here
+            for name in shadows:
+                del sys.modules[name]
+            sys.path.sort(key=lambda entry: not (entry + os.sep).startswith(_library()))
         from gradwatch.launch import exit_summary
 
         exit_summary.say()
     except Exception as error:
         sys.stderr.write(f"gradwatch: the summary of this process failed: {error!r}\n")
+    finally:
+        sys.modules.update(shadows)
+        sys.path[:] = path
     if len(sys.modules) > known and getattr(sys, "last_type", None) is KeyboardInterrupt:
         _die_of_it_still()
+
+
+def _library() -> str:
+    """The folder of the standard library."""
+    return os.path.dirname(os.__file__) + os.sep
+
+
+def _shadows() -> "dict[str, ModuleType]":
+    """Modules of the script's that have the names of some of the standard library."""
+    found = {}
+    for name, module in list(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        named = name != "__main__" and name.partition(".")[0] in sys.stdlib_module_names
+        if named and isinstance(file, str) and not os.path.abspath(file).startswith(_library()):
+            found[name] = module
+    return found
 
 
 def _launched() -> bool:
