@@ -312,7 +312,9 @@ class ModelRecorder:
             for position, tensor in enumerate(outputs):
                 if tensor.requires_grad and tensor.grad_fn is not None:
                     on_gradient(tensor, partial(_gradient, self, call, position))
-                    if not seen and type(tensor) is Tensor and _is_small(tensor):
+                    # Little memory is kept with it: that of which it may be a view. No Python call: caches are cold.
+                    plain = not seen and type(tensor) is Tensor and tensor.layout is torch.strided
+                    if plain and tensor.untyped_storage().nbytes() <= SMALL:
                         returned[position] = tensor.detach(), tensor._version
             if returned:
                 call.returned = returned
@@ -349,11 +351,6 @@ class ModelRecorder:
             self._discard(call)
             held, count = held - call.nbytes, count - 1
             self.dropped += 1
-
-
-def _is_small(tensor: Tensor) -> bool:
-    """True if little memory is kept with it: that of which it may be a view."""
-    return tensor.layout is torch.strided and tensor.untyped_storage().nbytes() <= SMALL
 
 
 @untraced
