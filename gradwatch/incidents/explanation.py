@@ -19,7 +19,7 @@ BEGAN = {
     "activations": "activations off their usual level, which enter {module}",
     "loss": "the loss side: finite outputs, non-finite gradients",
     "outputs": "the loss side: non-finite gradients of outputs that a number given to {op} made infinite",
-    "number": "a number that is not finite, given to {op}",
+    "number": "a number that is not finite as {dtype}, given to {op}",
     "exploding": "gradients that explode",
     "vanishing": "gradients that vanish",
     "unknown": "not known",
@@ -44,7 +44,10 @@ def sentence(finding: Finding) -> str:
     if finding.function and finding.function != finding.op:
         op += f" (in {finding.function})"
     said = BEGAN[finding.phase].format(
-        op=op, name=finding.operands[0].name if finding.operands else "", module=finding.module
+        op=op,
+        name=finding.operands[0].name if finding.operands else "",
+        module=finding.module,
+        dtype="its dtype" if finding.result is None else finding.result.dtype,
     )
     if finding.at_outputs:
         said = AT_OUTPUTS[finding.phase]
@@ -52,7 +55,7 @@ def sentence(finding: Finding) -> str:
         said = INFINITE_OUTPUTS
     if finding.phase in LOSS_SIDE and not finding.op and finding.where:
         said += ", of the model called"  # there; what is at fault stands after it
-    if finding.module and finding.phase != "activations":
+    if finding.module and finding.phase not in ("activations", "irreproducible"):
         said += f" in {finding.module}"
     if finding.begins:
         said += f", from {finding.begins} on towards the inputs"

@@ -39,7 +39,7 @@ MAX_BYTES = 64 << 20
 """Held per model beyond the arguments of its latest call: earlier micro-batches, gradients at outputs."""
 
 MAX_CALLS = 256
-SMALL = 1 << 20  # bytes of an output that is kept until the step, to see whether it comes again
+SMALL = 1 << 16  # bytes of an output of which a copy is kept until the step, to see whether it comes again
 _tracing = torch.compiler.is_dynamo_compiling
 _orders = itertools.count()  # of calls, over all models of the process
 next_order: Callable[[], int] = partial(next, _orders)
@@ -307,15 +307,15 @@ class ModelRecorder:
             call.outputs = len(outputs)
             if self._buffers is not None:
                 self._buffers.learn()
-            returned: dict[int, tuple[Tensor, int]] = {}
+            returned: dict[int, Tensor] = {}
             seen = dispatching() or functions()
             for position, tensor in enumerate(outputs):
                 if tensor.requires_grad and tensor.grad_fn is not None:
                     on_gradient(tensor, partial(_gradient, self, call, position))
-                    # Little memory is kept with it: that of which it may be a view. No Python call: caches are cold.
+                    # A copy, for the loss code may write into it. No Python call: caches are cold.
                     plain = not seen and type(tensor) is Tensor and tensor.layout is torch.strided
-                    if plain and tensor.untyped_storage().nbytes() <= SMALL:
-                        returned[position] = tensor.detach(), tensor._version
+                    if plain and tensor.nbytes <= SMALL:
+                        returned[position] = tensor.detach().clone()
             if returned:
                 call.returned = returned
             self.calls.append(call)

@@ -25,7 +25,7 @@ class Call:
 
     `order` grows from call to call, over all models; `step` counts the optimizer steps before it. `versions` are
     those of the tensors among the arguments; `seeds` the bytes of the gradients, `tasks` the graph tasks that brought
-    them; `returned` are small outputs by position, with their versions then; `reason` says why it cannot be run again
+    them; `returned` are copies of small outputs by position; `reason` says why it cannot be run again
     ("" = it can); `caller` is the line that made the call; `computed` are the `id`s of those tensors that autograd
     computed; `looked`: all generators were read before it; `indices` are the samples it was told to be of
     (`Watch.batch`).
@@ -47,7 +47,7 @@ class Call:
     computed: frozenset[int] = frozenset()
     gradients: dict[int, Tensor] = field(default_factory=dict)
     tasks: set[int] = field(default_factory=set)
-    returned: dict[int, tuple[Tensor, int]] | None = None
+    returned: dict[int, Tensor] | None = None
     looked: bool = False
     reason: str = ""
     _given: int | None = None
@@ -59,7 +59,7 @@ class Call:
             return 0
         if self._given is None:
             self._given = sum(map(size_of, tensors((self.args, self.kwargs))))
-        kept = sum(size_of(tensor) for tensor, _ in (self.returned or {}).values())
+        kept = sum(map(size_of, (self.returned or {}).values()))
         return self._given + self.seeds + kept
 
     def release(self, reason: str) -> None:

@@ -1,16 +1,18 @@
 """State that a forward reads and that no replay restores: variables of Python's that it changes, clocks, the system.
 
 Looked for while a call is run again: what changes then has changed in training too, so that the second run began from
-another state than the first. Nothing of the user's is called for it. What is only read, and changed by others, is not
-seen.
+another state than the first. Nothing of the user's is called for it. What a forward only
+reads, and others than the functions under way at the step change, is not seen.
 """
 
 from __future__ import annotations
 
 import contextlib
+import dis
 import gc
 import itertools
 import operator
+import os
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -33,6 +35,12 @@ OUTSIDE = frozenset(
     {"posix", "nt", "time", "datetime", "io", "_io", "_socket", "select", "mmap", "_posixsubprocess"}
 )
 """Modules of Python's whose functions give what the system does, or the clock."""
+
+ENVIRONMENT = frozenset(
+    one.__code__
+    for one in (os.getenv, type(os.environ).__getitem__, Mapping.get)
+    if isinstance(one, FunctionType)
+)
 
 
 def state_of(models: Iterable[nn.Module]) -> dict[str, Any]:
@@ -157,16 +165,46 @@ def _closed_over(function: FunctionType) -> Iterator[Any]:
             yield cell.cell_contents
 
 
-class SystemCalls:
-    """While this is entered: the first call of this thread that asks the system or a clock, and its line.
+LOADS = frozenset({"LOAD_GLOBAL", "LOAD_ATTR", "LOAD_METHOD"})
+STORES = frozenset({"STORE_GLOBAL", "STORE_NAME", "STORE_ATTR"})
 
-    `known` False: another profiler was there, and nothing was looked at. No garbage is collected meanwhile: what is
-    called for that (finalizers, `gc.callbacks`) is no part of the forward.
+
+def written_by_loop(codes: Iterable[CodeType]) -> str:
+    """A variable or attribute that a function under way writes and these read, or `.data`; "" where there is none."""
+    read = {names for code in codes if _is_of_user(code) for names in _names(code, LOADS)}
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        code = frame.f_code
+        if _is_of_user(code):
+            for operation, name in _names(code, STORES):
+                loads = ("LOAD_ATTR", "LOAD_METHOD") if operation == "STORE_ATTR" else ("LOAD_GLOBAL",)
+                if any((load, name) in read for load in loads) and not _is_code(frame.f_globals.get(name)):
+                    return f"{code.co_name} writes `{name}`, which the forward reads"
+            if any(name == "data" for _, name in _names(code, LOADS | STORES)):
+                return f"{code.co_name} uses `.data`, by which weights are changed unseen"
+        frame = frame.f_back
+    return ""
+
+
+def _names(code: CodeType, operations: frozenset[str]) -> list[tuple[str, str]]:
+    return [(one.opname, str(one.argval)) for one in dis.get_instructions(code) if one.opname in operations]
+
+
+def _is_code(value: Any) -> bool:
+    return isinstance(value, (type, FunctionType, BuiltinFunctionType, ModuleType))
+
+
+class SystemCalls:
+    """While this is entered: what this thread first asks the system, or a clock, and on which line.
+
+    `codes` are the functions of Python's that ran. `known` False: another profiler was there, and nothing was looked
+    at. No garbage is collected meanwhile: what that calls (finalizers, `gc.callbacks`) is no part of the forward.
     """
 
     def __init__(self) -> None:
         self.first = ""
         self.known = False
+        self.codes: set[CodeType] = set()
         self._collects = False
 
     def __enter__(self) -> SystemCalls:
@@ -184,10 +222,16 @@ class SystemCalls:
                 gc.enable()
 
     def _called(self, frame: FrameType, event: str, of: Any) -> None:
-        if event != "c_call" or self.first or frame.f_code.co_filename.startswith(NOT_OF_USER):
+        if self.first or frame.f_code.co_filename.startswith(NOT_OF_USER):
+            return
+        if event == "call":
+            self.codes.add(frame.f_code)
+            if frame.f_code in ENVIRONMENT:
+                self.first = "reads the environment"
+        if event != "c_call":
             return
         owner = getattr(of, "__self__", None)
         kind = owner if isinstance(owner, type) else type(owner)
         module = of.__module__ or kind.__module__
         if module in OUTSIDE or of.__name__ == "seed":
-            self.first = f"{of.__name__} at {frame.f_code.co_filename}:{frame.f_lineno}"
+            self.first = f"calls {of.__name__} at {frame.f_code.co_filename}:{frame.f_lineno}"

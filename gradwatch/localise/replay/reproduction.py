@@ -2,7 +2,7 @@
 
 An output that is another is *irreproducible*, as Megatron's rerun state machine has it: computed wrongly once (memory,
 a processor), or from something that is not restored. That is said only where it can be seen that all else was the same:
-other outputs, or other elements of this one, came again bit for bit; a second run gave what the first one did; and it
+other outputs, or other rows of this one, came again bit for bit; a second run gave what the first one did; and it
 neither changed a variable of Python's nor asked the system for anything, nor ran an operator known not to be
 deterministic.
 """
@@ -20,11 +20,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradwatch.localise.diagnosis.tensor_values import describe, readable
+from gradwatch.localise.diagnosis.tensor_values import describe, readable, tensors
 from gradwatch.localise.hold.inner_model import inner
 from gradwatch.localise.hold.random_generators import Generators, Source
 from gradwatch.localise.hold.recorded_call import Call
-from gradwatch.localise.replay.hidden_state import SystemCalls, changed, state_of
+from gradwatch.localise.replay.hidden_state import SystemCalls, changed, state_of, written_by_loop
 from gradwatch.localise.replay.step_replay import CallListener, Replayed
 from gradwatch.records.finding import GAINS, LOSS_SIDE, Finding
 from gradwatch.taps.module_tree import WITH_RUNNING_STATISTICS
@@ -58,6 +58,13 @@ class Output:
         return (self.seen == self.again) | (self.seen.isnan() & self.again.isnan())
 
     @property
+    def rows_again(self) -> Tensor:
+        """The finite numbers of the rows that are wholly the same; of a scalar that number."""
+        rows = self.seen.reshape(self.seen.shape[0] if self.seen.dim() else 1, -1)
+        kept = rows[self.same.reshape(rows.shape).all(1)]
+        return kept[torch.isfinite(kept)]
+
+    @property
     def differs(self) -> bool:
         """True if it differs by more than rounding: finite here and not there, or by a part of the largest number."""
         here, there = torch.isfinite(self.seen), torch.isfinite(self.again)
@@ -82,8 +89,8 @@ class Outputs(CallListener):
         """A call has been run again."""
         returned = replayed.call.returned or {}
         for position, again in zip(replayed.call.gradients, replayed.roots, strict=True):
-            seen, version = returned.get(position, (None, 0))
-            if seen is None or seen._version != version or not readable(seen) or seen.shape != again.shape:
+            seen = returned.get(position)
+            if seen is None or not readable(seen) or seen.shape != again.shape:
                 self.whole = False
                 continue
             kept = again.detach().clone()
@@ -104,9 +111,9 @@ class Outputs(CallListener):
     @property
     @torch.no_grad()
     def came_again(self) -> int:
-        """Count of the different numbers that came again bit for bit."""
-        equal = [one.seen[one.same & torch.isfinite(one.seen)].cpu() for one in self.compared]
-        return int(torch.cat([one.double() for one in equal]).unique().numel()) if equal else 0
+        """Count of the different numbers in rows that came again bit for bit: a weight leads to all rows."""
+        equal = [one.rows_again.cpu().double() for one in self.compared]
+        return int(torch.cat(equal).unique().numel()) if equal else 0
 
 
 class WithOutputs(Outputs):
@@ -149,15 +156,17 @@ class OutputsAndState(Outputs):
         with SystemCalls() as system:
             yield inputs
         drawn = [one for one in generators.moved() if _key(one) not in self._held]
-        name = changed(before, state_of(self._models))
+        name, written = changed(before, state_of(self._models)), written_by_loop(system.codes)
         if not system.known:
             self._note("a profiler is active, beside which it is not known what the forward reads")
         elif system.first:
-            self._note(f"the forward calls {system.first}")
+            self._note(f"the forward {system.first}")
         elif drawn:
             self._note("the forward draws from a generator that it did not draw from before")
         elif name:
             self._note(f"the forward changes {name}")
+        elif written:
+            self._note(written)
 
     def begins(self, replayed: Replayed) -> None:
         """Buffers that were not held as they had been."""
@@ -207,16 +216,26 @@ class Reproduction:
             return finding
         name, why = _name(other, self.models), self._not_known(other)
         note = f"run again, {name} is another than in training" + (f": {why}" if why else "")
-        if finding.phase not in OPEN:
+        if finding.phase not in OPEN and not self._is_of(finding, other):
             return finding.noted(note)
         if why:  # so what else was seen is not what happened in training
             return Finding("unknown", finding.by, note=note)
         return self._irreproducible(finding, other)
 
+    def _is_of(self, finding: Finding, other: Output) -> bool:
+        """True if what is at fault was computed of the outputs of an earlier call, which are others now."""
+        calls = [call for _, call in self.held]
+        number = next(k for k, call in enumerate(calls) if call is other.call)
+        return finding.phase == "input" and number < finding.call and bool(calls[finding.call].computed)
+
     def _not_known(self, other: Output) -> str:
         """Reason why it cannot be said what made an output another one."""
         if self.stray:
             return f"that may be because {self.stray} wrote into a tensor that is not restored"
+        if any(_is_foreign(one) for one in tensors((other.call.args, other.call.kwargs))):
+            return (
+                "an input lies in memory that is not torch's, of which it is not known whether it was written"
+            )
         if self._second.unrestored:
             return f"that may be so because {self._second.unrestored}"
         operators = self._not_deterministic()
@@ -255,9 +274,9 @@ class Reproduction:
         name = _name(other, self.models)
         number = next(k for k, (_, call) in enumerate(self.held) if call is other.call)
         note = (
-            f"run again twice from the same inputs, weights and generators, {name} was the same both times and not "
-            f"what it was in training, in {int((~other.same).sum())} of {other.seen.numel()} elements: a fault of the "
-            "hardware, or something that was changed in the meantime and that the forward reads (a global variable)"
+            f"run again twice from the same inputs and generators, {name} was the same both times and not what it was "
+            f"in training, in {int((~other.same).sum())} of {other.seen.numel()} elements: a fault of the hardware, or "
+            "something that the forward reads was changed since (a global variable, a weight through `.data`)"
         )
         return Finding(
             "irreproducible",
@@ -271,6 +290,14 @@ class Reproduction:
             host=socket.gethostname(),
             note=note,
         )
+
+
+def _is_foreign(tensor: Tensor) -> bool:
+    """True for memory of numpy, or the like: what writes there counts no version."""
+    if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+        return False
+    memory = tensor.untyped_storage()
+    return not memory.resizable() and not memory.is_shared()
 
 
 _NOT_DETERMINISTIC = re.compile(r"(?P<operator>.+?) does not have a deterministic implementation")

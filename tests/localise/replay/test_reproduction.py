@@ -165,6 +165,136 @@ def test_what_may_have_another_reason_is_not_called_irreproducible(case: str, tm
     assert why in finding.note, finding.note
 
 
+class Settings:
+    """What a loop may change between a forward and the step."""
+
+    number = 0
+
+
+class Rows(Net):
+    """Of which the last is NaN where something says so."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Finite otherwise."""
+        out = self.leave(torch.tanh(self.enter(x)))
+        return out * ROWS if self.says() else out
+
+    def says(self) -> bool:
+        """To be overridden."""
+        return False
+
+
+class BySetting(Rows):
+    """A setting does."""
+
+    def says(self) -> bool:
+        """That of the loop's."""
+        return Settings.number == BAD_STEP
+
+
+class ByEnvironment(Rows):
+    """The environment does."""
+
+    def says(self) -> bool:
+        """One variable of it."""
+        return os.environ.get("OF_A_TEST") == "BAD"
+
+
+def advanced(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """The loop counts its steps where the forward reads them."""
+    for _ in range(5):
+        loss = model(torch.randn(5, 4)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        Settings.number += 1
+        optimizer.step()
+
+
+def by_environment(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """A variable of the environment, for one forward."""
+    for step in range(5):
+        os.environ["OF_A_TEST"] = "BAD" if step == BAD_STEP else ""
+        loss = model(torch.randn(5, 4)).square().mean()
+        os.environ["OF_A_TEST"] = ""
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+
+
+def cleaned(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """A batch in memory of numpy, cleaned after the backward."""
+    for step in range(5):
+        batch = np.ones((5, 4), dtype=np.float32) * np.arange(1, 6, dtype=np.float32)[:, None]
+        batch[4, 0] = np.nan if step == BAD_STEP else 0
+        loss = model(torch.from_numpy(batch)).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        np.nan_to_num(batch, copy=False)
+        optimizer.step()
+
+
+def repaired(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Weights that only some rows lead to, repaired by `.data` after the backward."""
+    table = model.get_parameter("0.weight")
+    for step in range(5):
+        rows = torch.arange(5)
+        if step == BAD_STEP:
+            table.data[4] = torch.nan
+        loss = model(rows).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        table.data.nan_to_num_()
+        optimizer.step()
+
+
+LOOPS: dict[str, tuple[Callable[..., None], Callable[[], nn.Module], str]] = {
+    "setting": (advanced, BySetting, "writes `number`"),
+    "environment": (by_environment, ByEnvironment, "reads the environment"),
+    "numpy": (cleaned, Rows, "memory that is not torch's"),
+    "data": (repaired, lambda: nn.Sequential(nn.Embedding(5, 8), nn.Linear(8, 3)), "`.data`"),
+}
+
+
+@pytest.mark.parametrize("case", LOOPS)
+def test_what_the_loop_changes_before_the_step_is_no_fault_of_the_hardware(case: str, tmp_path: Path) -> None:
+    """Something that the forward has read is another at the step: that it may be is said."""
+    torch.manual_seed(0)
+    Settings.number = 0
+    loop, made, why = LOOPS[case]
+    model, kept = made(), Kept()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    watch = gradwatch.watch(
+        model, optimizer, rules=parse_rules(RULES), sinks=[kept], run_dir=tmp_path, strict=True
+    )
+    loop(model, optimizer)
+    watch.close()
+    found = next(finding for record in kept.records for finding in record.findings)
+    assert found.phase == "unknown", found
+    assert why in found.note, found.note
+
+
+def test_the_input_of_a_second_model_is_not_blamed_for_the_output_of_the_first(tmp_path: Path) -> None:
+    """The first is irreproducible; what it gave to the second is no batch."""
+    torch.manual_seed(0)
+    faulty_processor.disarm()
+    first = type("Net", (Net,), {"body": FAULTS["nan"]})()
+    second, kept = nn.Linear(3, 2), Kept()
+    optimizer = torch.optim.SGD([*first.parameters(), *second.parameters()], 0.1)
+    watch = gradwatch.watch(
+        [first, second], optimizer, rules=parse_rules(RULES), sinks=[kept], run_dir=tmp_path, strict=True
+    )
+    for step in range(5):
+        if step == BAD_STEP:
+            faulty_processor.arm()
+        loss = second(first(torch.randn(5, 4))).square().mean()
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    watch.close()
+    (found,) = [finding for record in kept.records for finding in record.findings]
+    assert (found.phase, found.call) == ("irreproducible", 0), found
+
+
 def test_what_comes_again_is_deterministic(tmp_path: Path) -> None:
     """The outputs of the step with a NaN that its code makes came again, bit for bit."""
     (finding,) = trained(lambda model, h: torch.log(h) if model.bad else h, run_dir=tmp_path)
