@@ -2,7 +2,7 @@
 
 Looked for while a call is run again: what changes then has changed in training too, so that the second run began from
 another state than the first. Nothing of the user's is called for it. What a forward only
-reads, and others than the functions under way at the step change, is not seen.
+reads is looked for in the source of what may have written it.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import operator
 import os
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, GeneratorType, ModuleType
 from typing import Any
 
@@ -165,33 +165,75 @@ def _closed_over(function: FunctionType) -> Iterator[Any]:
             yield cell.cell_contents
 
 
-LOADS = frozenset({"LOAD_GLOBAL", "LOAD_ATTR", "LOAD_METHOD"})
-STORES = frozenset({"STORE_GLOBAL", "STORE_NAME", "STORE_ATTR"})
+def written_beside(
+    models: Iterable[nn.Module], codes: Collection[CodeType], caller: tuple[CodeType, int] | None
+) -> str:
+    """An attribute or a global that a forward reads, and that other code of the user's writes; "" where there is none.
 
-
-def written_by_loop(codes: Iterable[CodeType]) -> str:
-    """A variable or attribute that a function under way writes and these read, or `.data`; "" where there is none."""
-    read = {names for code in codes if _is_of_user(code) for names in _names(code, LOADS)}
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        code = frame.f_code
-        if _is_of_user(code):
-            for operation, name in _names(code, STORES):
-                loads = ("LOAD_ATTR", "LOAD_METHOD") if operation == "STORE_ATTR" else ("LOAD_GLOBAL",)
-                if any((load, name) in read for load in loads) and not _is_code(frame.f_globals.get(name)):
+    `codes` are the functions that ran in the forward, and `caller` the line that called it. What the loop's function
+    writes counts from that line on to where it is now; so do weights that it reaches by `.data`.
+    """
+    modules = [module for model in models for module in model.modules()]
+    read = {name for code in codes if _is_of_user(code) for name in _names(code, LOADS)}
+    own = {name for one in modules for name in (*one._modules, *one._parameters, *one._buffers)}
+    frames = list(_frames_of_user())
+    files = [*_files(map(type, modules)), *(frame.f_globals for frame in frames)]
+    since = {
+        frame.f_code: (caller[1], frame.f_lineno) for frame in frames if caller and frame.f_code is caller[0]
+    }
+    others = {code for names in files for code in _codes_of(names)} - {*codes, *since}
+    for code in others:
+        if code.co_name != "__init__":
+            for name in _names(code, STORES):
+                if name in read and name not in own:
                     return f"{code.co_name} writes `{name}`, which the forward reads"
-            if any(name == "data" for _, name in _names(code, LOADS | STORES)):
-                return f"{code.co_name} uses `.data`, by which weights are changed unseen"
-        frame = frame.f_back
+    for code, lines in since.items():
+        for name in _names(code, STORES | {"STORE_NAME"}, lines):
+            if name in read and name not in own:
+                return f"{code.co_name} writes `{name}`, which the forward reads"
+        if "data" in _names(code, LOADS | STORES, lines):
+            return f"{code.co_name} uses `.data`, by which weights are changed unseen"
     return ""
 
 
-def _names(code: CodeType, operations: frozenset[str]) -> list[tuple[str, str]]:
-    return [(one.opname, str(one.argval)) for one in dis.get_instructions(code) if one.opname in operations]
+LOADS = frozenset({"LOAD_GLOBAL", "LOAD_ATTR", "LOAD_METHOD"})
+STORES = frozenset({"STORE_GLOBAL", "STORE_ATTR"})
 
 
-def _is_code(value: Any) -> bool:
-    return isinstance(value, (type, FunctionType, BuiltinFunctionType, ModuleType))
+def _frames_of_user() -> Iterator[FrameType]:
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if _is_of_user(frame.f_code):
+            yield frame
+        frame = frame.f_back
+
+
+def _codes_of(names: Mapping[str, Any]) -> Iterator[CodeType]:
+    """Functions and methods of a file, and those in them."""
+    for value in list(names.values()):
+        if isinstance(value, (type, FunctionType)):
+            for function in _functions(value):
+                if _is_of_user(function.__code__):
+                    yield from _with_inner(function.__code__)
+
+
+def _with_inner(code: CodeType) -> Iterator[CodeType]:
+    yield code
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _with_inner(constant)
+
+
+def _names(
+    code: CodeType, operations: Collection[str], lines: tuple[int, int] = (0, sys.maxsize)
+) -> set[str]:
+    """Names that these operations of a function load or store, on lines from the first to the last."""
+    meant = [range(begin, end) for begin, end, line in code.co_lines() if lines[0] <= (line or 0) <= lines[1]]
+    return {
+        str(one.argval)
+        for one in dis.get_instructions(code)
+        if one.opname in operations and any(one.offset in offsets for offsets in meant)
+    }
 
 
 class SystemCalls:

@@ -24,7 +24,7 @@ from gradwatch.localise.diagnosis.tensor_values import describe, readable, tenso
 from gradwatch.localise.hold.inner_model import inner
 from gradwatch.localise.hold.random_generators import Generators, Source
 from gradwatch.localise.hold.recorded_call import Call
-from gradwatch.localise.replay.hidden_state import SystemCalls, changed, state_of, written_by_loop
+from gradwatch.localise.replay.hidden_state import SystemCalls, changed, state_of, written_beside
 from gradwatch.localise.replay.step_replay import CallListener, Replayed
 from gradwatch.records.finding import GAINS, LOSS_SIDE, Finding
 from gradwatch.taps.module_tree import WITH_RUNNING_STATISTICS
@@ -156,7 +156,8 @@ class OutputsAndState(Outputs):
         with SystemCalls() as system:
             yield inputs
         drawn = [one for one in generators.moved() if _key(one) not in self._held]
-        name, written = changed(before, state_of(self._models)), written_by_loop(system.codes)
+        name = changed(before, state_of(self._models))
+        written = written_beside(self._models, system.codes, call.caller)
         if not system.known:
             self._note("a profiler is active, beside which it is not known what the forward reads")
         elif system.first:
