@@ -8,6 +8,10 @@ A checkpoint taken now is *healthy* unless
   moment it is asked; without being asked weights are looked at after every jump of the total norm and else once a
   second or less often, at 0.1 % of the time at most, and `weights_step` says after which step that was last done and
   nothing was found;
+- the norm of a parameter is more than 10 times the larger of its own when watching began and sqrt(numel) times the root
+  mean square of all weights then (or that of such matrices), and the loss of its optimizer was not below that of the
+  first step in most of the last 50: so a learning rate that is too large from the first step on is seen, also where no
+  two looks differ by much. Until a look finds that the loss is lower, or the weights are smaller;
 - a weight that no optimizer of the watch moves (frozen, or of a module put in since) is NaN, or not finite where it
   wants a gradient; looked at when asked, and again only where its version has changed;
 - a rule of severity critical is firing;
@@ -44,6 +48,7 @@ from typing import Any, NamedTuple
 
 from gradwatch.records.columns import CONFIRMED_JUMP, CONFIRMED_NORM
 from gradwatch.records.decision import Decision
+from gradwatch.records.loss_since_start import LossSinceStart
 from gradwatch.records.record import CheckpointHealth
 from gradwatch.records.snapshot import Snapshot
 from gradwatch.records.verdict import Verdict
@@ -63,7 +68,7 @@ STEPS_TO_SHOW = 100
 
 
 class Growth(NamedTuple):
-    """From one look to the next a parameter became `factor` times the larger of its own and the model's weights."""
+    """Since an earlier look a parameter became `factor` times the larger of its own and the model's weights then."""
 
     factor: float
     name: str
@@ -86,8 +91,10 @@ class CheckpointHealthTracker:
         "critical",
         "leapt",
         "looked",
+        "loss",
         "nonfinite_statistics",
         "now",
+        "outgrown",
         "poisoned_at",
         "ruin",
         "surge_from",
@@ -102,6 +109,9 @@ class CheckpointHealthTracker:
         # Running statistics that are not finite; whoever looks at them sets it.
         self.nonfinite_statistics: tuple[str, ...] = ()
         self.ruin: tuple[str, ...] = ()  # what the latest look at the weights found
+        # Weights that have grown since watching began, for a loss that is no lower: the reason in words.
+        self.outgrown = ""
+        self.loss = LossSinceStart()
         self.looked: int | None = None  # the last step after which a look found nothing
         self.suspected: int | None = (
             None  # a step that jumped, and was taken, and the weights were not looked at since
@@ -133,6 +143,7 @@ class CheckpointHealthTracker:
         self._step = snapshot.step
         if not (decision.skip or decision.stop):
             self._note_size(snapshot)
+            self.loss.add((snapshot.scalars.get("loss"),))
         if self.leapt is not None and snapshot.step >= self.leapt[0]:
             self.leapt = None
         if (
@@ -140,7 +151,9 @@ class CheckpointHealthTracker:
             and self.poisoned_at is None
             and self.suspected is None
             and self.leapt is None
-            and not (verdict.firing or decision.stop or self.nonfinite_statistics or self.ruin)
+            and not (
+                verdict.firing or decision.stop or self.nonfinite_statistics or self.ruin or self.outgrown
+            )
             and isfinite(snapshot.total_norm)
         ):
             self._found, self._last = (), snapshot.step
@@ -169,6 +182,7 @@ class CheckpointHealthTracker:
         return not (
             self.confirmed
             or self.ruin
+            or self.outgrown
             or self.nonfinite_statistics
             or self.suspected is not None
             or self.surged is not None
@@ -183,6 +197,7 @@ class CheckpointHealthTracker:
             decision = Decision()
             return [self.after(snapshot, verdict, decision) for snapshot in snapshots]
         self._grows_to(max(self._largest, largest))
+        self.loss.add([snapshot.scalars.get("loss") for snapshot in snapshots])
         self._found, self._last = (), snapshots[-1].step
         self._step = self._last
         found = [CheckpointHealth(True, snapshot.step, weights_step=self.looked) for snapshot in snapshots]
@@ -194,12 +209,25 @@ class CheckpointHealthTracker:
         self._step, self._found = step, (f"step {step} could not be judged",)
         self._renew()
 
-    def seen(self, ruin: tuple[str, ...], step: int, growth: Growth = NO_GROWTH) -> None:
+    def seen(
+        self,
+        ruin: tuple[str, ...],
+        step: int,
+        growth: Growth = NO_GROWTH,
+        outgrown: Growth = NO_GROWTH,
+    ) -> None:
         """The weights were looked at as they were after `step` (-1 = before any); `ruin` is what was found.
 
-        `growth` is that of the weights since the look before.
+        `growth` is that of the weights since the look before, `outgrown` that of this optimizer's since watching began
+        where it is beyond what is usual.
         """
-        if ruin and not self.ruin and self.now.healthy:
+        self.outgrown = (
+            f"{outgrown.name} is {outgrown.factor:.3g} times as large as when watching began, and the loss is no lower"
+            " than then"
+            if outgrown.name and self.loss.no_better and not ruin
+            else ""
+        )
+        if (ruin or self.outgrown) and not self.ruin and self.now.healthy:
             self._last = self.looked  # no step since is suspected
         if self.surged is not None and step >= self.surged:
             if growth.factor >= LEAP and self._looked_at == self.surged - 1:
@@ -207,7 +235,7 @@ class CheckpointHealthTracker:
             self.surged = None
         self._looked_at = step
         self.ruin = ruin
-        if not ruin:
+        if not (ruin or self.outgrown):
             self.looked = step if step >= 0 else None
         if self.suspected is not None and step >= self.suspected:
             self.suspected = None
@@ -251,11 +279,17 @@ class CheckpointHealthTracker:
         """Norms of what comes are not compared with those of before: they were changed on purpose."""
         self._grows_to(0.0)
 
+    def compare_loss_anew(self) -> None:
+        """The weights were changed on purpose: the loss of the next step is what later ones are compared with."""
+        self.loss = LossSinceStart()
+
     def _grows_to(self, largest: float) -> None:
         self._largest, self.surge_from = largest, SURGE * largest or inf
 
     def _renew(self) -> CheckpointHealth:
         reasons = [*self._found, *self.ruin]
+        if self.outgrown:
+            reasons.append(self.outgrown)
         if self.suspected is not None and not self.ruin:
             jumped = f"the total norm jumped at step {self.suspected}"
             reasons.append(f"{jumped}, and the weights have not been checked since")
@@ -273,6 +307,8 @@ class CheckpointHealthTracker:
             "last_healthy_step": self.now.last_healthy_step,
             "poisoned_at": self.poisoned_at,
             "ruin": list(self.ruin),
+            "outgrown": self.outgrown,
+            "loss": self.loss.to_dict(),
             "largest": self._largest,
             "leapt": None if self.leapt is None else list(self.leapt),
         }
@@ -283,6 +319,7 @@ class CheckpointHealthTracker:
         last, poisoned = saved.get("last_healthy_step"), saved.get("poisoned_at")
         self.poisoned_at = None if poisoned is None else int(poisoned)
         self.ruin = tuple(map(str, saved.get("ruin", ())))  # until the next look
+        self.outgrown, self.loss = str(saved.get("outgrown", "")), LossSinceStart(saved.get("loss"))
         self.suspected, self.surged, self.looked, self._looked_at, self._found = None, None, None, None, ()
         leapt = saved.get("leapt")
         self.leapt = None if leapt is None else (int(leapt[0]), str(leapt[1]))
@@ -300,6 +337,16 @@ def joined(parts: Iterable[CheckpointHealth]) -> CheckpointHealth:
         tuple(dict.fromkeys(reason for one in found for reason in one.reasons)),
         _least([one.weights_step for one in found]),
     )
+
+
+def resumed(saved: Iterable[Mapping[str, Any] | None]) -> CheckpointHealth:
+    """The health of optimizers that have not stepped since these states were loaded, but for what a look finds."""
+    found = []
+    for state in saved:
+        tracker = CheckpointHealthTracker(frozenset())
+        tracker.load({**(state or {}), "ruin": ()})
+        found.append(tracker.now)
+    return joined(found)
 
 
 def _least(steps: list[int | None]) -> int | None:

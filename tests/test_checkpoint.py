@@ -69,6 +69,25 @@ def test_a_nan_that_reached_the_optimizer_is_never_forgotten() -> None:
         assert not gw.healthy
 
 
+def test_a_resumed_watch_says_so_before_its_first_step() -> None:
+    """What was loaded is known of optimizers that have not stepped yet; weights are looked at as they are now."""
+    training = Training()
+    with watched(training, WATCHES) as (gw, _):
+        training.step()
+        assert gw.healthy
+        good = gw.state_dict()
+        with torch.no_grad():
+            training.model.get_parameter("2.weight").fill_(math.nan)
+        assert not gw.healthy
+        ruined = gw.state_dict()
+        training.step(**NAN)
+        poisoned = gw.state_dict()
+    for state, healthy, last in ((good, True, 0), (ruined, True, 0), (poisoned, False, 0)):
+        with watched(Training(), WATCHES) as (gw, _):
+            gw.load_state_dict(json.loads(json.dumps(state)))
+            assert (gw.healthy, gw.last_healthy_step) == (healthy, last)
+
+
 def test_a_critical_rule_that_fires_is_reason_enough() -> None:
     """A warning is not."""
     for severity in ("critical", "warning"):

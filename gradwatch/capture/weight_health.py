@@ -1,5 +1,8 @@
 """The weights themselves, looked at: finite, and none far larger than when they were last healthy.
 
+Also known is which of them are far larger than when watching began. That alone is no reason: in small steps the weights
+of a healthy training may well grow so far.
+
 What this rank holds of every parameter that wants a gradient is read in one pass, as gradients are, and without a
 collective: shards of FSDP and DTensors are judged by the rank that holds them. A look costs about what the read of one
 step's gradients costs. The reference is one number per parameter, its root mean square, so that a shard of another size
@@ -72,6 +75,8 @@ class Weights:
         self._lock = ForkSafeLock()  # a thread that saves may ask while another trains
         self._reference: dict[str, float] = {}
         self._level = 0.0
+        self._first: dict[str, float] = {}  # as `_reference`, and of when each was met: never renewed
+        self._first_level = 0.0
         self._ruined = False  # the latest look found a parameter too large
         self._latest: Looked | None = None
         self._before: Looked | None = None  # the look before the latest
@@ -111,16 +116,23 @@ class Weights:
     def _remember(self, looked: Looked, only_new: bool) -> None:
         kept = self._reference if only_new else {}
         fresh = {name: float(rms) for name, rms in zip(looked.names, looked.rms, strict=True)}
-        self._reference = {**{name: rms for name, rms in fresh.items() if math.isfinite(rms)}, **kept}
+        finite = {name: rms for name, rms in fresh.items() if math.isfinite(rms)}
+        self._reference, self._first = {**finite, **kept}, {**finite, **self._first}
         level = _level(looked)
         if math.isfinite(level) and not (only_new and self._level):
             self._level = level
+        self._first_level = self._first_level or self._level
 
     def to_dict(self) -> dict[str, Any]:
         """The reference, JSON-safe, for a checkpoint."""
         with self._lock.held:
             self._arrive()
-            return {"rms": dict(self._reference), "level": self._level, "ruined": self._ruined}
+            return {
+                "rms": dict(self._reference),
+                "level": self._level,
+                "ruined": self._ruined,
+                "first": {"rms": dict(self._first), "level": self._first_level},
+            }
 
     def load(self, saved: Mapping[str, Any] | None) -> None:
         """Go on from `to_dict()`; None (an earlier version wrote it): the weights are met anew."""
@@ -130,6 +142,9 @@ class Weights:
             self._reference = {str(name): float(rms) for name, rms in saved["rms"].items()}
             self._known = set(self._reference)
             self._level = float(saved["level"])
+            first = saved.get("first", saved)  # earlier versions did not write it
+            self._first = {str(name): float(rms) for name, rms in first["rms"].items()}
+            self._first_level = float(first["level"])
             self._ruined = bool(saved.get("ruined", False))  # earlier versions did not write it
 
     def growth(self) -> Growth:
@@ -139,15 +154,19 @@ class Weights:
         if before is None or latest is None:
             return NO_GROWTH
         own = dict(zip(before.names, before.rms.tolist(), strict=True))  # sync: numpy
-        was = np.array([own.get(name, math.nan) for name in latest.names])
-        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-            factors = np.nan_to_num(
-                latest.rms / np.maximum(was, max(_level(before), _usual_level(before))),
-                nan=0.0,
-                posinf=math.inf,
-            )
+        factors = _factors(latest, own, max(_level(before), _usual_level(before)))
         most = int(factors.argmax()) if len(factors) else -1
         return NO_GROWTH if most < 0 else Growth(float(factors[most]), latest.names[most])
+
+    def outgrown(self) -> tuple[Growth, ...]:
+        """The parameters that the latest look found far larger than when each was met, the largest factor first."""
+        with self._lock.held:
+            latest, own, level = self._latest, self._first, self._first_level
+        if latest is None or not level:  # of a model of zeros nothing is known
+            return ()
+        factors = _factors(latest, own, max(level, _usual_level(latest)))
+        grown = sorted(map(int, np.flatnonzero(factors > FACTOR)), key=lambda k: -factors[k])
+        return tuple(Growth(float(factors[k]), latest.names[k]) for k in grown)
 
     # -- looking -----------------------------------------------------------------------------------------
 
@@ -258,6 +277,16 @@ def _level(looked: Looked) -> float:
     with np.errstate(over="ignore"):
         squares = float((np.square(looked.rms[finite]) * looked.numels[finite]).sum())
     return math.sqrt(squares / count) if count else math.nan
+
+
+def _factors(looked: Looked, own: Mapping[str, float], level: float) -> NDArray[np.float64]:
+    """By parameter, how many times the larger of `own` and `level` it is; 0 where `own` has none."""
+    was = np.array([own.get(name, math.nan) for name in looked.names])
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        found: NDArray[np.float64] = np.nan_to_num(
+            looked.rms / np.maximum(was, level), nan=0.0, posinf=math.inf
+        )
+    return found
 
 
 def _usual_level(looked: Looked) -> float:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from math import isfinite
 
 from gradwatch.capture.weight_health import Weights
-from gradwatch.checkpoint import joined
+from gradwatch.checkpoint import NO_GROWTH, joined, resumed
 from gradwatch.records.record import CheckpointHealth
 from gradwatch.session.binding.optimizer_rules import OptimizerRules
 from gradwatch.session.binding.rule_bindings import RuleBindings
@@ -27,7 +28,10 @@ class Checkpoints:
 
     def now(self) -> CheckpointHealth:
         """As of the last step and the last look."""
-        return joined(bound_rules.health_tracker.now for bound_rules in self._rule_bindings.begun())
+        begun = self._rule_bindings.begun()
+        if not begun:
+            return resumed(one.get("checkpoint") for one in self._rule_bindings.saved_states.waiting.values())
+        return joined(bound_rules.health_tracker.now for bound_rules in begun)
 
     def check(self) -> CheckpointHealth:
         """The same after a look at the weights as they are now, which waits for a device."""
@@ -37,9 +41,10 @@ class Checkpoints:
             self._activity.failed("checkpoint", error)
             ruin = (f"the weights could not be checked ({type(error).__name__})",)
         self._seen(ruin, self._steps())
-        if not self._contexts:
-            return CheckpointHealth(not ruin, None, ruin)
-        return self.now()
+        found = self.now()
+        if not ruin or self._rule_bindings.begun():
+            return found
+        return replace(found, healthy=False, reasons=(*found.reasons, *ruin))
 
     def meet(self) -> None:
         """An optimizer is about to move parameters for the first time: know what they were like."""
@@ -51,6 +56,8 @@ class Checkpoints:
     def begin_anew(self) -> None:
         """The weights were changed on purpose: as they are now they are what later ones are compared with."""
         self._weights.load(None)
+        for bound_rules in self._rule_bindings:
+            bound_rules.health_tracker.compare_loss_anew()
         self.meet()
 
     def check_if_due(self, bound_rules: OptimizerRules, total_norm: float = 0.0) -> None:
@@ -78,9 +85,11 @@ class Checkpoints:
         }
 
     def _seen(self, ruin: tuple[str, ...], steps: Mapping[int, int]) -> None:
-        growth = self._weights.growth()
+        growth, outgrown = self._weights.growth(), self._weights.outgrown()
         for bound_rules in self._rule_bindings:
             if bound_rules.captured.index in steps:
-                bound_rules.health_tracker.seen(ruin, steps[bound_rules.captured.index], growth)
+                names = set(bound_rules.sites.names) if outgrown else set()
+                mine = next((one for one in outgrown if one.name in names), NO_GROWTH)
+                bound_rules.health_tracker.seen(ruin, steps[bound_rules.captured.index], growth, mine)
         if not ruin and self.now().healthy:
             self._weights.renew()

@@ -147,12 +147,15 @@ def test_the_account_counts_the_same(seed: int) -> None:
 
 @pytest.mark.parametrize("jump", [1.0, 50.0, 1e4])
 def test_health_is_the_same(jump: float) -> None:
-    """Of each step and of what is known after them, also where the total jumps in their midst."""
+    """Of each step and of what is known after them, also where the total jumps in their midst; some have a loss."""
     verdict, told = Verdict(), []
     for together in (False, True):
         tracker = CheckpointHealthTracker(frozenset())
         snapshots = [
-            make_record(SITES, jump if step == 40 else 1.0, step=step).snapshot for step in range(70)
+            make_record(
+                SITES, jump if step == 40 else 1.0, step=step, scalars={"loss": step % 5} if step % 3 else {}
+            ).snapshot
+            for step in range(70)
         ]
         healths = []
         for first in range(0, 70, 7):

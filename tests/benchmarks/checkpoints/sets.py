@@ -30,6 +30,14 @@ RUINED: dict[str, tuple[tuple[Training, Fault], ...]] = {
         (t.RNN, faults.ascent()),
         (t.TRANSFORMER, faults.shuffled()),
         (t.TRANSFORMER, faults.rate(150, START)),
+        # Added later: rates at which weights grow together, and a little at every look.
+        (t.MLP, faults.rate(10, START)),
+        (t.TINY, faults.rate(30, START)),
+        (t.TINY, faults.rate(100, START)),
+        (t.EMBEDDINGS, faults.rate(30, START)),
+        (t.TRANSFORMER, faults.rate(100, START)),
+        (t.LORA, faults.rate(100, START)),
+        (t.GAN, faults.rate(300, START)),
     ),
     "reporting": (
         (t.MLP_ADAM, faults.rate(300, START)),

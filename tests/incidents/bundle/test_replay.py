@@ -406,6 +406,7 @@ def test_two_networks(tmp_path: Path) -> None:
             optimizers[0].zero_grad()
             critic(fake).mean().backward()
             optimizers[0].step()
+        assert gw.flush(30)  # a slow disk
     (bundle,) = (Path(gw.run.directory) / "bundles").iterdir()
     document = read_document(bundle)
     assert [one.type.rpartition(".")[2] for one in document.models] == ["Fragile", "Sequential"]

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -199,8 +201,13 @@ def test_a_snapshot_changes_no_bit(
     )  # the steps take no time
     text = FIRES.replace("OPTIONS", "batch: true, parameters: true, keep: 9")
 
-    def watched(net: nn.Module, opt: torch.optim.Optimizer) -> Any:
-        return gradwatch.watch(net, opt, rules=parse_rules(text), run_dir=tmp_path, sinks=[], strict=True)
+    @contextmanager
+    def watched(net: nn.Module, opt: torch.optim.Optimizer) -> Iterator[Any]:
+        with gradwatch.watch(
+            net, opt, rules=parse_rules(text), run_dir=tmp_path, sinks=[], strict=True
+        ) as gw:
+            yield gw
+            assert gw.flush(30)  # a slow disk
 
     bare = by_bare_torch(lambda: train(model, optimizer, mode, 14, unwatched))
     assert train(model, optimizer, mode, 14, watched) == bare
