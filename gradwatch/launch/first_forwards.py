@@ -46,8 +46,8 @@ class FirstForwards:
     """Holds what models do from the making of an optimizer until it is `handed_over`; again for later optimizers.
 
     Its faults never reach the script: the session that takes over counts them. `lock` is held while
-    models are looked for: threads may make optimizers, and attach, at the same time. No calls are held where nobody
-    is `wanting` them: then it only knows the models.
+    models are looked for: threads may make optimizers, and attach, at the same time. Calls are held only while
+    something is `wanting` them: else it only knows the models.
     """
 
     def __init__(self, registered: ModuleRegistry, lock: ForkSafeLock, wanting: Callable[[], bool]) -> None:
