@@ -12,6 +12,7 @@ BEGAN = {
     "forward": "the forward of {op}",
     "backward": "the backward of {op}",
     "irreproducible": "irreproducible: run again, {name} is another than in training",
+    "after_backward": "code between the backward and the step: gradients were finite when the backward had ended",
     "input": "the batch, not finite when {op} read it",
     "tensor": "the tensor {name}, not finite when {op} read it",
     "parameter": "a weight, not finite when {op} read it",
@@ -35,6 +36,7 @@ WAYS = {
     "record": "steps were recorded as they ran",
     "closure": "the closure was run again",
     "norms": "the norms of this step were compared with their usual levels",
+    "after_backward": "the norms at the end of the backward were compared with those at the step",
 }
 
 
@@ -127,6 +129,8 @@ def _carried(finding: Finding) -> str:
 
 def _way(finding: Finding) -> str:
     """The key of `WAYS`: for an operation outside the model, the loop's own code was run again as well."""
+    if finding.phase == "after_backward":
+        return finding.phase
     of_model = finding.module or finding.module_type or not finding.op
     return "model" if finding.by == "replay" and of_model else finding.by
 

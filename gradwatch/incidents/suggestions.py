@@ -95,6 +95,12 @@ SUGGESTIONS: tuple[Suggestion, ...] = (
         phases=("loss",),
     ),
     Suggestion(
+        "after-backward",
+        "What the backward gave was finite; code between it and the step made NaN or Inf of it.",
+        "Look there for a division (by a count, a norm, a number of ranks), an unscale, a clip of your own, noise.",
+        phases=("after_backward",),
+    ),
+    Suggestion(
         "infinite-outputs",
         "The model's outputs are infinite, and the loss is computed of them all the same.",
         "Leave them out of the loss, or write a large finite number such as -1e9 in place of -inf: 0 · inf is NaN.",

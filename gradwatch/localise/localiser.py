@@ -51,6 +51,7 @@ class Ask:
 
     `suspicion` is what the rule fired for: of gradients that are finite the profile by depth is looked at, and `moved`,
     the factor by which each is off its usual norm, by the name of the parameter, as far as that is known.
+    `after_backward`: gradients that are not finite were when the backward had ended.
     """
 
     way: Way = "replay"
@@ -61,6 +62,7 @@ class Ask:
     first_parameter: str = ""
     suspicion: Suspicion = "nonfinite"
     moved: Mapping[str, float] = field(default_factory=dict)
+    after_backward: bool = False
 
 
 class Localiser:
@@ -254,6 +256,8 @@ class Localiser:
         # Else the others wait for this rank to agree.
         if self._recorded and ask.way != "detect_anomaly" and independent:
             return self._recorded.pop()[1]  # the step under judgement is one that was recorded
+        if ask.after_backward:
+            return Finding("after_backward", "norms", note=self._written_at())
         if ask.way != "replay":
             return self._later(ask, "")
         started = time.perf_counter()
@@ -278,6 +282,16 @@ class Localiser:
             finding = finding.noted(NOT_KEPT.format(count=self._recordings.dropped))
         spent = time.perf_counter() - started
         return finding.noted(f"the replay took {spent:.2f} s")
+
+    def _written_at(self) -> str:
+        """The lines of the loop between its last backward and here that write to gradients."""
+        try:
+            from gradwatch.localise.loss.gradient_writes import written_at
+
+            return written_at()
+        except Exception as error:
+            self._fault(error)
+            return ""
 
     def _of_closure(self) -> Finding | None:
         """The exact path, if the step is one; None where it is not, or finds nothing."""

@@ -19,6 +19,7 @@ Phase = Literal[
     "outputs",
     "number",
     "irreproducible",
+    "after_backward",
     "input",
     "tensor",
     "parameter",
@@ -32,8 +33,9 @@ Phase = Literal[
 are finite ("loss") or infinite on purpose, as far as one can tell ("outputs"); in a number that an operation was given;
 in the batch, another tensor of the loop (a label, a mask), a weight or a buffer that was not finite before the step. Of
 gradients that are finite: where they grow or shrink most, or the layer that activations off their usual level enter.
-"irreproducible": an output of the module was another when it was run again from the same inputs and generators. Or it
-is not known (`note` says why)."""
+"irreproducible": an output of the module was another when it was run again from the same inputs and generators.
+"after_backward": in code between the backward, at whose end the gradients were finite, and the step. Or it is not known
+(`note` says why)."""
 
 By = Literal["replay", "record", "closure", "norms"]
 """How it was found: the step run again, the next steps recorded as they ran, `Watch.step(closure)`, or the norms of the

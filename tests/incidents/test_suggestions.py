@@ -77,6 +77,7 @@ BY_PHASE = {
     "buffer-not-finite",
     "loss-side",
     "infinite-outputs",
+    "after-backward",
     "exploding-outputs",
     "vanishing-outputs",
     "several-layers",

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import Parameter
@@ -247,6 +248,12 @@ def _is_rounding(name: str, usual: Mapping[str, float]) -> bool:
     return own == "bias" and usual[name] < ROUNDING * usual.get(f"{module}.weight", 0.0)
 
 
+def _became_nonfinite(snapshot: Snapshot) -> bool:
+    """True if the norms at the end of the backward were finite, and those that the optimizer gets are not."""
+    was = math.isfinite(snapshot.total_norm) and bool(np.isfinite(snapshot.norm[snapshot.calls > 0]).all())
+    return was and not snapshot.provisional and not math.isfinite(snapshot.total_norm_applied)
+
+
 def _ask(action: Action, event: Event, snapshot: Snapshot, usual: Usual) -> Ask:
     suspicion = _suspicion(event, snapshot)
     return Ask(
@@ -258,4 +265,5 @@ def _ask(action: Action, event: Event, snapshot: Snapshot, usual: Usual) -> Ask:
         first_parameter=event.first_cause,
         suspicion=suspicion,
         moved={} if suspicion == "nonfinite" else factors_of_usual(snapshot, usual()),
+        after_backward=suspicion == "nonfinite" and _became_nonfinite(snapshot),
     )
