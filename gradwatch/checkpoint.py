@@ -4,10 +4,11 @@ A checkpoint taken now is *healthy* unless
 - a weight is not finite, or the norm of a parameter is more than 10 times the larger of its own when the weights were
   last healthy and sqrt(numel) times the root mean square of all weights then (so that a bias or an adapter of zeros
   may grow), or that of matrices whose rows have a norm of 0.5 (so may a model that was initialised far smaller than
-  usual). Once one was, until none is more than 2 times as large. `Watch.healthy` looks at what this rank holds at the
-  moment it is asked; without being asked weights are looked at after every jump of the total norm and else once a
-  second or less often, at 0.1 % of the time at most, and `weights_step` says after which step that was last done and
-  nothing was found;
+  usual). Once one was, until none is more than 2 times as large, or 100 steps have shown that it was learning: 90 % of
+  their losses below that of the first step and below their mean at the last healthy look. `Watch.healthy` looks at what
+  this rank holds at the moment it is asked; without being asked weights are looked at after every jump of the total
+  norm and else once a second or less often, at 0.1 % of the time at most, and `weights_step` says after which step that
+  was last done and nothing was found;
 - the norm of a parameter is more than 10 times the larger of its own when watching began and sqrt(numel) times the root
   mean square of all weights then (or that of such matrices), and the loss of its optimizer was not below that of the
   first step in most of the last 50: so a learning rate that is too large from the first step on is seen, also where no
@@ -48,7 +49,7 @@ from typing import Any, NamedTuple
 
 from gradwatch.records.columns import CONFIRMED_JUMP, CONFIRMED_NORM
 from gradwatch.records.decision import Decision
-from gradwatch.records.loss_since_start import LossSinceStart
+from gradwatch.records.loss_comparison import LossComparison
 from gradwatch.records.record import CheckpointHealth
 from gradwatch.records.snapshot import Snapshot
 from gradwatch.records.verdict import Verdict
@@ -111,7 +112,7 @@ class CheckpointHealthTracker:
         self.ruin: tuple[str, ...] = ()  # what the latest look at the weights found
         # Weights that have grown since watching began, for a loss that is no lower: the reason in words.
         self.outgrown = ""
-        self.loss = LossSinceStart()
+        self.loss = LossComparison()
         self.looked: int | None = None  # the last step after which a look found nothing
         self.suspected: int | None = (
             None  # a step that jumped, and was taken, and the weights were not looked at since
@@ -281,7 +282,7 @@ class CheckpointHealthTracker:
 
     def compare_loss_anew(self) -> None:
         """The weights were changed on purpose: the loss of the next step is what later ones are compared with."""
-        self.loss = LossSinceStart()
+        self.loss = LossComparison()
 
     def _grows_to(self, largest: float) -> None:
         self._largest, self.surge_from = largest, SURGE * largest or inf
@@ -319,7 +320,7 @@ class CheckpointHealthTracker:
         last, poisoned = saved.get("last_healthy_step"), saved.get("poisoned_at")
         self.poisoned_at = None if poisoned is None else int(poisoned)
         self.ruin = tuple(map(str, saved.get("ruin", ())))  # until the next look
-        self.outgrown, self.loss = str(saved.get("outgrown", "")), LossSinceStart(saved.get("loss"))
+        self.outgrown, self.loss = str(saved.get("outgrown", "")), LossComparison(saved.get("loss"))
         self.suspected, self.surged, self.looked, self._looked_at, self._found = None, None, None, None, ()
         leapt = saved.get("leapt")
         self.leapt = None if leapt is None else (int(leapt[0]), str(leapt[1]))

@@ -78,6 +78,8 @@ class Weights:
         self._first: dict[str, float] = {}  # as `_reference`, and of when each was met: never renewed
         self._first_level = 0.0
         self._ruined = False  # the latest look found a parameter too large
+        self.grown: frozenset[str] = frozenset()
+        """The names of all that the latest look found too large."""
         self._latest: Looked | None = None
         self._before: Looked | None = None  # the look before the latest
         self._met: list[Callable[[], Looked]] = []  # taken, and maybe still on their way from a device
@@ -107,6 +109,7 @@ class Weights:
             if self._latest is not None:
                 self._arrive()
                 self._remember(self._latest, only_new=False)
+                self._ruined, self.grown = False, frozenset()
 
     def _arrive(self) -> None:
         met, self._met = self._met, []
@@ -231,6 +234,7 @@ class Weights:
     def _judged(self, looked: Looked) -> tuple[str, ...]:
         self._arrive()
         self._before, self._latest = self._latest, looked
+        self.grown = frozenset()
         broken = ~np.isfinite(looked.rms)
         if broken.any():
             return (f"weights are not finite: {_listed(looked.names, broken)}",)
@@ -242,6 +246,7 @@ class Weights:
         self._ruined = bool(grown.any())
         if not self._ruined:
             return ()
+        self.grown = frozenset(looked.names[k] for k in map(int, np.flatnonzero(grown)))
         with np.errstate(divide="ignore", over="ignore"):
             worst = float((looked.rms[grown] / allowed[grown]).max())
         return (

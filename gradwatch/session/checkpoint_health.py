@@ -85,6 +85,9 @@ class Checkpoints:
         }
 
     def _seen(self, ruin: tuple[str, ...], steps: Mapping[int, int]) -> None:
+        if self._weights.grown and len(ruin) == 1 and self._learned(self._weights.grown):
+            self._weights.renew()
+            ruin = ()
         growth, outgrown = self._weights.growth(), self._weights.outgrown()
         for bound_rules in self._rule_bindings:
             if bound_rules.captured.index in steps:
@@ -93,3 +96,18 @@ class Checkpoints:
                 bound_rules.health_tracker.seen(ruin, steps[bound_rules.captured.index], growth, mine)
         if not ruin and self.now().healthy:
             self._weights.renew()
+            for bound_rules in self._rule_bindings:
+                bound_rules.health_tracker.loss.mark_healthy()
+
+    def _learned(self, grown: frozenset[str]) -> bool:
+        """True if each optimizer whose weights have grown so far has a lower loss for it, and has had for long."""
+        owners = [
+            one.health_tracker.loss for one in self._rule_bindings if grown.intersection(one.sites.names)
+        ]
+        learned = bool(owners) and all(loss.lower_since_grown for loss in owners)
+        for loss in owners:
+            if learned:
+                loss.mark_healthy()
+            else:
+                loss.mark_grown()
+        return learned

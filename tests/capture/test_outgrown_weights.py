@@ -1,4 +1,4 @@
-"""Weights that grow a little at every look, since watching began, while the loss is no lower for it."""
+"""Weights that grow tenfold, and what the loss says of that: a little at every look, or between two of them."""
 
 from __future__ import annotations
 
@@ -93,6 +93,29 @@ def test_it_is_said_kept_and_taken_back() -> None:
         assert not gw.healthy
         gw.rebaseline("a scale of another unit")
         assert gw.healthy
-        for _ in range(60):
-            training.step(gw, (1.0, 0.5), factor=1.0)
+        for step in range(STEPS):  # no lower than at the first step after it
+            training.step(gw, (0.5 if step else 0.3, 0.5))
+            healthy = gw.healthy
+        assert not healthy
+
+
+@pytest.mark.parametrize(("loss", "learned"), [(0.5, True), (0.8, False), (2.0, False)])
+def test_growth_between_two_looks_is_learning_where_the_loss_is_lower_for_it(
+    loss: float, learned: bool
+) -> None:
+    """Weights 40 times as large as at the last healthy look, where the loss was 0.7: ruined, until a hundred losses are
+    lower than it was then. What is healthy from then on is compared with that.
+    """
+    training = Growing()
+    with training.watched() as gw:
+        for step in range(60):
+            training.step(gw, (0.7 if step else 1.0, 0.5), factor=1.0)
         assert gw.healthy
+        training.step(gw, (loss, 0.5), factor=40.0)
+        for step in range(130):
+            assert gw.healthy is (learned and step >= 100), step
+            training.step(gw, (loss, 0.5), factor=1.0)
+        training.step(gw, (loss, 0.5), factor=5.0)
+        assert gw.healthy is learned
+        training.step(gw, (loss, 0.5), factor=20.0)
+        assert not gw.healthy
