@@ -36,11 +36,12 @@ def trained(folder: Path) -> list[Record]:
     """A run with spikes and a NaN in its journal; the Records as a sink saw them."""
     training, kept, options = Training(), Kept(), run_folder(folder)
     options["sinks"] = [kept, *options["sinks"]]
-    with watched(training, TEXT, **options):
+    with watched(training, TEXT, **options) as (gw, _):
         for scale in ({}, {"2__weight": 1000.0}, {"0__weight": 3000.0}, {}, {"2__weight": math.nan}, {}):
             training.step(**scale)
         training.step(**{"2__weight": 1000.0})
         training.step(**{"2__weight": 1000.0})
+        assert gw.flush(30)  # a slow disk: closing gives up after 1.5 s
     return kept.records
 
 
