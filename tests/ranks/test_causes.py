@@ -62,6 +62,8 @@ def test_the_surest_finding_is_chosen() -> None:
     unknown, loss = Finding("unknown", "replay", note="n"), Finding("loss", "replay")
     named = Finding("backward", "replay", op="sqrt")
     assert chosen([unknown, loss, named]).amended(note="") == named.amended(rank=2)
+    between = Finding("after_backward", "norms")
+    assert chosen([between, unknown, named]).amended(note="") == named.amended(rank=2)
     assert chosen([unknown, loss, named]).note == "on rank 2, not on ranks 0, 1"
     assert chosen([named, unknown, named]).note == "on ranks 0, 2, not on rank 1"
     assert chosen([unknown, unknown]) == unknown
