@@ -29,24 +29,26 @@ class ScaleState(NamedTuple):
     """Of K scalers: `n` samples since it started (int32, counted up to `settle`), `last` scale (0 = none yet).
 
     `fallen[within, K]`: by how many halvings the scale fell at each of the latest samples; `place[K]` the
-    slot that the next sample takes.
+    slot that the next sample takes; `largest[K]` scale since it started (0 = none yet).
     """
 
     n: NDArray[np.int32]
     last: NDArray[np.float32]
     fallen: NDArray[np.float32]
     place: NDArray[np.int32]
+    largest: NDArray[np.float32]
 
 
 @register_detector
 @dataclass(frozen=True, slots=True)
 class ScaleCollapse(Holds):
-    """The GradScaler's scale is <= `floor`, or has halved >= `halvings` times within as many as `within` steps.
+    """The GradScaler's scale came down to <= `floor`, or halved >= `halvings` times within as many as `within` steps.
 
     A healthy run starts at 65,536 and comes down to where its gradients fit, often by more than four halvings
     in a few steps: so those of the first `settle` steps of a scaler are not counted, but `floor` holds from the
-    start. A scale that jumps up (a new scaler, or one whose state was not restored) settles again. For a single
-    rejected step use `above` of `scaler_skip`.
+    start, for a scale that was once larger: one that begins there (`init_scale=1`) has not collapsed. A scale that
+    jumps up (a new scaler, or one whose state was not restored) settles again. For a single rejected step use `above`
+    of `scaler_skip`.
 
     Score: the larger of halvings / `halvings` and `floor` / scale; it breaches at 1. The value is the scale.
     """
@@ -67,6 +69,7 @@ class ScaleCollapse(Holds):
             np.zeros(size, np.float32),
             np.zeros((self.within, size), np.float32),
             np.zeros(size, np.int32),
+            np.zeros(size, np.float32),
         )
 
     def score(self, state: Any, sample: Sample) -> NDArray[np.float64]:
@@ -79,7 +82,8 @@ class ScaleCollapse(Holds):
         before = state.fallen.sum(axis=0, dtype=np.float64) - state.fallen[state.place, columns]
         recent = np.where(anew, 0.0, before) + fell
         with np.errstate(divide="ignore", invalid="ignore"):
-            low = np.where(known, self.floor / scale, np.nan)
+            came_down = (scale < np.maximum(state.largest, state.last)) | (scale > self.floor) | (scale == 0)
+            low = np.where(known & came_down & ~(anew & (scale <= self.floor)), self.floor / scale, 0.0)
         return np.where(known, np.maximum(recent / self.halvings, low), np.nan)
 
     def learn(self, state: Any, sample: Sample) -> State:
@@ -96,6 +100,9 @@ class ScaleCollapse(Holds):
             np.where(known, scale, state.last).astype(np.float32),
             fallen,
             np.where(known, (state.place + 1) % self.within, state.place).astype(np.int32),
+            np.where(known, np.maximum(scale, np.where(anew, 0, state.largest)), state.largest).astype(
+                np.float32
+            ),
         )
 
     def _fall(

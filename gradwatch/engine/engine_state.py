@@ -210,6 +210,8 @@ def _fill(state: State, segment: Series, part: slice, rows: Mapping[str, Any]) -
     if not here:
         return
     for name, array in zip(state._fields, state, strict=True):  # type: ignore[attr-defined]
+        if name not in rows["fields"]:  # an earlier version did not know it
+            continue
         values, target = np.asarray(rows["fields"][name], array.dtype), array[..., part]
         if values.shape[:-1] == target.shape[:-1]:  # a warm-up ring that had been dropped stays empty
             target[..., here] = values[..., there]

@@ -151,7 +151,10 @@ class Temporal:
 
 
 class ScaleCollapse:
-    """Halvings among the last `within` scales, over `halvings`; or 1 / scale. Written as a list of falls."""
+    """Halvings among the last `within` scales, over `halvings`; or 1 / scale, for one that was larger once, or is.
+
+    Written as a list of falls.
+    """
 
     def __init__(self, halvings: int, within: int, settle: int) -> None:
         self.halvings, self.within, self.settle = halvings, within, settle
@@ -169,7 +172,8 @@ class ScaleCollapse:
         settled = len(self.scales) > self.settle
         self.falls.append(max(0.0, math.log2(self.scales[-1] / scale)) if settled else 0.0)
         self.scales.append(scale)
-        return max(sum(self.falls[-self.within :]) / self.halvings, 1 / scale)
+        began_there = scale <= 1 and scale >= max(self.scales)
+        return max(sum(self.falls[-self.within :]) / self.halvings, 0.0 if began_there else 1 / scale)
 
 
 class RecentExtreme:

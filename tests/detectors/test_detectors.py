@@ -235,6 +235,12 @@ def test_scale_collapse_is_its_formula(
     assert scores(detector, series) == pytest.approx(want, rel=1e-6, nan_ok=True)
 
 
+def test_a_scale_that_begins_at_the_floor_has_not_collapsed() -> None:
+    """`init_scale=1` is no alarm; a scale below that of the beginning is."""
+    found = scores(ScaleCollapse(), [1.0, 1.0, 1.0, 0.5])
+    assert [score >= 1 for score in found] == [False, False, False, True]
+
+
 @settings(max_examples=examples(100))
 @given(st.one_of(st.floats(), st.floats(-2, 2)), st.floats(-2, 2))
 def test_above_and_below_agree_with_nan_safe_predicates(value: float, threshold: float) -> None:
