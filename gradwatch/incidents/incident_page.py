@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 from gradwatch.incidents import explanation
 from gradwatch.incidents.incident import Incident
@@ -12,6 +12,7 @@ from gradwatch.records.decision import Order
 from gradwatch.runtime.printable import one_line
 
 LONGEST_LINE = 2000
+MOST_LEVELS = 20  # parameters shown with their usual level
 SCRIPT = "MODULE:FUNCTION"
 
 
@@ -117,6 +118,28 @@ def _kept(bundle: str, obstacle: str, missing: tuple[str, ...]) -> Iterator[str]
 
 def _number(value: float) -> str:
     return f"{value:.4g}" if math.isfinite(value) else ("NaN" if math.isnan(value) else "Inf")
+
+
+def usual_levels(norms: Mapping[str, float], usual: Mapping[str, float]) -> Iterator[str]:
+    """Norms of a step beside their usual levels, by parameter, the furthest off first; nothing where none is known."""
+    known = [(name, norm, usual[name]) for name, norm in norms.items() if usual.get(name)]
+    if not known:
+        return
+    yield "## Gradient norms and their usual levels"
+    yield ""
+    yield "| parameter | norm | usual | norm ÷ usual |"
+    yield "| --- | --- | --- | --- |"
+    for name, norm, level in sorted(known, key=lambda one: -_off(one[1], one[2]))[:MOST_LEVELS]:
+        yield f"| {name} | {norm:.4g} | {level:.4g} | {norm / level:.3g} |"
+    if len(known) > MOST_LEVELS:
+        yield ""
+        yield f"{len(known) - MOST_LEVELS} more are in `site.norm` and `site.usual`."
+    yield ""
+
+
+def _off(norm: float, level: float) -> float:
+    """Distance of a norm from its level, in either direction; infinite where it is not finite, or 0."""
+    return abs(math.log(norm / level)) if math.isfinite(norm) and norm > 0 else math.inf
 
 
 def markdown(lines: Iterable[str]) -> str:

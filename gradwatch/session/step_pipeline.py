@@ -290,7 +290,7 @@ class StepPipeline:
         if verdict.events:
             findings += self._causes_by_norms(bound_rules, usual, verdict, snapshot, findings)
         if self._sources.bundles is not None:
-            decision = self._sources.bundles.take(captured, snapshot, verdict, decision, findings)
+            decision = self._sources.bundles.take(captured, snapshot, verdict, decision, findings, usual)
         facts = Facts(
             bound_rules,
             found,

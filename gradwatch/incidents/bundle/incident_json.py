@@ -100,7 +100,8 @@ class Document:
 
     `obstacle` says why the step cannot be run again from it ("" = it can). `watched` are the classes of the watched
     models, `models` the modules that were called: they, parts of them, criteria beside them. `sites` names the S
-    elements of the tensors `site.norm`, `site.calls` and `site.coef`, and `gradients` the gradients kept, by parameter:
+    elements of the tensors `site.norm`, `site.usual` (the usual norm, NaN where it is not known), `site.calls` and
+    `site.coef`, and `gradients` the gradients kept, by parameter:
     as they were found at the step, before anything was done about them, and the part of this rank where they are
     sharded. `loss_scale` is that of the GradScaler they went through, None without one.
     """

@@ -6,13 +6,15 @@ the bundle is written when its Record is published (`write`). The disk is touche
 
 from __future__ import annotations
 
+import math
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -23,7 +25,7 @@ from gradwatch.incidents.bundle.bundle_writer import write_bundle
 from gradwatch.incidents.bundle.incident_json import DOCUMENT, PAGE, Document, LeftOut
 from gradwatch.incidents.bundle.snapshot_rules import SNAPSHOT, snapshots
 from gradwatch.incidents.incident import AROUND, Incident, StepNorms, ordered
-from gradwatch.incidents.incident_page import markdown, page
+from gradwatch.incidents.incident_page import markdown, page, usual_levels
 from gradwatch.localise.replay.bundle_evidence import Evidence, gather
 from gradwatch.records.decision import Decision
 from gradwatch.records.event import Event
@@ -34,7 +36,7 @@ from gradwatch.records.snapshot import Snapshot
 from gradwatch.records.verdict import Verdict
 from gradwatch.rules.rule_set import Action, RuleSet
 from gradwatch.runtime.internal_errors import Health
-from gradwatch.session.actions.localise_action import SUSPICIONS, Causes, incident_of
+from gradwatch.session.actions.localise_action import SUSPICIONS, Causes, Usual, incident_of
 from gradwatch.sinks.registry import state_restored
 
 MOST_INCIDENTS = 1024
@@ -54,6 +56,7 @@ class Taken:
     finding: Finding | None
     evidence: Evidence
     keep: int
+    usual: Mapping[str, float]
 
 
 @dataclass(slots=True, eq=False)
@@ -96,16 +99,18 @@ class Bundles:
         verdict: Verdict,
         decision: Decision,
         findings: tuple[Finding, ...],
+        usual: Usual = dict,
     ) -> Decision:
         """Copy what this step was made of where a rule orders it; the Decision without orders that are not followed.
 
+        `usual` gives the usual norm of each parameter's gradient that is known, by its name.
         A rule orders a bundle on every step it acts on, and each incident gets one.
         """
         orders = decision.orders
         rules = {one.rule for one in orders if one.action == SNAPSHOT and not one.shadow}
         if not rules:
             return decision
-        of = captured, snapshot, verdict, findings
+        of = captured, snapshot, verdict, findings, usual
         followed = {rule for rule in sorted(rules) if self._guarded(rule, *of)}
         kept = (one for one in orders if one.action != SNAPSHOT or one.shadow or one.rule in followed)
         return replace(decision, orders=frozenset(kept))
@@ -125,6 +130,7 @@ class Bundles:
         snapshot: Snapshot,
         verdict: Verdict,
         findings: tuple[Finding, ...],
+        usual: Usual,
     ) -> bool:
         event, action = incident_of(verdict, rule), self._asked.get(rule)
         if event is None or action is None or event.incident in self._incidents:
@@ -139,7 +145,7 @@ class Bundles:
         waiting = self._waiting.setdefault(captured.index, _Waiting())
         if waiting.step != snapshot.step:  # what was left by a step whose Record never came
             waiting.step, waiting.taken = snapshot.step, []
-        waiting.taken.append(Taken(event, finding, evidence, int(action.params["keep"])))
+        waiting.taken.append(Taken(event, finding, evidence, int(action.params["keep"]), dict(usual())))
         return True
 
     def _gathered(
@@ -254,8 +260,9 @@ class Bundles:
         name = folder_name(incident.name, run.rank, run.world_size, run.attempt)
         intended = Path(run.directory, FOLDER, name)
         lines = page(incident, str(intended), evidence.obstacle, map(str, evidence.left_out))
-        files = {DOCUMENT: document.encode(), PAGE: markdown(lines).encode()}
-        tensors = {**evidence.tensors, **_sites(snapshot)}
+        levels = usual_levels(_arrived(snapshot), one.usual)
+        files = {DOCUMENT: document.encode(), PAGE: markdown([*lines, *levels]).encode()}
+        tensors = {**evidence.tensors, **_sites(snapshot, one.usual)}
         write_bundle(Path(run.directory), name, files, lambda path: _save(tensors, path))
 
     def _lost(self, error: BaseException) -> None:
@@ -294,8 +301,15 @@ def _gradients(captured: OptimizerCapture, event: Event) -> Iterator[tuple[str, 
             yield name, grad
 
 
-def _sites(snapshot: Snapshot) -> dict[str, Tensor]:
-    arrays = {"norm": snapshot.norm, "calls": snapshot.calls, "coef": snapshot.coef}
+def _arrived(snapshot: Snapshot) -> dict[str, float]:
+    """Norms of the gradients that arrived, by the name of the parameter."""
+    norms = zip(snapshot.sites.names, snapshot.norm, snapshot.calls, strict=True)
+    return {name: float(norm) for name, norm, calls in norms if calls}
+
+
+def _sites(snapshot: Snapshot, usual: Mapping[str, float]) -> dict[str, Tensor]:
+    known = np.array([usual.get(name, math.nan) for name in snapshot.sites.names])
+    arrays = {"norm": snapshot.norm, "usual": known, "calls": snapshot.calls, "coef": snapshot.coef}
     return {f"site.{name}": torch.tensor(array, device="cpu") for name, array in arrays.items()}
 
 
