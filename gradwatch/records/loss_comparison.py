@@ -29,13 +29,15 @@ class LossComparison:
 
     def __init__(self, saved: Mapping[str, Any] | None = None) -> None:
         """Afresh, or as `to_dict()` left it."""
-        known = {"first": None, "bound": None, "healthy": None, **(saved or {})}
-        self._first, self._bound, self._healthy = (
-            None if known[key] is None else float(known[key]) for key in ("first", "bound", "healthy")
+        known = {"first": None, "bound": None, **(saved or {})}
+        self._first, self._bound = (
+            None if known[key] is None else float(known[key]) for key in ("first", "bound")
         )
         self._share, self._mean = float(known.get("share", 0.0)), float(known.get("mean", 0.0))
         self._lower = float(known.get("lower", 0.0))
         self._steps, self._lower_steps = int(known.get("steps", 0)), int(known.get("lower_steps", 0))
+        # When weights are looked at goes by the clock, what is saved by the steps: of a look before it nothing is kept.
+        self._healthy = self._mean if self._steps else None
 
     def add(self, losses: Iterable[float | None]) -> None:
         """The losses of further steps, in their order; None = not known."""
@@ -85,7 +87,6 @@ class LossComparison:
             "share": self._share,
             "steps": self._steps,
             "mean": self._mean,
-            "healthy": self._healthy,
             "bound": self._bound,
             "lower": self._lower,
             "lower_steps": self._lower_steps,
