@@ -95,6 +95,13 @@ SUGGESTIONS: tuple[Suggestion, ...] = (
         phases=("loss",),
     ),
     Suggestion(
+        "irreproducible",
+        "The same call gave two results: the one of training is not what its inputs and generators give.",
+        "Count such steps by host and device (`gradwatch_irreproducible_steps_total`): where one stands out test it, or "
+        "take it out; else look for what changes between the forward and the step.",
+        phases=("irreproducible",),
+    ),
+    Suggestion(
         "after-backward",
         "What the backward gave was finite; code between it and the step made NaN or Inf of it.",
         "Look there for a division (by a count, a norm, a number of ranks), an unscale, a clip of your own, noise.",

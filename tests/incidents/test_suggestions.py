@@ -78,6 +78,7 @@ BY_PHASE = {
     "loss-side",
     "infinite-outputs",
     "after-backward",
+    "irreproducible",
     "exploding-outputs",
     "vanishing-outputs",
     "several-layers",

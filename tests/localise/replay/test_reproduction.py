@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 import gradwatch
 from gradwatch.incidents.explanation import fields, page, sentence
+from gradwatch.incidents.suggestions import suggestion_for
 from gradwatch.records.finding import Finding
 from gradwatch.rules.files import parse_rules
 from gradwatch.sinks.prometheus.sink import PrometheusSink
@@ -153,6 +154,9 @@ def test_what_was_computed_wrongly_once_is_irreproducible(fault: str, tmp_path: 
     assert "irreproducible" in dict(fields(finding))["cause"]
     assert any(finding.host in line for line in page(finding))
     assert not finding.deterministic
+    suggestion = suggestion_for(finding)
+    assert suggestion is not None
+    assert suggestion.id == "irreproducible"
 
 
 @pytest.mark.parametrize("case", UNKNOWN)
