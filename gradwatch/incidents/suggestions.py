@@ -97,7 +97,7 @@ SUGGESTIONS: tuple[Suggestion, ...] = (
     Suggestion(
         "irreproducible",
         "The same call gave two results: the one of training is not what its inputs and generators give.",
-        "Count such steps by host and device (`gradwatch_irreproducible_steps_total`): where one stands out test it, or "
+        "Count such steps by host (`gradwatch_irreproducible_steps_total`): where one stands out test that machine, or "
         "take it out; else look for what changes between the forward and the step.",
         phases=("irreproducible",),
     ),
