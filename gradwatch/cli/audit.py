@@ -90,7 +90,7 @@ def report(audit: Audit, where: Path) -> str:
         f"  {paint('unrecorded', 'yellow')}: {count} incidents of rule {rule} ({action}) after the last step recorded"
         for (rule, action), count in sorted(audit.unrecorded.items())
     ]
-    parts += without_end(audit)
+    parts += not_read(audit)
     parts += [
         f"  {paint('failed', 'red')}: the actions of rule {rule} could not be carried out {count} times"
         for rule, count in sorted(audit.failed.items())
@@ -118,12 +118,20 @@ def counts(audit: Audit) -> Iterable[str]:
         yield from (f"  not armed: {rule}: {why}" for rule, why in sorted(not_armed(account).items()))
 
 
-def without_end(audit: Audit) -> Iterable[str]:
-    """A line where a process ended without its account, or has not ended."""
+def not_read(audit: Audit) -> Iterable[str]:
+    """Lines on what is missing: where a process ended without its account, or has not ended; what is damaged."""
     if audit.unfinished:
         yield (
             "  the journal has no end (killed, ended by os._exit, or still running): "
             "the last 31 ordinary steps, and those of its last second, may be missing; no incident is"
+        )
+    lost: dict[str, int] = {}
+    for one in audit.damage:
+        lost[one.path] = lost.get(one.path, 0) + one.length
+    for path, size in lost.items():
+        yield (
+            f"  {paint('damaged', 'red')}: {size:,} bytes of {Path(path).name} cannot be read: "
+            "steps, rules that fired and causes may be missing here"
         )
 
 

@@ -73,7 +73,11 @@ def handle(arguments: argparse.Namespace) -> int:
         fired: dict[str, Any] = (
             {}
             if audit is None
-            else {"fired": [asdict(one) for one in audit.fired()], "unfinished": audit.unfinished}
+            else {
+                "fired": [asdict(one) for one in audit.fired()],
+                "unfinished": audit.unfinished,
+                "damage": [asdict(one) for one in audit.damage],
+            }
         )
         print(json.dumps({"run": str(where), "findings": documents, **fired}, indent=2, allow_nan=False))
     elif arguments.markdown:
@@ -99,13 +103,14 @@ def audited(where: Path) -> Audit:
             if one.times > getattr(everything.rules.get(rule), "times", 0):
                 everything.rules[rule] = one
         everything.unfinished |= found.unfinished
+        everything.damage += found.damage
         everything.take_findings(found.causes.values())
     return everything
 
 
 def listed(audit: Audit | None) -> Iterable[str]:
     """As `summary`, in Markdown."""
-    from gradwatch.cli.audit import without_end
+    from gradwatch.cli.audit import not_read
     from gradwatch.incidents.incident_page import markdown
 
     if audit is not None:
@@ -114,15 +119,15 @@ def listed(audit: Audit | None) -> Iterable[str]:
             f"{one.cause or 'cause not known'}"
             for one in audit.fired()
         )
-        ends = (f"- {line.strip()}" for line in without_end(audit))
+        ends = (f"- {line.strip()}" for line in not_read(audit))
         yield markdown(["## What fired", "", *rules, *ends])
 
 
 def summary(audit: Audit, where: Path) -> str:
     """Every rule that fired, with the cause where one is known."""
-    from gradwatch.cli.audit import fired, without_end
+    from gradwatch.cli.audit import fired, not_read
 
-    return "\n".join([f"{where}: what fired", *fired(audit), *without_end(audit)])
+    return "\n".join([f"{where}: what fired", *fired(audit), *not_read(audit)])
 
 
 def chosen(where: Path, name: str | None) -> list[Incident]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -38,12 +39,17 @@ def chosen_run(arguments: argparse.Namespace) -> Path:
 def newest(directory: Path) -> Path:
     """The run written to last; GradwatchError where there is none."""
     try:
-        runs = [path for path in directory.iterdir() if path.is_dir() and any(path.glob("*.gwj"))]
+        runs = [path for path in directory.iterdir() if path.is_dir() and any(_files(path))]
     except OSError as error:
         raise GradwatchError(f"no runs in {directory}: {error.strerror}; {ADVICE}") from None
     if not runs:
         raise GradwatchError(f"no runs in {directory}; {ADVICE}")
-    return max(runs, key=lambda run: max(path.stat().st_mtime for path in run.glob("*.gwj")))
+    return max(runs, key=lambda run: max(path.stat().st_mtime for path in _files(run)))
+
+
+def _files(run: Path) -> Iterator[Path]:
+    """What may be a journal there: no link, and no pipe, of that name."""
+    return (path for path in run.glob("*.gwj") if path.is_file() and not path.is_symlink())
 
 
 def journals(where: Path, rank: int | None = None) -> list[JournalReader]:

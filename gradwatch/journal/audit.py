@@ -16,6 +16,7 @@ from gradwatch.account import Account
 from gradwatch.account.launch_total import Part, by_launch, launch_total
 from gradwatch.incidents.explanation import sentence
 from gradwatch.journal import EventsEntry, JournalReader, StepsEntry
+from gradwatch.journal.frames import Damage
 from gradwatch.journal.incidents import better
 from gradwatch.journal.process_account import Recorded
 from gradwatch.records.decision import Order
@@ -105,8 +106,9 @@ class Audit:
     """Everything done in one or more attempts of a run, as one rank recorded it; `clipped_by_others` counts steps
     whose gradients got smaller though no action was due: the script's own clipping. `unfinished`: some journal
     has no end, for its process was killed or still runs, so that its last steps may be missing; `unrecorded` counts,
-    by rule and action, the incidents that were acknowledged at steps which are missing. `parts` are what each journal
-    says of its process, `accounts` what they come to.
+    by rule and action, the incidents that were acknowledged at steps which are missing. `damage` is what could not be
+    read of the journals, but for the last entry of a process that was killed. `parts` are what each journal says of
+    its process, `accounts` what they come to.
     """
 
     steps: int = 0
@@ -117,6 +119,7 @@ class Audit:
     failed: dict[str, int] = field(default_factory=dict)
     escalated: dict[str, int] = field(default_factory=dict)
     unfinished: bool = False
+    damage: list[Damage] = field(default_factory=list)
     unrecorded: dict[tuple[str, str], int] = field(default_factory=dict)
     rules: dict[str, Fired] = field(default_factory=dict)
     causes: dict[str, Finding] = field(default_factory=dict)
@@ -148,6 +151,7 @@ class Audit:
             "steps": self.steps,
             "thinned": self.pruned,
             "unfinished": self.unfinished,
+            "damage": [asdict(one) for one in self.damage],
             "skipped_steps": self.skipped,
             "clipped_by_others": self.clipped_by_others,
             "actions": [line.to_dict(self.steps) for line in self.sorted()],
@@ -222,6 +226,7 @@ def read(journal: JournalReader, audit: Audit) -> Iterable[int]:
     part = recorded.part()
     if part is not None and (part.ended or not journal.complete):  # earlier versions ended without an account
         audit.parts.append(part)
+    audit.damage += [one for one in journal.damage if journal.complete or one.reason != "torn"]
     if not journal.complete:
         audit.unfinished = True
         audit.take_unrecorded(event for event in opened if event.step > last.get(event.optimizer, -1))

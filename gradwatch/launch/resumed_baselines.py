@@ -99,6 +99,8 @@ class Baselines:
             }
             state = {"version": 1, "command": command(), "lanes": captures, "state": watch.state_dict()}
             write_whole(self._path, json.dumps(state) + "\n")
+        except OSError as error:
+            self._say(f"baselines are not saved for a job that is started again: {error}")
         except Exception as error:
             if not self._failed:
                 self._failed = True
@@ -115,6 +117,11 @@ class Baselines:
             self._loaded = _load(self._path)
         saved = self._loaded.get("lanes", {}).pop(str(captured.index), None)
         if saved is None:
+            if taken := _counted(optimizer):
+                self._say(
+                    f"rules learn anew: the optimizer has taken {taken} steps, and no baselines of it are saved in "
+                    f"{os.path.dirname(self._path)} (the --dir and --run-id of an earlier run name its folder)"
+                )
             return
         refusal = _refusal(saved, captured, optimizer)
         if of_another_command(self._loaded.get("command")):
@@ -188,7 +195,7 @@ def _load(path: str) -> dict[str, Any]:
             found = json.loads(file.read(MAX_BYTES))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         stderr.say(f"gradwatch: the state saved by the previous run cannot be read: {error}")
         return {}
     whole = isinstance(found, dict) and found.get("version") == 1

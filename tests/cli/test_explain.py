@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import signal
 import sys
 from pathlib import Path
@@ -102,6 +104,44 @@ def test_an_incident_that_is_not_there(runs: Path, capsys: pytest.CaptureFixture
     """The ones that are there are named."""
     assert main(["explain", "other-0-1", "--dir", str(runs)]) == 2
     assert "there are: non-finite-0-2, non-finite-0-29" in capsys.readouterr().err
+
+
+def test_what_cannot_be_read_of_a_journal_is_told(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """By `audit` and `explain`, in words and as JSON: what fired there is missing from them."""
+    copy = tmp_path / "copy"
+    shutil.copytree(next(one for one in runs.iterdir() if one.is_dir()), copy)
+    (journal,) = copy.glob("*.gwj")
+    assert main(["audit", str(copy)]) == 0
+    assert "damaged" not in capsys.readouterr().out
+    data = bytearray(journal.read_bytes())
+    middle = len(data.rstrip(b"\0")) // 2
+    data[middle : middle + 200] = bytes(200)
+    journal.write_bytes(data)
+    for command in (["audit", str(copy)], ["explain", "--run", str(copy)]):
+        main(command)
+        said = capsys.readouterr().out
+        assert f"bytes of {journal.name} cannot be read" in said
+        main([*command, "--json"])
+        (damage,) = json.loads(capsys.readouterr().out)["damage"]
+        assert damage["length"] > 0
+    journal.write_bytes(os.urandom(5000))
+    main(["audit", str(copy)])
+    assert f"5,000 bytes of {journal.name} cannot be read" in capsys.readouterr().out
+
+
+def test_a_folder_without_a_journal_is_no_run(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A pipe or a link with the name of one, newer than all: the newest run is the one that has a journal."""
+    folder = tmp_path / "runs"
+    shutil.copytree(runs, folder)
+    for name, make in (("pipe", os.mkfifo), ("link", lambda path: os.symlink("/dev/zero", path))):
+        (folder / name).mkdir()
+        make(str(folder / name / "rank0-attempt0.gwj"))
+    assert main(["explain", "non-finite-0-2", "--dir", str(folder)]) == 0
+    assert "the backward of sqrt" in capsys.readouterr().out
 
 
 def test_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -243,6 +243,30 @@ def test_a_job_started_again_takes_up_its_baselines(tmp_path: Path) -> None:
     assert steps(tmp_path) == [list(range(6)), list(range(6, 12)), list(range(6))]
 
 
+def test_a_resumed_optimizer_without_saved_baselines_is_told(tmp_path: Path) -> None:
+    """In a folder of another run nothing is saved of it, and rules learn anew: one line says so, and why."""
+    assert "learn anew" not in run(tmp_path, RESUMED).stderr
+    (tmp_path / "runs").rename(tmp_path / "before")
+    assert run(tmp_path, RESUMED).stderr.count("rules learn anew: the optimizer has taken 6 steps") == 1
+
+
+@pytest.mark.parametrize("junk", ["a folder", "nested deeply"])
+def test_a_state_that_cannot_be_read_or_written_is_no_internal_error(tmp_path: Path, junk: str) -> None:
+    """What lies where the state is saved costs a line, and the training is watched."""
+    place = tmp_path / "runs" / "r" / "state-rank0.json"
+    place.parent.mkdir(parents=True)
+    if junk == "a folder":
+        place.mkdir()
+    else:
+        place.write_text("[" * 100_000, encoding="utf-8")
+    done = run(tmp_path, RESUMED)
+    ended(done)
+    assert "the state saved by the previous run cannot be read" in done.stderr
+    assert "6 of 6 steps watched" in done.stderr
+    assert "internal error" not in done.stderr
+    assert ("baselines are not saved" in done.stderr) == (junk == "a folder")
+
+
 CHILDREN = (
     NET
     + """

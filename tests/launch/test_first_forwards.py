@@ -142,7 +142,7 @@ def test_a_hole_in_the_data_at_the_first_step(tmp_path: Path) -> None:
     finding = cause(run(tmp_path, script), tmp_path)
     assert (finding.step, finding.phase, finding.module) == (0, "input", "a")
     assert finding.where.endswith(f"x.py:{here(script, 'h = torch.tanh(self.a(x))')}")
-    assert finding.note.startswith("input x was not finite")
+    assert finding.note.startswith("the input x was not finite")
 
 
 @pytest.mark.soak
