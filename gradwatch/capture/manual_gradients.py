@@ -13,6 +13,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from gradwatch.reading.cpu import CpuNorms
 from gradwatch.reading.gradient_writes import State
 from gradwatch.reading.layouts import local
+from gradwatch.runtime.interruption import not_ours
 
 
 class ManualGradients:
@@ -61,5 +62,7 @@ def _storage(grad: Tensor) -> StorageWeakRef | None:
     """A weak reference to where the numbers are; None for layouts that have no storage of their own."""
     try:
         return StorageWeakRef(local(grad).untyped_storage())
-    except (NotImplementedError, RuntimeError):
+    except (NotImplementedError, RuntimeError) as error:
+        if not_ours(error):
+            raise
         return None

@@ -25,6 +25,7 @@ from gradwatch.reading.read_plan import Plan
 from gradwatch.reading.row_sums import ROW, RowBuffer
 from gradwatch.reading.row_sums_by_blas import NO_WARNINGS, SquareRows, silently, vecdot
 from gradwatch.reading.row_sums_by_torch import NormRows
+from gradwatch.runtime.interruption import not_ours
 
 FEW_FOR_FLOAT32 = 2048  # row norms whose squares float32 may add up
 PATIENCE = 3  # reads off the plan before a new one is made; doubled each time
@@ -165,7 +166,9 @@ class RowNorms:
                 now: Any = grad.detach() if grad is not None and grad.requires_grad else grad
                 if now.numpy().tobytes() != content:  # sync: CPU tensor
                     return False
-        except (KeyError, AttributeError, TypeError, RuntimeError):
+        except (KeyError, AttributeError, TypeError, RuntimeError) as error:
+            if not_ours(error):
+                raise
             return None  # some are large or have gaps, or there are none now, or others than numpy knows
         return True if nonzero else None
 

@@ -20,6 +20,7 @@ from torch.nn import Parameter
 from gradwatch.reading.layouts import dense, flat
 from gradwatch.reading.row_sums import ROW, UNDERFLOW
 from gradwatch.reading.row_sums_by_blas import silently
+from gradwatch.runtime.interruption import not_ours
 
 ROWS = 16
 CHUNK = ROWS * ROW
@@ -62,7 +63,10 @@ def _without_gaps(tensor: Tensor) -> Values | None:
     """The memory of a contiguous tensor of float32 or float64; None of any other."""
     try:
         values = (tensor.detach() if tensor.requires_grad else tensor).numpy()  # sync: CPU tensor
-    except (TypeError, RuntimeError):  # sparse, negated lazily, or of a type that numpy does not have
+    except (TypeError, RuntimeError) as error:
+        # sparse, negated lazily, or of a type that numpy does not have
+        if not_ours(error):
+            raise
         return None
     plain = values.dtype.char in "fd" and values.flags.c_contiguous
     return values.reshape(-1) if plain else None

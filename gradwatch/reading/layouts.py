@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from gradwatch.runtime.interruption import not_ours
+
 REDUCED = (torch.float16, torch.bfloat16)
 
 
@@ -53,7 +55,9 @@ def alias(grad: Tensor) -> Tensor | None:
     """
     try:
         return grad.detach()
-    except RuntimeError:
+    except RuntimeError as error:
+        if not_ours(error):
+            raise
         return None
 
 

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwatch.reading.row_sums import HERE, UNDERFLOW, RowBuffer, Shape, SingleTensor, divided
+from gradwatch.runtime.interruption import not_ours
 
 SMALL = 2048  # elements; above this a copy costs more than the dispatch it saves
 FEWEST = 4  # gradients that can be laid end to end before that pays
@@ -111,8 +112,10 @@ class Plan:
                         torch.cat(members, out=group.laid_out)
                         made += group.matrices
                         continue
-            except (AttributeError, TypeError, RuntimeError):
-                pass  # some are missing, sparse or of another shape this time
+            except (AttributeError, TypeError, RuntimeError) as error:
+                if not_ours(error):
+                    raise
+                # some are missing, sparse or of another shape this time
             missed += group.indices
         if self.singles:
             matrices, absent = self.kind.matrices(self.singles, grads)

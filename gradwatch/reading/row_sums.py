@@ -16,6 +16,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from gradwatch.runtime.interruption import not_ours
+
 ROW = 1 << 13
 # Squares below 2^-126 may be flushed to zero: 1e-5 relative is only certain above this mean square.
 UNDERFLOW = 2.0**-126 * 1e5
@@ -67,7 +69,9 @@ class RowBuffer(ABC):
             grad: Any = grads[place]
             try:
                 matrices.append(cls.matrix(grad, shape, order))
-            except (AttributeError, TypeError, ValueError, RuntimeError):
+            except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+                if not_ours(error):
+                    raise
                 missed.append(place)
         return matrices, missed
 

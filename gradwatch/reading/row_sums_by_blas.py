@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwatch.reading.row_sums import ROW, Order, RowBuffer, Shape, SingleTensor, divided
+from gradwatch.runtime.interruption import not_ours
 
 _FLOAT32 = np.dtype(np.float32)
 vecdot: Any = getattr(np, "vecdot", None)  # numpy 2.0
@@ -68,7 +69,9 @@ class SquareRows(RowBuffer):
                 # Without the frame of `matrix` for what is as almost every gradient.
                 plain = order is None and values.dtype is _FLOAT32 and values.flags.c_contiguous
                 made.append(values.reshape(shape) if plain else cls.matrix(grad, shape, order))
-            except (AttributeError, TypeError, ValueError, RuntimeError):
+            except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+                if not_ours(error):
+                    raise
                 missed.append(place)
         return made, missed
 
@@ -125,7 +128,9 @@ def row_of(grad: Tensor) -> NDArray[np.float32] | None:
     """
     try:
         values = (grad.detach() if grad.requires_grad else grad).numpy()  # sync: CPU tensor
-    except (TypeError, RuntimeError):
+    except (TypeError, RuntimeError) as error:
+        if not_ours(error):
+            raise
         return None  # sparse, or of a dtype that numpy does not know
     if values.dtype is not _FLOAT32 or values.size > ROW:
         return None

@@ -14,6 +14,7 @@ sends is taken for a fault: counted, and not raised again.
 from __future__ import annotations
 
 import dis
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -22,6 +23,7 @@ from types import CodeType, FunctionType, MethodType
 from typing import Any
 
 _RAISES = {dis.opmap[name] for name in ("RAISE_VARARGS", "RERAISE") if name in dis.opmap}
+_PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
 _MAY_RAISE = {
     "builtins",
     "torch",
@@ -58,8 +60,9 @@ def by_signal_handler(error: BaseException) -> bool:
     Read off the traceback of `error` and of what it was raised from; a handler that has no Python code of its own
     (a C function) is not recognised.
     """
-    handlers = set(_handlers())
-    return bool(handlers) and any(code in handlers for code in _raised_through(error))
+    # First, for handlers take a tenth of a millisecond to list: none is among what raised an error of ours.
+    foreign = {code for code in _raised_through(error) if not code.co_filename.startswith(_PACKAGE)}
+    return bool(foreign) and not foreign.isdisjoint(_handlers())
 
 
 def _handlers() -> Iterator[CodeType]:

@@ -11,6 +11,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from gradwatch.runtime import guard
+from gradwatch.runtime.interruption import not_ours
 from gradwatch.taps import dispatch_modes
 from gradwatch.taps.dynamo import untraced
 
@@ -48,7 +49,9 @@ def reaches(leaf: torch.Tensor) -> bool:
     node = torch.autograd.graph.get_gradient_edge(leaf).node
     try:
         return bool(torch._C._will_engine_execute_node(node))
-    except RuntimeError:  # "currently running autograd.grad()"
+    except RuntimeError as error:  # "currently running autograd.grad()"
+        if not_ours(error):
+            raise
         return False
 
 

@@ -35,6 +35,7 @@ from gradwatch.policies.norm_bound import Bound
 from gradwatch.reading.read_plan import SMALL
 from gradwatch.reading.row_sums import ROW
 from gradwatch.reading.single_norm import exact_norm
+from gradwatch.runtime.interruption import not_ours
 from gradwatch.taps import backward, dispatch_modes, grad_ready
 from gradwatch.taps.dynamo import untraced
 from gradwatch.taps.swap_tensors import contents, revive
@@ -166,7 +167,10 @@ def _quickly(
                 clip_state.begin(k)
             try:
                 values: Any = grad.numpy()  # sync: CPU tensor
-            except (TypeError, RuntimeError):  # sparse, on another device, or it wants a gradient itself
+            except (TypeError, RuntimeError) as error:
+                # sparse, on another device, or it wants a gradient itself
+                if not_ours(error):
+                    raise
                 if not grad.is_cpu:
                     return checked(grad, clip_state.on_device(k, grad))
                 values = NOT_PLAIN

@@ -17,6 +17,7 @@ from gradwatch.reading.device import AsyncCopy, Number, capturing, widest
 from gradwatch.reading.layouts import alias, dense
 from gradwatch.reading.row_sums import ROW, UNDERFLOW
 from gradwatch.reading.single_norm import exact_norm
+from gradwatch.runtime.interruption import not_ours
 from gradwatch.taps import backward, dispatch_modes
 from gradwatch.taps.dynamo import untraced
 from gradwatch.taps.swap_tensors import contents, revive
@@ -316,7 +317,9 @@ def _norm_of_small(grad: Tensor) -> float | Tensor | None:
     """
     try:
         values = grad.numpy()  # sync: CPU tensor
-    except (TypeError, RuntimeError):  # sparse, or it wants a gradient itself
+    except (TypeError, RuntimeError) as error:  # sparse, or it wants a gradient itself
+        if not_ours(error):
+            raise
         return alias(grad)
     if values.dtype != np.float32:
         return alias(grad)
@@ -333,8 +336,9 @@ def _nonfinite(grad: Tensor) -> float | None:
         values = grad.numpy()  # sync: CPU tensor
         if values.dtype == np.float32 and np.vdot(values, values) < math.inf:
             return None
-    except (TypeError, RuntimeError):  # sparse, or it wants a gradient itself
-        pass
+    except (TypeError, RuntimeError) as error:  # sparse, or it wants a gradient itself
+        if not_ours(error):
+            raise
     found = alias(grad)
     norm = None if found is None else _norm(found)
     return norm if isinstance(norm, float) and not math.isfinite(norm) else None

@@ -29,6 +29,7 @@ from gradwatch.localise.hold.module_buffers import Buffers
 from gradwatch.localise.hold.random_generators import NONE, Held
 from gradwatch.localise.hold.recorded_call import Call, autocasts, computed_among, held_arguments
 from gradwatch.reading.device import capturing
+from gradwatch.runtime.interruption import not_ours
 from gradwatch.taps import backward, dispatch_modes, module_calls, module_tree
 from gradwatch.taps.dispatch_modes import dispatching, functions
 from gradwatch.taps.dynamo import anything_compiled, untraced
@@ -365,7 +366,9 @@ def _gradient(recording: ModelRecorder, call: Call, position: int, grad: Tensor 
                 recording._reached()
             try:
                 kept = grad.detach()  # `grad` itself would cost a copy of every gradient it becomes part of
-            except RuntimeError:  # batched (`is_grads_batched=True`): it ends in no `.grad`
+            except RuntimeError as error:  # batched (`is_grads_batched=True`): it ends in no `.grad`
+                if not_ours(error):
+                    raise
                 return
             if call.looked and not call.tasks:
                 recording._generators.learn(call.generators)  # the loss code may have drawn too

@@ -22,6 +22,7 @@ from gradwatch.localise.diagnosis.operation_names import of_node
 from gradwatch.localise.diagnosis.tensor_values import describe, finite
 from gradwatch.localise.replay.forward_operations import Origin
 from gradwatch.records.finding import Frame, Operand
+from gradwatch.runtime.interruption import not_ours
 from gradwatch.taps.dispatch_modes import dispatch_disabled
 from gradwatch.taps.dynamo import untraced
 
@@ -149,7 +150,9 @@ def saved(node: Node) -> Iterator[tuple[str, Tensor]]:
         if attribute.startswith("_saved_"):
             try:
                 value = getattr(node, attribute)
-            except RuntimeError:  # a checkpoint unpacks what it saved once, and the node has had it
+            except RuntimeError as error:  # a checkpoint unpacks what it saved once, and the node has had it
+                if not_ours(error):
+                    raise
                 return
             if isinstance(value, Tensor):
                 yield f"saved {attribute.removeprefix('_saved_')}", value

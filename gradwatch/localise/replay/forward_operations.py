@@ -23,6 +23,7 @@ from gradwatch.localise.diagnosis.tensor_values import State, describe, readable
 from gradwatch.reading.device import capturing
 from gradwatch.records.finding import Frame, Operand
 from gradwatch.runtime import guard
+from gradwatch.runtime.interruption import not_ours
 from gradwatch.taps import nested_containers
 from gradwatch.taps.dispatch_modes import DispatchMode
 from gradwatch.taps.dynamo import untraced
@@ -271,5 +272,7 @@ def key_of(tensor: Tensor) -> int:
         return id(tensor)
     try:
         return int(tensor.untyped_storage()._cdata)
-    except (NotImplementedError, RuntimeError):
+    except (NotImplementedError, RuntimeError) as error:
+        if not_ours(error):
+            raise
         return id(tensor)
