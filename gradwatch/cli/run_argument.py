@@ -48,7 +48,7 @@ def newest(directory: Path) -> Path:
 
 
 def _files(run: Path) -> Iterator[Path]:
-    """What may be a journal there: no link, and no pipe, of that name."""
+    """Files that may be journals there: no links, and no pipes, of such names."""
     return (path for path in run.glob("*.gwj") if path.is_file() and not path.is_symlink())
 
 
