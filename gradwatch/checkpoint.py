@@ -170,8 +170,6 @@ class CheckpointHealthTracker:
             reasons.append(f"a gradient was not finite at step {snapshot.step}")
         if decision.stop:
             reasons.append("training was stopped")
-        if self.nonfinite_statistics:
-            reasons.append(f"running statistics are not finite: {', '.join(self.nonfinite_statistics[:3])}")
         if not judged:
             reasons.append(f"step {snapshot.step} could not be judged")
         self._found = tuple(reasons)
@@ -289,6 +287,8 @@ class CheckpointHealthTracker:
 
     def _renew(self) -> CheckpointHealth:
         reasons = [*self._found, *self.ruin]
+        if self.nonfinite_statistics:
+            reasons.append(of_statistics(self.nonfinite_statistics))
         if self.outgrown:
             reasons.append(self.outgrown)
         if self.suspected is not None and not self.ruin:
@@ -338,6 +338,11 @@ def joined(parts: Iterable[CheckpointHealth]) -> CheckpointHealth:
         tuple(dict.fromkeys(reason for one in found for reason in one.reasons)),
         _least([one.weights_step for one in found]),
     )
+
+
+def of_statistics(names: Sequence[str]) -> str:
+    """The reason where running statistics of these names hold NaN or Inf."""
+    return f"running statistics are not finite: {', '.join(names[:3])}"
 
 
 def resumed(saved: Iterable[Mapping[str, Any] | None]) -> CheckpointHealth:

@@ -168,6 +168,7 @@ def next_commands(directory: Path, url: str | None) -> str:
     if url is not None:
         lines.append((f"curl -s {url} | grep gradwatch_rule", "what Prometheus would scrape, now"))
     lines += [
+        (f"gradwatch explain --run {directory}", "the causes: operation, line, likely fix"),
         ("gradwatch demo --hold", "the same, with the endpoint kept up at the end"),
         ("gradwatch rules list", "the rules that found them"),
         ("gradwatch run -- python train.py", "your own script, unmodified"),

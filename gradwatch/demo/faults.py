@@ -86,7 +86,7 @@ def make_plan(seconds: float) -> Plan:
             "the learning rate is multiplied by 1000, for good",
             explode,
             steps,
-            frozenset({"spike", "above", "drift", "jump", "update_ratio", "depth_ratio", "nonfinite"}),
+            frozenset({"lr_jump", "spike", "above", "drift", "jump", "update_ratio", "nonfinite"}),
         ),
     )
     flags = {"--steps": steps, "--vanish-at": vanish, "--vanish-for": restored - vanish}

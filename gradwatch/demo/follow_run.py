@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import threading
@@ -61,8 +62,10 @@ class Run:
         self.directory = directory / run_id
         self.seen = Seen()
         self.lock = threading.Lock()
+        # A copy beside the run: what lies in the package is no code of the user's, which causes are traced to.
+        copied = shutil.copy(SCRIPT, directory / f"{run_id}.py")
         options = ["--rules", rules, "--dir", str(directory), "--run-id", run_id, "--listen", listen]
-        script = [sys.executable, str(SCRIPT), *plan.arguments, *(["--wait"] if hold else [])]
+        script = [sys.executable, str(copied), *plan.arguments, *(["--wait"] if hold else [])]
         self._process = subprocess.Popen(
             [*launcher(), "run", *options, "--", *script],
             stdin=subprocess.PIPE,

@@ -172,7 +172,9 @@ class Attached:
         self.rule_bindings = self._part(
             RuleBindings(rules.engine, self.ranks, activity, self.contexts, totals)
         )
-        self.checkpoints = Checkpoints(self.contexts, self.rule_bindings, self.weights, activity)
+        self.checkpoints = Checkpoints(
+            self.contexts, self.rule_bindings, self.weights, self.statistics, activity
+        )
         if self.taps is not None:
             self.taps.bounds = module_bounds_of(rules.ruleset, activity.failed, activity.health.report)
             self.rule_bindings.module_bounds = self.taps.bounds

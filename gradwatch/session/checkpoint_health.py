@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import isfinite
 
+from gradwatch.capture.columns.batch_norm_statistics import RunningStatistics
 from gradwatch.capture.weight_health import Weights
-from gradwatch.checkpoint import NO_GROWTH, joined, resumed
+from gradwatch.checkpoint import NO_GROWTH, joined, of_statistics, resumed
 from gradwatch.records.record import CheckpointHealth
 from gradwatch.session.binding.optimizer_rules import OptimizerRules
 from gradwatch.session.binding.rule_bindings import RuleBindings
@@ -19,11 +20,17 @@ class Checkpoints:
     """The health of checkpoints of one session; see `gradwatch.checkpoint` for what that means."""
 
     def __init__(
-        self, contexts: Contexts, rule_bindings: RuleBindings, weights: Weights, activity: Activity
+        self,
+        contexts: Contexts,
+        rule_bindings: RuleBindings,
+        weights: Weights,
+        statistics: RunningStatistics,
+        activity: Activity,
     ) -> None:
         self._contexts = contexts
         self._rule_bindings = rule_bindings
         self._weights = weights
+        self._statistics = statistics
         self._activity = activity
 
     def now(self) -> CheckpointHealth:
@@ -37,11 +44,16 @@ class Checkpoints:
         """The same after a look at the weights as they are now, which waits for a device."""
         try:
             ruin = self._weights.check()
+            statistics = self._statistics.nonfinite(suspected=True)
         except Exception as error:
             self._activity.failed("checkpoint", error)
-            ruin = (f"the weights could not be checked ({type(error).__name__})",)
+            ruin, statistics = (f"the weights could not be checked ({type(error).__name__})",), ()
+        for bound_rules in self._rule_bindings:
+            bound_rules.health_tracker.nonfinite_statistics = statistics
         self._seen(ruin, self._steps())
         found = self.now()
+        if statistics:
+            ruin = (*ruin, of_statistics(statistics))
         if not ruin or self._rule_bindings.begun():
             return found
         return replace(found, healthy=False, reasons=(*found.reasons, *ruin))

@@ -21,6 +21,7 @@ from rich.cells import cell_len
 from gradwatch.cli import demo_screen
 from gradwatch.demo import faults
 from gradwatch.demo.follow_run import SCRIPT, Seen
+from gradwatch.journal import read_journal
 from gradwatch.records.event import Event
 from tests.cli.pseudo_terminal import PseudoTerminal
 from tests.support import warm
@@ -200,6 +201,9 @@ def test_the_demo_finds_every_fault_and_keeps_its_endpoint(tmp_path: Path) -> No
     assert f"curl -s {held[1]}" in told
     assert re.search(r'^gradwatch_rule_firings_total\{.*rule="non-finite".*\} 1', metrics, re.MULTILINE)
     assert re.search(r"^gradwatch_skipped_steps_total.* 1", metrics, re.MULTILINE)
+    (journal,) = read_journal(next((tmp_path / "runs").glob("demo-*/")))
+    line = next(k for k, text in enumerate(SCRIPT.read_text().splitlines(), 1) if "/ real.sum()" in text)
+    assert [one.where.rsplit(".py", 1)[1] for one in journal.findings() if one.op == "div"] == [f":{line}"]
 
 
 @pytest.mark.soak

@@ -19,6 +19,17 @@ def test_a_name_belongs_to_the_first() -> None:
     assert numbers == {"k": thousand}
 
 
+def test_a_class_of_the_same_module_and_name_takes_the_place() -> None:
+    """As where an import was interrupted, or a cell of a notebook is run again; not one made inside a function."""
+    kinds: Registry[type] = Registry("kind", "no-such-group")
+    first, again, other = (type("Kind", (), {"__module__": module}) for module in ("a", "a", "b"))
+    kinds.register("k", first)
+    assert kinds.register("k", again) is again
+    assert kinds == {"k": again}
+    with pytest.raises(GradwatchError, match="registered already"):
+        kinds.register("k", other)
+
+
 def test_plugins_are_loaded_when_they_are_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once, by the name of their entry point; None where no package has one."""
     loaded: list[str] = []

@@ -529,6 +529,26 @@ def test_statistics_ruined_by_another_optimizers_batch_are_told_with_every_step(
     assert not any(one.checkpoint and one.checkpoint.healthy for one in told)
 
 
+def test_statistics_ruined_by_a_forward_without_gradients_are_seen_when_it_is_asked() -> None:
+    """A forward in training mode under `no_grad` leaves no gradient to suspect; reset, they are healthy again."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 1e-4)
+    with gradwatch.watch(model, optimizer, sinks=[Kept()], strict=True) as gw:
+        answers = []
+        for step in range(3):
+            if step == 1:
+                with torch.no_grad():
+                    model(X[:4] * math.nan)
+            elif step == 2:
+                model[1].reset_running_stats()
+            optimizer.zero_grad()
+            model(X[:4]).pow(2).mean().backward()
+            optimizer.step()
+            answers.append((gw.healthy, gw.status()["unhealthy_because"]))
+    said = ["running statistics are not finite: 1.running_mean, 1.running_var"]
+    assert answers == [(True, []), (False, said), (True, [])]
+
+
 def test_a_signal_handler_may_ask_while_steps_are_judged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,7 +24,10 @@ class NonfiniteStatisticsError(GradwatchError):
 
 
 class RunningStatistics:
-    """Looks at the running statistics of `models()` when gradients were not finite; `say` reports a find, once."""
+    """Looks at the running statistics of `models()` where gradients were not finite, or it is asked.
+
+    `say` reports a find, once.
+    """
 
     def __init__(
         self, models: Callable[[], list[nn.Module]], say: Callable[[str, BaseException], None]
@@ -40,7 +43,10 @@ class RunningStatistics:
         return bool(self._nonfinite)
 
     def nonfinite(self, suspected: bool) -> tuple[str, ...]:
-        """Names of the statistics that hold NaN or Inf; asked at every step, `suspected` where gradients do."""
+        """Names of the statistics that hold NaN or Inf; asked at every step, `suspected` where gradients do.
+
+        Looked at now where they are `suspected`, as before a checkpoint, or where some did at the last look.
+        """
         if not (suspected or self._nonfinite):
             return ()
         self._looked = 0 if suspected else self._looked + 1
