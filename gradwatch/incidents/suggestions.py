@@ -397,7 +397,14 @@ SUGGESTIONS: tuple[Suggestion, ...] = (
         "large-numbers",
         "Numbers grew beyond their dtype.",
         "Look for what grows: a missing normalisation, a learning rate too high, a scale that is learned unbounded.",
-        ops=("mul", "add", "sub", "sum", "mean", "cumsum", "square", *PRODUCTS),
+        ops=("sum", "mean", "cumsum", *PRODUCTS),
+    ),
+    Suggestion(
+        "large-operands",
+        "Numbers grew beyond their dtype.",
+        "Look for what grows: a missing normalisation, a learning rate too high, a scale that is learned unbounded.",
+        ops=("mul", "add", "sub", "square"),
+        beyond=200,  # 256 squared is the first to overflow in float16
     ),
 )
 

@@ -13,6 +13,7 @@ from torch.nn import functional
 
 from gradwatch.incidents.suggestions import SUGGESTIONS, suggestion_for
 from gradwatch.localise.diagnosis.diagnose import diagnose
+from gradwatch.localise.diagnosis.tensor_values import describe
 from gradwatch.localise.hold.model_recorder import ModelRecorder
 from gradwatch.localise.replay.step_replay import replay
 from gradwatch.records.finding import Finding
@@ -66,7 +67,8 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], ...]] = {
         lambda x: x + float("nan"),
         lambda x: x + torch.tensor(math.nan),
     ),
-    "large-numbers": (lambda x: x * 1e30 * 1e30, lambda x: (x.abs() * 1e38 + 3e38).sum()),
+    "large-operands": (lambda x: x * 1e30 * 1e30,),
+    "large-numbers": (lambda x: (x.abs() * 1e38 + 3e38).sum(),),
     "general": (lambda x: torch.tan(x * 0 + 1e38) * 0 + torch.nn.functional.softplus(x, beta=0.0),),
 }
 BY_PHASE = {
@@ -153,6 +155,17 @@ def test_what_was_there_before_gets_its_remedy() -> None:
         "loss-side",
         "infinite-outputs",
     ]
+
+
+def test_small_operands_have_not_grown() -> None:
+    """A loss times infinity: nothing there is large, and no learning rate is blamed."""
+    operands = describe("gradient in", torch.ones(())), describe("saved self", torch.tensor(1.2))
+    finding = Finding(
+        "backward", "replay", op="mul", operands=operands, result=describe("out", torch.tensor(INF))
+    )
+    told = suggestion_for(finding)
+    assert told is not None
+    assert told.id == "general"
 
 
 def test_every_entry_is_tried() -> None:
