@@ -131,6 +131,12 @@ class Baselines:
             self._watch.load_state_dict(
                 {**state, "lanes": {str(captured.index): state["lanes"][str(captured.index)]}}
             )
+            counted, now = saved["counted"], _counted(optimizer)
+            if counted is not None and now is not None and now < counted:
+                self._say(
+                    f"the baselines were saved at step {counted} and the optimizer has taken {now} steps: steps are "
+                    f"counted on from {counted}"
+                )
         if refusal:
             self._say(f"baselines saved in the folder of the run are not used: {refusal}")
 

@@ -243,6 +243,17 @@ def test_a_job_started_again_takes_up_its_baselines(tmp_path: Path) -> None:
     assert steps(tmp_path) == [list(range(6)), list(range(6, 12)), list(range(6))]
 
 
+def test_a_job_that_goes_back_behind_its_baselines_is_told(tmp_path: Path) -> None:
+    """Resumed from a checkpoint older than what was saved of the rules: steps are counted on, and one line says so."""
+    ended(run(tmp_path, RESUMED))
+    older = (tmp_path / "saved.pt").read_bytes()
+    assert "counted on" not in run(tmp_path, RESUMED).stderr
+    (tmp_path / "saved.pt").write_bytes(older)
+    said = "the baselines were saved at step 12 and the optimizer has taken 6 steps: steps are counted on from 12"
+    assert said in run(tmp_path, RESUMED).stderr
+    assert steps(tmp_path) == [list(range(6)), list(range(6, 12)), list(range(12, 18))]
+
+
 def test_a_resumed_optimizer_without_saved_baselines_is_told(tmp_path: Path) -> None:
     """In a folder of another run nothing is saved of it, and rules learn anew: one line says so, and why."""
     assert "learn anew" not in run(tmp_path, RESUMED).stderr
