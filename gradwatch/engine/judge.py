@@ -14,20 +14,19 @@ from typing import NamedTuple
 import numpy as np
 
 from gradwatch.detectors import Sample, State, breaches, may_breach
-from gradwatch.engine.actions.escalation import alarm_due, climbed, ordered, remembered
+from gradwatch.engine.actions.escalation import climbed, remembered
 from gradwatch.engine.baseline_bounds import BASELINE_SIGMAS, part_of
 from gradwatch.engine.conditions.bound_condition import BoundCondition
 from gradwatch.engine.conditions.evaluation import with_unsettled
 from gradwatch.engine.engine_state import EngineState, NewBaselines
-from gradwatch.engine.firing import NEVER, Moved, Track, at_rest, move, unchanged_by
-from gradwatch.engine.reporting.culprit import culprit, may_have_moved
-from gradwatch.engine.reporting.events import Notice, build_event, of_new_baselines
-from gradwatch.engine.reporting.inhibition import inhibitor, most, released
+from gradwatch.engine.firing import NEVER, Moved, Track, move, unchanged_by
+from gradwatch.engine.reporting.events import of_new_baselines
+from gradwatch.engine.reporting.transitions import report_move
 from gradwatch.engine.rule_plan import NO_BANK, Plan, RulePlan, Yardstick
 from gradwatch.engine.scored import Scored, cleared, scored_by, worst_first
 from gradwatch.engine.snapshot_reader import Reader
 from gradwatch.records.columns import RUNNING_STATISTICS, is_observed
-from gradwatch.records.event import Event, EventKind, Severity
+from gradwatch.records.event import Event
 from gradwatch.records.snapshot import BoolArray, FloatArray
 from gradwatch.records.verdict import Due, Verdict
 
@@ -51,12 +50,12 @@ class Step:
     """The judgement of the Snapshot of a `reader` under way; `finish` gives the Verdict and the next state."""
 
     __slots__ = (
-        "_baselines",
         "_before",
         "_clips",
         "_tracks_before",
         "acting",
         "banks",
+        "baselines",
         "breaching",
         "consecutive",
         "due",
@@ -78,7 +77,7 @@ class Step:
         self.tracks = list(state.tracks)
         self._tracks_before = state.tracks
         self._before = state.consecutive
-        self._baselines = state.baselines
+        self.baselines = state.baselines
         self._clips = state.clips
         self.consecutive = list(state.consecutive)
         self.banks: list[BankResult | None] = [None] * len(state.plan.banks)
@@ -122,7 +121,7 @@ class Step:
         )
         none = np.zeros(len(mask), np.bool_)
         moved = Moved(track, none, was.firing & mask)
-        self.tracks[number] = self._report_move(number, was, moved, Scored(unknown, unknown, none), 0)
+        self.tracks[number] = report_move(self, number, was, moved, Scored(unknown, unknown, none), 0)
 
     def learn(
         self, baselines: tuple[State, ...], learning: bool, only: frozenset[str] = frozenset()
@@ -152,7 +151,7 @@ class Step:
         if self.snapshot.step % one.judged_every or self._is_suspended(number):
             return
         idle = track.idle
-        scored = self._scored(one, idle)
+        scored = self.scored(one, idle)
         if scored is MISSING:
             return
         if number in self.unjudged and self._judges(one):
@@ -191,8 +190,8 @@ class Step:
         sample = result.sample if result is not None else None
         return judges(one, self.plan, self.reader, () if result is None else result.before, sample)
 
-    def _scored(self, one: RulePlan, idle: bool) -> Scored:
-        """The scores of one rule; CALM when it is idle and a bound shows that nothing breaches."""
+    def scored(self, one: RulePlan, idle: bool) -> Scored:
+        """The scores of one rule; IDLE when it is idle and a bound shows that nothing breaches."""
         detector = one.detector
         if one.bank == NO_BANK:
             bounds = self.reader.bounds(one.series)
@@ -268,7 +267,7 @@ class Step:
             self.acting.add(rule.id)
             self.consecutive[number] = self._before[number] + 1
             self.due[rule.id] = self._due(one, scored, upon, moved.track)
-        self.tracks[number] = self._report_move(number, track, moved, scored, self.consecutive[number])
+        self.tracks[number] = report_move(self, number, track, moved, scored, self.consecutive[number])
 
     def _due(self, one: RulePlan, scored: Scored, upon: BoolArray, track: Track) -> Due:
         """Series that the actions of a rule are about at this step."""
@@ -277,98 +276,6 @@ class Step:
         if result is not None:
             usual = one.detector.usual(part_of(one.detector, result.before, one.part), BASELINE_SIGMAS)
         return Due(upon, worst, usual, climbed(one, track, self.snapshot.step))
-
-    def _report_move(self, number: int, was: Track, moved: Moved, scored: Scored, acted: int) -> Track:
-        """Emit the Events of a move; `acted` = steps in a row the rule has acted on, 0 = it does not."""
-        one = self.plan.rules[number]
-        rule, step, track = one.rule, self.snapshot.step, moved.track
-        own = f"{rule.id}-{self.snapshot.optimizer}-"
-        was_firing, firing = bool(was.firing.any()), bool(track.firing.any())
-        if firing and not was_firing:
-            involved = scored.breach & track.firing
-            inhibited = inhibitor(self.plan, number, self.tracks, involved, self._moved_most)
-            recently = was.resolved_at != NEVER and step - was.resolved_at <= rule.cooldown
-            reopened = recently and was.incident.startswith(own)
-            incident = inhibited or (was.incident if reopened else f"{own}{step}")
-            track = track._replace(incident=incident)
-            self._emit(number, scored, acted, "firing", incident, involved, not (reopened or inhibited))
-        elif firing and released(self.plan, number, track, self.tracks):
-            track = self._on_its_own(number, track, scored, acted)
-        elif was_firing and not firing:
-            track = track._replace(resolved_at=step)
-            self._emit(number, scored, 0, "resolved", track.incident, moved.resolved, True)
-        elif not firing and was.idle and track.streak.any():
-            self._emit(number, scored, acted, "pending", "", scored.breach, True)
-        alarm = alarm_due(one, acted)
-        if alarm or (was_firing and firing and acted):
-            self._emit(number, scored, acted, "repeat", track.incident, scored.breach, alarm)
-        if acted and set(climbed(one, track, step)) - set(climbed(one, was, max(was.acted, default=NEVER))):
-            self._emit(number, scored, acted, "escalated", track.incident, scored.breach, True)
-        return track if firing or track.streak.any() else at_rest(track)
-
-    def _on_its_own(self, number: int, track: Track, scored: Scored, acted: int) -> Track:
-        """A rule goes on firing, and the one that reported it does not: another one reports it, or it does so itself.
-
-        Not where it only has not cleared yet: what was one fact is over.
-        """
-        involved = scored.breach & track.firing
-        if not involved.any():
-            return track
-        inhibited = inhibitor(self.plan, number, self.tracks, involved, self._moved_most)
-        incident = (
-            inhibited or f"{self.plan.rules[number].rule.id}-{self.snapshot.optimizer}-{self.snapshot.step}"
-        )
-        if not inhibited:
-            self._emit(number, scored, acted, "firing", incident, involved, True)
-        return track._replace(incident=incident)
-
-    def _emit(
-        self,
-        number: int,
-        scored: Scored,
-        acted: int,
-        kind: EventKind,
-        incident: str,
-        involved: BoolArray,
-        notify: bool,
-    ) -> None:
-        one = self.plan.rules[number]
-        alarm = kind == "escalated" or (kind == "repeat" and notify)
-        severity: Severity = "critical" if alarm else one.rule.severity
-        due = self.due.get(one.rule.id)
-        actions = ordered(one, acted, () if due is None else due.climbed)
-        notice = Notice(kind, incident, involved, severity, actions, notify)
-        moved = self._moved_most(number)
-        others = self._rules_that_hold(one)
-        self.events.append(
-            build_event(one.rule, one.shown, scored, notice, self.snapshot, self.rank, moved, others)
-        )
-
-    def _rules_that_hold(self, one: RulePlan) -> str:
-        """The ids of the rules that hold, of a rule with a condition; "" of any other."""
-        conditions = (each for each in self.plan.conditions if self.plan.rules[each.number] is one)
-        return ", ".join(
-            rule for each in conditions for rule in each.rules_that_hold(self.tracks, self.snapshot.step)
-        )
-
-    def _moved_most(self, number: int) -> str:
-        """The parameter that moved a total most; "" = no single one.
-
-        Where none stands apart by its usual level it is the worst of those that breach a rule which this one inhibits,
-        unless that is most of them.
-        """
-        one = self.plan.rules[number]
-        found = culprit(self.plan, self._baselines, one, self.snapshot)
-        if found or one.detector.comparison == "below":
-            return found
-        for other, inhibitors in zip(self.plan.rules, self.plan.inhibitors, strict=True):
-            if number in inhibitors and other.series.scope == "param" and other.series.column == "norm":
-                scored = self._scored(other, idle=True)
-                if scored.breach.any() and not most(scored.breach):
-                    worst = worst_first(other.detector, scored, other.series.depths, scored.breach)
-                    names = (other.series.names[k] for k in worst)
-                    return next((name for name in names if may_have_moved(self.snapshot, name)), "")
-        return ""
 
     def finish(self, baselines: tuple[State, ...], lr: float | None) -> tuple[Verdict, EngineState]:
         """The verdict of the rules on this step, and the state after it."""

@@ -28,13 +28,13 @@ from gradwatch.engine.fast_path.one_step import (
     FLOAT32_MAX,
     TINY,
     UNKNOWN,
-    BankInput,
     FastPath,
     breaches,
     coef_bounds,
     scalars_of,
     stacked_logs,
 )
+from gradwatch.engine.fast_path.prepared_rules import BankInput
 from gradwatch.engine.firing import Track, unchanged_by
 from gradwatch.engine.judge import firing_now, under_factor
 from gradwatch.engine.reporting.inhibition import released

@@ -1,11 +1,11 @@
 """The step on which no idle rule trips, proven by a few bounds, after which every baseline learns.
 
 Between two sweeps over all gradients the caches are cold, and a step costs as many microseconds as it touches
-functions and arrays. So what a healthy step needs is laid out when the rules are bound: the values each column
-may take without any rule asking more, and which baselines learn from one shared logarithm. Rules that are pending or
-firing are left to `Step`, which then judges those alone. `FastPath` answers "no other rule trips, this was learned" or
-None, and never reports anything itself: whatever it is not certain of is judged by `Step` from the start, so both
-always agree.
+functions and arrays. So what a healthy step needs is laid out when the rules are bound (`prepared_rules`): the values
+each column may take without any rule asking more, and which baselines learn from one shared logarithm. Rules that are
+pending or firing are left to `Step`, which then judges those alone. `FastPath` answers "no other rule trips, this was
+learned" or None, and never reports anything itself: whatever it is not certain of is judged by `Step` from the start,
+so both always agree.
 
 Axes: S sites, K series of one bank.
 """
@@ -13,24 +13,23 @@ Axes: S sites, K series of one bank.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
-from itertools import groupby
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.detectors import Detector, State, first_crossed, may_breach
+from gradwatch.detectors import Detector, State, may_breach
 from gradwatch.detectors.baseline import log_of_scalar
 from gradwatch.engine.engine_state import EngineState
+from gradwatch.engine.fast_path.prepared_rules import bank_inputs, column_bounds, is_bounded, is_proven
 from gradwatch.engine.judge import BankResult
-from gradwatch.engine.rule_plan import NO_BANK, Bank, Plan, RulePlan
+from gradwatch.engine.rule_plan import NO_BANK, Plan, RulePlan
 from gradwatch.engine.snapshot_reader import Reader
 from gradwatch.engine.turns import InTurn, Turn
-from gradwatch.records.columns import COUNT_COLUMNS, OTHER_RULES, RANK_COLUMNS, is_scalar, scalar_name
-from gradwatch.records.snapshot import Column, FloatArray, Snapshot
+from gradwatch.records.columns import OTHER_RULES, RANK_COLUMNS, is_scalar, scalar_name
+from gradwatch.records.snapshot import Column, Snapshot
 
 FLOAT32_MAX = float(np.finfo(np.float32).max)
 TINY = float(np.finfo(np.float32).smallest_subnormal)
@@ -44,50 +43,6 @@ BY_RANK: frozenset[str] = RANK_COLUMNS | {"rank_site"}
 
 BEHIND_RANKS: frozenset[str] = frozenset({"norm_local"})
 """Columns from which those are made; where no rule reads them as well, they say nothing by themselves."""
-
-STACKED = ("norm", "total_norm")
-"""The columns whose logarithms are taken together: S norms, then the total."""
-
-
-class ColumnBound(NamedTuple):
-    """Values of a column between `low` and `high` breach none of `rules`; beyond, each is asked."""
-
-    column: str
-    low: float
-    high: float
-    rules: tuple[RulePlan, ...]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class BankInput:
-    """Input of one bank; `select` its series in the stack of logarithms, None = elsewhere.
-
-    `alone`: its only series is the total, which then keeps the precision of a Python float. `scalar`: its only
-    series is this one-per-step value, which may not be there ("" = it has others). `first_crossed` is of its idle
-    rules, None where it has none; `idle_parts` are their shares of K; `result_wanted` by a rule that is active.
-    `one_value`: a single value of the step is all of its input, so that its kind may be asked whether it matters.
-    `all_idle`: none of its rules is active, or suspended by one that is.
-    """
-
-    number: int
-    bank: Bank
-    detector: Detector
-    first_crossed: Detector | None
-    result_wanted: bool
-    select: slice | NDArray[np.intp] | None
-    alone: bool
-    scalar: str
-    idle_parts: tuple[slice, ...]
-    one_value: bool
-    all_idle: bool
-
-    def idle_may_breach(self, score: FloatArray) -> bool:
-        """True if one of the bank's idle rules may breach by these scores, those of its other rules aside."""
-        if self.first_crossed is None:
-            return False
-        if self.all_idle:
-            return may_breach(self.first_crossed, score)
-        return any(may_breach(self.first_crossed, score[part]) for part in self.idle_parts)
 
 
 class Learned(NamedTuple):
@@ -139,7 +94,7 @@ class FastPath:
             for number, one in enumerate(plan.rules)
             if number not in active | suspended and one.series.column != OTHER_RULES
         ]
-        guarded = [one for one in idle if one.bank == NO_BANK and not (one.rare or _proven(one))]
+        guarded = [one for one in idle if one.bank == NO_BANK and not (one.rare or is_proven(one))]
         self._staggered = tuple(one for one in idle if one.series.phases is not None)
         others = (one.detector.columns for one in plan.rules if one.series.phases is None)
         staggered = frozenset[str]().union(
@@ -147,15 +102,15 @@ class FastPath:
         )
         read = frozenset[str]().union(*(one.detector.columns for one in plan.rules))
         self.beside = BY_RANK | staggered.difference(*others) | BEHIND_RANKS - read
-        guards = tuple(_guards(one for one in guarded if _bounded(one)))
+        guards = tuple(column_bounds(one for one in guarded if is_bounded(one)))
         self.guards = tuple(one for one in guards if not is_scalar(one.column))
         self.of_coef = any(one.column == "coef" for one in guards)
         # Looked up by what a step has: most of what rules are about is not there on a healthy one.
         self.of_scalars = {scalar_name(one.column): one for one in guards if is_scalar(one.column)}
-        self.unbounded = tuple(one for one in guarded if one.series.owners is None and not _bounded(one))
+        self.unbounded = tuple(one for one in guarded if one.series.owners is None and not is_bounded(one))
         self.gathered = tuple(one for one in guarded if one.series.owners is not None)
         self.rare = tuple({one.judged_every for one in plan.rules} - {1})
-        self.bank_inputs = tuple(_bank_inputs(plan, active - suspended, suspended))
+        self.bank_inputs = tuple(bank_inputs(plan, active - suspended, suspended))
         self._stacked = any(
             bank_input.select is not None and not bank_input.alone for bank_input in self.bank_inputs
         )
@@ -367,61 +322,3 @@ def breaches(one: RulePlan, reader: Reader) -> bool:
         return False
     sample = reader.sample(one.series, one.detector.columns)
     return sample is None or may_breach(one.detector, one.detector.score((), sample))
-
-
-def _proven(one: RulePlan) -> bool:
-    """True if finite norms alone say that a rule on counts of NaN and Inf is idle."""
-    return one.series.column in COUNT_COLUMNS and one.detector.cannot_breach(0.0, 0.0)
-
-
-def _bounded(one: RulePlan) -> bool:
-    """True if bounds on a column are bounds on its series: one per site, or the column's only one."""
-    return one.detector.safe is not None and one.series.owners is None
-
-
-def _guards(rules: Iterable[RulePlan]) -> Iterable[ColumnBound]:
-    def column(one: RulePlan) -> str:
-        return one.series.column
-
-    for name, found in groupby(sorted(rules, key=column), key=column):
-        members = tuple(found)
-        safe = [one.detector.safe or UNKNOWN for one in members]
-        yield ColumnBound(name, max(low for low, _ in safe), min(high for _, high in safe), members)
-
-
-def _bank_inputs(plan: Plan, active: AbstractSet[int], suspended: AbstractSet[int]) -> Iterable[BankInput]:
-    """Inputs of the banks that learn at each step; no rule that is `suspended` asks what they say."""
-    for number, bank in enumerate(plan.banks):
-        shares = [
-            (n, yardstick)
-            for n, one in enumerate(plan.rules)
-            for yardstick in one.yardsticks
-            if yardstick.bank == number
-        ]
-        idle = [yardstick.detector for n, yardstick in shares if n not in active | suspended]
-        parts = tuple(yardstick.part for n, yardstick in shares if n not in active | suspended)
-        wanted = any(n in active for n, _ in shares)
-        if bank.judged_every == 1 and (wanted or any(segment.always for segment in bank.segments)):
-            lowest = first_crossed(idle) if idle else None
-            alone = len(bank.segments) == 1 and bank.segments[0].column == "total_norm"
-            first = bank.segments[0]
-            one_scalar = len(bank.segments) == 1 and first.scope == "scalar" and not alone
-            scalar = scalar_name(first.column) if one_scalar else ""
-            selection = _selection(bank, len(plan.sites))
-            about = number, bank, bank.detector, lowest, wanted, selection, alone, scalar, parts
-            yield BankInput(*about, one_value=alone or one_scalar, all_idle=len(idle) == len(shares))
-
-
-def _selection(bank: Bank, size: int) -> slice | NDArray[Any] | None:
-    """Positions of the series of a bank in the stack of logarithms; None when not all of them do."""
-    places: list[NDArray[np.intp]] = []
-    for segment in bank.segments:
-        if segment.column not in STACKED or segment.owners is not None or not bank.detector.takes_logs:
-            return None
-        whole = np.arange(size) if segment.index is None else segment.index
-        places.append(whole if segment.column == "norm" else np.array([size]))
-    chosen = np.concatenate(places)
-    start = int(chosen[0])
-    if (chosen == np.arange(start, start + len(chosen))).all():
-        return slice(start, start + len(chosen))
-    return chosen

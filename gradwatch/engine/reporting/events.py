@@ -1,4 +1,4 @@
-"""Transitions of a rule as Events: who is worst, who was first, what the annotations say."""
+"""The Event of a transition: who is worst, who was first, what the annotations say."""
 
 from __future__ import annotations
 

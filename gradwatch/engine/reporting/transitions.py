@@ -1,0 +1,119 @@
+"""The Events that a rule's transition on a step makes: it begins to fire, goes on, is resolved, or reaches a rung.
+
+Axes: K series of one rule.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+from gradwatch.engine.actions.escalation import alarm_due, climbed, ordered
+from gradwatch.engine.firing import NEVER, Moved, Track, at_rest
+from gradwatch.engine.reporting.culprit import culprit, may_have_moved
+from gradwatch.engine.reporting.events import Notice, build_event
+from gradwatch.engine.reporting.inhibition import inhibitor, most, released
+from gradwatch.engine.rule_plan import RulePlan
+from gradwatch.engine.scored import Scored, worst_first
+from gradwatch.records.event import EventKind, Severity
+from gradwatch.records.snapshot import BoolArray
+
+if TYPE_CHECKING:
+    from gradwatch.engine.judge import Step
+
+
+def report_move(judged: Step, number: int, was: Track, moved: Moved, scored: Scored, acted: int) -> Track:
+    """Emit the Events of a move; `acted` = steps in a row the rule has acted on, 0 = it does not."""
+    one = judged.plan.rules[number]
+    rule, step, track = one.rule, judged.snapshot.step, moved.track
+    own = f"{rule.id}-{judged.snapshot.optimizer}-"
+    was_firing, firing = bool(was.firing.any()), bool(track.firing.any())
+    if firing and not was_firing:
+        involved = scored.breach & track.firing
+        inhibited = inhibitor(judged.plan, number, judged.tracks, involved, partial(_moved_most, judged))
+        recently = was.resolved_at != NEVER and step - was.resolved_at <= rule.cooldown
+        reopened = recently and was.incident.startswith(own)
+        incident = inhibited or (was.incident if reopened else f"{own}{step}")
+        track = track._replace(incident=incident)
+        _emit(judged, number, scored, acted, "firing", incident, involved, not (reopened or inhibited))
+    elif firing and released(judged.plan, number, track, judged.tracks):
+        track = _on_its_own(judged, number, track, scored, acted)
+    elif was_firing and not firing:
+        track = track._replace(resolved_at=step)
+        _emit(judged, number, scored, 0, "resolved", track.incident, moved.resolved, True)
+    elif not firing and was.idle and track.streak.any():
+        _emit(judged, number, scored, acted, "pending", "", scored.breach, True)
+    alarm = alarm_due(one, acted)
+    if alarm or (was_firing and firing and acted):
+        _emit(judged, number, scored, acted, "repeat", track.incident, scored.breach, alarm)
+    if acted and set(climbed(one, track, step)) - set(climbed(one, was, max(was.acted, default=NEVER))):
+        _emit(judged, number, scored, acted, "escalated", track.incident, scored.breach, True)
+    return track if firing or track.streak.any() else at_rest(track)
+
+
+def _on_its_own(judged: Step, number: int, track: Track, scored: Scored, acted: int) -> Track:
+    """A rule goes on firing, and the one that reported it does not: another one reports it, or it does so itself.
+
+    Not where it only has not cleared yet: what was one fact is over.
+    """
+    involved = scored.breach & track.firing
+    if not involved.any():
+        return track
+    inhibited = inhibitor(judged.plan, number, judged.tracks, involved, partial(_moved_most, judged))
+    incident = (
+        inhibited or f"{judged.plan.rules[number].rule.id}-{judged.snapshot.optimizer}-{judged.snapshot.step}"
+    )
+    if not inhibited:
+        _emit(judged, number, scored, acted, "firing", incident, involved, True)
+    return track._replace(incident=incident)
+
+
+def _emit(
+    judged: Step,
+    number: int,
+    scored: Scored,
+    acted: int,
+    kind: EventKind,
+    incident: str,
+    involved: BoolArray,
+    notify: bool,
+) -> None:
+    one = judged.plan.rules[number]
+    alarm = kind == "escalated" or (kind == "repeat" and notify)
+    severity: Severity = "critical" if alarm else one.rule.severity
+    due = judged.due.get(one.rule.id)
+    actions = ordered(one, acted, () if due is None else due.climbed)
+    notice = Notice(kind, incident, involved, severity, actions, notify)
+    moved = _moved_most(judged, number)
+    others = _rules_that_hold(judged, one)
+    judged.events.append(
+        build_event(one.rule, one.shown, scored, notice, judged.snapshot, judged.rank, moved, others)
+    )
+
+
+def _rules_that_hold(judged: Step, one: RulePlan) -> str:
+    """The ids of the rules that hold, of a rule with a condition; "" of any other."""
+    conditions = (each for each in judged.plan.conditions if judged.plan.rules[each.number] is one)
+    return ", ".join(
+        rule for each in conditions for rule in each.rules_that_hold(judged.tracks, judged.snapshot.step)
+    )
+
+
+def _moved_most(judged: Step, number: int) -> str:
+    """The parameter that moved a total most; "" = no single one.
+
+    Where none stands apart by its usual level it is the worst of those that breach a rule which this one inhibits,
+    unless that is most of them.
+    """
+    one = judged.plan.rules[number]
+    found = culprit(judged.plan, judged.baselines, one, judged.snapshot)
+    if found or one.detector.comparison == "below":
+        return found
+    for other, inhibitors in zip(judged.plan.rules, judged.plan.inhibitors, strict=True):
+        if number in inhibitors and other.series.scope == "param" and other.series.column == "norm":
+            scored = judged.scored(other, idle=True)
+            if scored.breach.any() and not most(scored.breach):
+                worst = worst_first(other.detector, scored, other.series.depths, scored.breach)
+                names = (other.series.names[k] for k in worst)
+                return next((name for name in names if may_have_moved(judged.snapshot, name)), "")
+    return ""
