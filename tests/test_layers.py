@@ -336,24 +336,24 @@ assert before == during == state(), (before, during, state())
     warm.run([sys.executable, "-c", code], check=True)
 
 
-def set_on_captures(tree: ast.AST) -> set[str]:
-    """Attributes of an `OptimizerCapture`, by the names it goes by, that some code assigns to."""
+def set_from_elsewhere(tree: ast.AST) -> set[str]:
+    """Attributes of an `OptimizerCapture` or `RankMembership`, by the names these go by, that some code assigns to."""
     stored = (
         node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
     )
-    owners = {"captured", "built"}
+    owners = {"captured", "built", "membership"}
     return {ast.unparse(node) for node in stored if ast.unparse(node.value).rpartition(".")[2] in owners}
 
 
-def test_a_capture_sets_its_own_attributes() -> None:
-    """What is known of one optimizer's gradients changes in one file: others call a method that says why."""
-    assert offenders(lambda path: set_on_captures(parsed(path))) == {}
+def test_captures_and_memberships_set_their_own_attributes() -> None:
+    """What is known of one optimizer, and of its ranks, changes in one file: others call a method that says why."""
+    assert offenders(lambda path: set_from_elsewhere(parsed(path))) == {}
 
 
 def test_an_attribute_set_from_elsewhere_is_found() -> None:
     """Also in a tuple, and where it is added to."""
-    code = "captured.step += 1\nctx.captured.late, x = True, 1\nbuilt.a: int = 0\nself.captured = 1\ncaptured.f()"
-    assert set_on_captures(ast.parse(code)) == {"captured.step", "ctx.captured.late", "built.a"}
+    code = "captured.step += 1\nctx.membership.late, x = True, 1\nbuilt.a: int = 0\nself.captured = 1\ncaptured.f()"
+    assert set_from_elsewhere(ast.parse(code)) == {"captured.step", "ctx.membership.late", "built.a"}
 
 
 # A sink knows Records; of many optimizers that step inside one backward there is one context.

@@ -195,15 +195,13 @@ class MicroDrop:
         `norm` is not finite where that of a micro-batch was not; `norm_applied` is of what is left.
         """
         poison = self._poison
-        window.empty = self._dropped > 0 and self._kept == 0
         if self._dropped:
-            window.loss = None  # that of the backwards which are left is not known
+            window.without_micro_batches(self._kept)
         self._discard()
         if poison and isinstance(window.raw, CpuNorms):
-            window.deferrable = False
             raw = window.raw.with_norms({k: detail.norm for k, detail in poison.items()})
             raw.details = {**window.raw.details, **poison}
-            window.raw = raw
+            window.measured_as(raw)
 
 
 def _listen(k: int, param: Tensor, drop: MicroDrop) -> RemovableHandle:

@@ -70,6 +70,22 @@ class WindowNorms:
                 return False
         return self.raw.ready() and (self.after is self.raw or self.after.ready())
 
+    def measured_as(self, raw: Reading) -> None:
+        """Norms found before gradwatch itself changed the gradients stand in place of those of the batched read."""
+        self.raw, self.deferrable = raw, False
+
+    def without_micro_batches(self, kept: int) -> None:
+        """Some micro-batches were dropped and `kept` are left, whose share of the loss is not known."""
+        self.empty, self.loss = kept == 0, None
+
+    def scaled_by(self, removed: Number | None, left: Number, skipped: Number | None) -> None:
+        """A GradScaler stands at this step: it `removed` its scale or `left` it in, and rejects the step or not."""
+        self.loss_scale, self.skipped = removed, skipped
+        if skipped is not None and removed is None:
+            self.loss_scale = left
+        elif skipped is None and removed is not None:
+            self.skipped = 0.0
+
     def total_applied(self) -> float:
         """L2 norm over all parameters of what the optimizer gets, gradients of earlier windows included."""
         return root_of_squares(self.after.norms())

@@ -142,7 +142,7 @@ def check_switch() -> Check:
 
 def check_port(listen: str) -> Check:
     """Check the port of the endpoint; a taken one is no failure, another is used."""
-    from gradwatch.endpoint.listen_address import listening_socket, parse_listen
+    from gradwatch.endpoint.listening_port import listening_socket, parse_listen
 
     address = parse_listen(listen)
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -14,7 +13,6 @@ from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.shards import ShardPlacement, local_taps
 from gradwatch.distributed import parameter_manifest, sharded_norms
 from gradwatch.distributed.all_reduced_facts import Layout
-from gradwatch.distributed.facts_of_this_rank import Usual
 from gradwatch.distributed.membership import RankMembership
 from gradwatch.distributed.process_group import AloneError, Group, Meeting, announce, meet
 from gradwatch.reading.layouts import dense
@@ -88,7 +86,8 @@ class RankMeeting:
             raise AloneError(rank_requirements.refused)
         models = self._models()
         reducers = [m for model in models for m in model.modules() if isinstance(m, DistributedDataParallel)]
-        membership.reducers, ddp = tuple(map(weakref.ref, reducers)), bool(reducers)
+        membership.meet_by(reducers)
+        ddp = bool(reducers)
         table = parameter_manifest.table(membership.sites)
         digest = parameter_manifest.identity(membership.sites, () if ddp else held, self._stages())
         hello = {
@@ -105,19 +104,20 @@ class RankMeeting:
         models_differ = len({one["table"] for one in met.hellos}) > 1
         pooled = models_differ or any(one["sharded"] for one in met.hellos)
         tapped = all(hello["heard"] for hello in met.hellos)
-        membership.ranked = rank_requirements.ranked and not models_differ and (tapped or not pooled)
-        membership.ddp = membership.replicas = all(one["ddp"] for one in met.hellos)
+        ranked = rank_requirements.ranked and not models_differ and (tapped or not pooled)
+        membership.agree(ranked, ddp=all(one["ddp"] for one in met.hellos))
         if partial := captured.partial():
             names = [captured.sites.names[k] for k in partial]
             self._report("ranks", AloneError(f"{PARTIAL}: {', '.join(names[:5])}"))
         if pooled or any(one["facts"] for one in met.hellos):
-            membership.layout = self._laid_out(met, digest, held, captured, pooled)
-            membership.sites = membership.layout.sites
-            membership.usual = Usual(np.full(len(held), np.nan))
-            membership.group = Group(met)
-            membership.compared = () if pooled else rank_requirements.compared
-            if not pooled and 1 not in rank_requirements.cadences:
-                membership.cadences = rank_requirements.cadences
+            layout = self._laid_out(met, digest, held, captured, pooled)
+            every_step = pooled or 1 in rank_requirements.cadences
+            membership.exchange_by(
+                layout,
+                Group(met),
+                compared=() if pooled else rank_requirements.compared,
+                cadences=() if every_step else rank_requirements.cadences,
+            )
 
     def _laid_out(
         self,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -15,6 +15,7 @@ from gradwatch.capture.window_norms import WindowNorms
 from gradwatch.distributed.all_reduced_facts import Layout, ReducedFacts
 from gradwatch.distributed.facts_of_this_rank import Usual
 from gradwatch.distributed.process_group import Group
+from gradwatch.distributed.replica_divergence import agreeing
 from gradwatch.records.snapshot import Sites
 
 MOST_COMPARED = 64
@@ -107,8 +108,30 @@ class RankMembership:
         """The number of the step under way, as all ranks count."""
         return self.boundaries + self.ahead
 
+    def meet_by(self, reducers: Sequence[DistributedDataParallel]) -> None:
+        """Note the wrappers by which uneven inputs are seen, before the ranks meet."""
+        self.reducers = tuple(map(weakref.ref, reducers))
+
+    def agree(self, ranked: bool, ddp: bool) -> None:
+        """Note what the ranks have found of each other: `ranked` rules have something to read; all are under DDP."""
+        self.ranked, self.ddp, self.replicas = ranked, ddp, ddp
+
+    def exchange_by(
+        self, layout: Layout, group: Group, compared: tuple[int, ...], cadences: tuple[int, ...]
+    ) -> None:
+        """Exchange facts in this layout from the next boundary on."""
+        self.layout, self.sites, self.group = layout, layout.sites, group
+        self.usual = Usual(np.full(len(layout.own), np.nan))
+        self.compared, self.cadences = compared, cadences
+
     def arrive(self) -> None:
-        """Come to a step boundary together with the other ranks; what is owed to them there is found out alike."""
+        """Come to a step boundary together with the other ranks; what is owed to them there is found out alike.
+
+        Under uneven inputs not all ranks come to it, so it is not counted.
+        """
+        self.reduced = None
+        if self.uneven:
+            return
         if self.under_way is not None:
             self.learn(self.under_way.reduced())
         self.boundaries += 1
@@ -121,6 +144,54 @@ class RankMembership:
         self.under_way = None
         if reduced is not None and reduced.head("facts"):
             self.ahead = int(reduced.by_rank("step").max()) - 1 - self.boundaries
+
+    def has_missed_some(self) -> bool:
+        """True, once, if the boundary before was left without counting its step."""
+        behind, self.behind = self.behind, False
+        return behind
+
+    def has_just_lost(self) -> bool:
+        """True, once, if the others have been lost since this was asked last."""
+        lost, self.lost = self.lost, False
+        return lost
+
+    def measured(self) -> None:
+        """The window of this boundary has been measured."""
+        self.unmeasured = False
+
+    def start(self, wait: Callable[[], ReducedFacts | None]) -> Exchange:
+        """The exchange of what is owed at this boundary, which has been sent."""
+        exchange = self.under_way = Exchange(wait)
+        return exchange
+
+    def take_owed(self) -> tuple[int, int]:
+        """Of the step and the boundaries that the others are still to be told of: `diverged`, `missed`; now sent."""
+        owed = self.diverged, self.missed
+        self.owes, self.diverged, self.missed = False, 0, 0
+        return owed
+
+    def receive(self, exchange: Exchange) -> ReducedFacts | None:
+        """The facts of all ranks of the step under way; waits for them."""
+        self.reduced = exchange.reduced()
+        self.under_way = None
+        return self.reduced
+
+    def learn_replicas(self, reduced: ReducedFacts) -> None:
+        """Ranks whose norms have once been the same are replicas."""
+        self.replicas = self.replicas or agreeing(reduced)
+
+    def diverge(self, step: int) -> None:
+        """This rank could not do at `step` what was decided: the others are told with the next facts."""
+        self.diverged = step + 1
+
+    def depart(self) -> bool:
+        """Leave a step boundary; True if the others wait for facts of it that nothing has sent."""
+        if self.unmeasured and self.cadences:
+            self.missed += not self.owes
+            self.behind = True
+        self.unmeasured = False
+        owes, self.owes = self.owes, False
+        return owes
 
     def keep(self, window: WindowNorms) -> None:
         """Keep the norms of a step that all ranks take until every rule that compares them has been judged by it."""

@@ -1,10 +1,10 @@
-"""A watch among the ranks of a distributed training: meeting them, telling and hearing the facts of each step.
+"""A watch among the ranks of a distributed training: it meets them, and exchanges the facts of each step with them.
 
 Plain replicas (DDP) need no other rank to know their reduced norms. The ranks meet once all the same where a rule may
-act, for a rank without a watch would not act with the others; and they talk at every step only where
+act, for a rank without a watch would not act with the others; and they exchange facts at every step only where
 gradients are sharded, where ranks hold different parameters, or where a rule acts by what only all of them know.
-Replicas whose rules on ranks only observe talk at the steps of those rules: what they say is begun at the boundary,
-travels during the next forward, and is learned at the next boundary.
+Replicas whose rules on ranks only observe exchange at the steps of those rules: begun at the boundary, on the way
+during the next forward, received at the next boundary.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from gradwatch.capture.shards import placements, whole
 from gradwatch.capture.snapshot_assembly import Extras, appended
 from gradwatch.capture.window_norms import WindowNorms
 from gradwatch.distributed import facts_of_this_rank, replica_divergence
+from gradwatch.distributed.agreed_step import Shared, norms_seen_by_all, of_ranks, seen_by_all
 from gradwatch.distributed.all_reduced_facts import Layout, ReducedFacts, Vector, blind
 from gradwatch.distributed.handshake import RankMeeting, RankRequirements
 from gradwatch.distributed.membership import Exchange, RankMembership
 from gradwatch.distributed.process_group import AloneError, Group, place
-from gradwatch.distributed.shared_step import Shared, norms_seen_by_all, of_ranks, seen_by_all
 from gradwatch.reading.cpu import CpuNorms, add_up_all
 from gradwatch.records.snapshot import Sites
 
@@ -76,13 +76,11 @@ class Ranks:
 
     def arrive(self, captured: OptimizerCapture, membership: RankMembership | None) -> None:
         """A step boundary begins: from here to `depart` this rank owes the others one vector."""
-        if membership is not None:
-            membership.reduced = None
-            if not membership.uneven:
-                membership.arrive()
-                if membership.behind:  # a step was left without counting it
-                    captured.resume_at(max(captured.step, membership.step))
-                    membership.behind = False
+        if membership is None:
+            return
+        membership.arrive()
+        if not membership.uneven and membership.has_missed_some():
+            captured.resume_at(max(captured.step, membership.step))
 
     def enter(
         self, captured: OptimizerCapture, membership: RankMembership | None
@@ -97,8 +95,7 @@ class Ranks:
             # Others may not have noticed yet that the optimizer before is gone: over a new one ranks meet anew.
             and (membership.optimizer is captured.optimizer or not self.several)
         ):
-            lost, membership.lost = membership.lost, False
-            return membership, lost
+            return membership, membership.has_just_lost()
         if membership is not None:
             membership.close()
         held = placements(captured.params, self._models())
@@ -147,7 +144,7 @@ class Ranks:
         """Begin to send the others the facts of a window that has been measured, where that is due and none waits."""
         if membership is None or not membership.cadences:
             return None
-        membership.unmeasured = False
+        membership.measured()
         if not membership.owes or membership.layout is None or membership.group is None:
             membership.keep(window)
             return None
@@ -193,7 +190,7 @@ class Ranks:
         reduced = exchange.reduced()
         if membership is None or reduced is None or not reduced.complete:
             return None
-        membership.replicas = membership.replicas or replica_divergence.agreeing(reduced)
+        membership.learn_replicas(reduced)
         extras, values = of_ranks(reduced, membership, shared.window, shared.extras, shared.values)
         return replace(shared, extras=extras, values=values)
 
@@ -221,7 +218,7 @@ class Ranks:
         if layout is None or group is None or not membership.owes:
             return None
         vector = self._facts(membership, layout, window, extras, values)
-        return self._send(membership, layout, group, vector)
+        return membership.receive(self._begin(membership, layout, group, vector))
 
     def _facts(
         self,
@@ -243,24 +240,15 @@ class Ranks:
         membership.keep(window)
         return vector
 
-    def _send(
-        self, membership: RankMembership, layout: Layout, group: Group, vector: Vector
-    ) -> ReducedFacts | None:
-        membership.reduced = None
-        membership.reduced = self._begin(membership, layout, group, vector).reduced()
-        membership.under_way = None
-        return membership.reduced
-
     def _begin(self, membership: RankMembership, layout: Layout, group: Group, vector: Vector) -> Exchange:
-        membership.owes = False
-        layout.part(vector, "parted")[layout.rank], membership.diverged = membership.diverged, 0
-        layout.part(vector, "missed")[layout.rank], membership.missed = membership.missed, 0
+        diverged, missed = membership.take_owed()
+        layout.part(vector, "parted")[layout.rank] = diverged
+        layout.part(vector, "missed")[layout.rank] = missed
         try:
             wait = group.start(vector)
         except AloneError as error:
             return Exchange(partial(self._lost, membership, error))
-        exchange = membership.under_way = Exchange(partial(self._end, membership, layout, wait))
-        return exchange
+        return membership.start(partial(self._end, membership, layout, wait))
 
     def _lost(self, membership: RankMembership, error: AloneError) -> None:
         membership.lose(str(error), membership.captured_sites)
@@ -290,7 +278,7 @@ class Ranks:
     def did_otherwise(self, captured: OptimizerCapture, membership: RankMembership | None) -> None:
         """This rank could not do what was decided of a step: the others learn it with the facts of the next one."""
         if membership is not None and membership.layout is not None and membership.group is not None:
-            membership.diverged = captured.step + 1
+            membership.diverge(captured.step)
         elif self.several:
             self._report("ranks", replica_divergence.unsent(place()[0], captured.step))
 
@@ -326,21 +314,14 @@ class Ranks:
 
         Always called when a step ends, so that other ranks do not block.
         """
-        if membership is None:
+        if membership is None or not membership.depart():
             return
-        if membership.unmeasured and membership.cadences:
-            membership.missed += not membership.owes
-            membership.behind = True
-        membership.unmeasured = False
-        if not membership.owes:
-            return
-        membership.owes = False
         if membership.layout is not None and membership.group is not None:
             # A device's numbers are sent one step late: on its first step there are none, by no failure.
             vector = blind(membership.layout) if captured.on_cpu else membership.layout.empty()
             exchange = self._begin(membership, membership.layout, membership.group, vector)
             if not membership.cadences:
-                membership.reduced, membership.under_way = exchange.reduced(), None
+                membership.receive(exchange)
 
 
 def _reduced(models: list[nn.Module]) -> bool:

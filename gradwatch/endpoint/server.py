@@ -28,7 +28,7 @@ from gradwatch.endpoint.http_protocol import (
     plain,
     respond,
 )
-from gradwatch.endpoint.listen_address import Address
+from gradwatch.endpoint.listening_port import Address
 from gradwatch.runtime.backoff import Backoff
 
 THREAD_NAME = "gradwatch-endpoint"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from gradwatch.endpoint.http_protocol import Content, RequestError, plain
-from gradwatch.endpoint.listen_address import Address, listening_socket
+from gradwatch.endpoint.listening_port import Address, listening_socket
 from gradwatch.endpoint.server import Endpoint, Limits, Route
 from gradwatch.errors import GradwatchError
 from gradwatch.monitoring.export import stack_directory

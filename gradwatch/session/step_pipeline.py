@@ -21,8 +21,8 @@ from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.read_after_backward import Capture
 from gradwatch.capture.snapshot_assembly import as_float32, assemble, of_norms
 from gradwatch.capture.window_norms import WindowNorms
+from gradwatch.distributed.agreed_step import Shared
 from gradwatch.distributed.ranks import Ranks
-from gradwatch.distributed.shared_step import Shared
 from gradwatch.engine import Engine
 from gradwatch.engine.actions.norms_after_actions import factors_of, reshaped, unclipped, with_clip_order
 from gradwatch.engine.actions.permissions import permitted

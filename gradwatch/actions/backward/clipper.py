@@ -96,8 +96,7 @@ class BackwardClipper:
         """Give a window the norms found before the hooks multiplied; its batched read is what they left."""
         acted = self._state.collect()
         if acted:
-            window.deferrable = False
-            window.raw = before_acting(window, acted)
+            window.measured_as(before_acting(window, acted))
         if self._state.disabled_reason:
             self.close()
 

@@ -348,12 +348,9 @@ class Boundary:
         window = captured.close_window(left)
         if divisor is not None:
             captured.divide_applied(window, divisor)
-        window.loss_scale, ctx.scale_removed = ctx.scale_removed, None
-        if skipped is not None:
-            window.loss_scale = left if window.loss_scale is None else window.loss_scale
-        elif window.loss_scale is not None:
-            skipped = 0.0
-        window.skipped = skipped
+        removed, ctx.scale_removed = ctx.scale_removed, None
+        if removed is not None or skipped is not None:
+            window.scaled_by(removed, left, skipped)
         if self._capture.maintain_hooks(captured, window):
             self._binder.bind(captured)  # tensor hooks on its parameters were disabled with gradwatch's
         return window

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
 from gradwatch.endpoint.http_protocol import Content, plain
-from gradwatch.endpoint.listen_address import (
+from gradwatch.endpoint.listening_port import (
     DEFAULT_LISTEN,
     listening_socket,
     parse_listen,

@@ -1,4 +1,4 @@
-"""The listening address of the endpoint, and the file that publishes it.
+"""The port of the endpoint: the one asked for, a free one where that is taken, and the file that publishes it.
 
 Addresses are numbers: looking a name up took 8 s under a DNS black hole, at the start of the training.
 """

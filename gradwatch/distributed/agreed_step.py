@@ -1,4 +1,7 @@
-"""One step as all ranks see it: what each knows of itself, joined with what they told each other."""
+"""One step as all ranks agree on it, so that every one of them decides and acts alike.
+
+It is what each rank measured of itself, joined with the facts that they have exchanged.
+"""
 
 from __future__ import annotations
 
@@ -59,7 +62,7 @@ def seen_by_all(
     values: Mapping[str, float],
 ) -> Shared:
     """The step with the norms, columns and values of all ranks."""
-    membership.replicas = membership.replicas or replica_divergence.agreeing(reduced)
+    membership.learn_replicas(reduced)
     if reduced.layout.pooled:
         # Positions are among all ranks' parameters there, and parts of a gradient have no histogram of the whole.
         extras = replace(extras, params=(Known(sharded_norms.pooled_columns(reduced)),), histograms=None)
