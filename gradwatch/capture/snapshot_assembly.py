@@ -136,9 +136,6 @@ class MeasuredStep(Protocol):
     window: WindowNorms
     extras: Extras
 
-    def values(self) -> Mapping[str, float]:
-        """The values that there is one of per step."""
-
 
 class Assembled(NamedTuple):
     """The Snapshots of T steps, and their norms together: float32[T, K]."""
@@ -147,7 +144,13 @@ class Assembled(NamedTuple):
     norm: NDArray[np.float32]
 
 
-def assemble_many(sites: Sites, optimizer: int, steps: Sequence[MeasuredStep], coverage: float) -> Assembled:
+def assemble_many(
+    sites: Sites,
+    optimizer: int,
+    steps: Sequence[MeasuredStep],
+    scalars: Sequence[Mapping[str, float]],
+    coverage: float,
+) -> Assembled:
     """The Snapshots, as `assemble` makes them, of the first of these steps: with no gradient that was looked at twice.
 
     Of each, all K gradients have arrived, and nothing else has been measured but columns of them and of ranks.
@@ -171,13 +174,15 @@ def assemble_many(sites: Sites, optimizer: int, steps: Sequence[MeasuredStep], c
             applied,
             None,
             _columns(step.extras, count, missing) if step.extras.params or step.extras.ranks else {},
-            _with_factor(step.values(), step.window, coefficients(raw, after), total, applied)
+            _with_factor(values, step.window, coefficients(raw, after), total, applied)
             if step.window.altered is not None
-            else step.values(),
+            else values,
             step.window.micro,
             coverage=coverage,
         )
-        for step, norm, (raw, after), (total, applied) in zip(steps, narrow, norms, totals, strict=False)
+        for step, values, norm, (raw, after), (total, applied) in zip(
+            steps, scalars, narrow, norms, totals, strict=False
+        )
     ]
     return Assembled(snapshots, narrow)
 

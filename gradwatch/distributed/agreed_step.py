@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from gradwatch.capture.columns.pending_columns import ArrivedColumns
 from gradwatch.capture.snapshot_assembly import Extras
 from gradwatch.capture.window_norms import WindowNorms
 from gradwatch.distributed import replica_divergence, sharded_norms
@@ -18,22 +19,6 @@ from gradwatch.distributed.all_reduced_facts import ReducedFacts
 from gradwatch.distributed.membership import RankMembership
 from gradwatch.distributed.noise_scale import noise_scale
 from gradwatch.records.columns import NOISE_SCALE
-from gradwatch.records.snapshot import Column
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Known:
-    """Columns that have arrived."""
-
-    found: Mapping[str, Column]
-
-    def ready(self) -> bool:
-        """Always."""
-        return True
-
-    def columns(self) -> dict[str, Column]:
-        """The columns."""
-        return dict(self.found)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -65,7 +50,9 @@ def seen_by_all(
     membership.learn_replicas(reduced)
     if reduced.layout.pooled:
         # Positions are among all ranks' parameters there, and parts of a gradient have no histogram of the whole.
-        extras = replace(extras, params=(Known(sharded_norms.pooled_columns(reduced)),), histograms=None)
+        extras = replace(
+            extras, params=(ArrivedColumns(sharded_norms.pooled_columns(reduced)),), histograms=None
+        )
     extras, values = of_ranks(reduced, membership, window, extras, values)
     return replace(norms_seen_by_all(reduced, window, values), extras=extras)
 
@@ -79,7 +66,9 @@ def of_ranks(
 ) -> tuple[Extras, Mapping[str, float]]:
     """The columns and values of a step with those that are about ranks."""
     ranked = (
-        (Known(replica_divergence.rank_columns(reduced, membership.replicas)),) if membership.ranked else ()
+        (ArrivedColumns(replica_divergence.rank_columns(reduced, membership.replicas)),)
+        if membership.ranked
+        else ()
     )
     noise = _noise_scale(reduced, membership, window)
     return replace(extras, ranks=ranked), values if noise is None else {**values, NOISE_SCALE: noise}

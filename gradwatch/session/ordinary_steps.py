@@ -74,8 +74,9 @@ class OrdinarySteps:
             return False
         measured, judged, before = self._alike(ctx, waiting), None, bound_rules.state
         if len(measured) >= FEWEST:
+            values = [one.values() for one in measured]
             snapshots = assemble_many(
-                bound_rules.sites, first.captured.index, measured, self._capture.coverage.ratio
+                bound_rules.sites, first.captured.index, measured, values, self._capture.coverage.ratio
             )
             anew = [t for t, one in enumerate(measured) if one.begins_anew]
             judged = bound_rules.bound.evaluate_many(before, snapshots.snapshots, snapshots.norm, anew)

@@ -117,6 +117,71 @@ def calls(files: set[str]) -> Iterator[set[Arrow]]:
         threading.setprofile(None)
 
 
+GIVEN_FROM_ABOVE = {
+    (
+        "capture/read_after_backward.py",
+        "session/attachments.py",
+    ),  # drawn: which optimizers a backward reached
+    ("capture/weight_health.py", "session/attachments.py"),  # the weights that there are, when a look is due
+    ("capture/weight_health.py", "session/checkpoint_health.py"),  # the steps that they are of
+    (
+        "account/rules_without_data.py",
+        "session/binding/rule_data.py",
+    ),  # whether a Snapshot has what a rule reads
+    ("reading/row_sums_by_blas.py", "capture/snapshot_assembly.py"),  # `silently` runs what it is given
+}
+"""From file to file, what a healthy step asks of a function that was given from above, beside listeners of hooks."""
+
+
+@contextmanager
+def upward_calls() -> Iterator[set[Arrow]]:
+    """Which file of the package calls one in a higher layer in the block, also with code of others in between."""
+    found: set[Arrow] = set()
+    places = {str(path): path.relative_to(ROOT).as_posix() for path in SOURCES}
+
+    def profile(frame: FrameType, event: str, _: Any) -> None:
+        entered = (
+            event == "call" and frame.f_code.co_name != "<genexpr>"
+        )  # values that are made as they are taken
+        callee = places.get(frame.f_code.co_filename) if entered else None
+        caller = frame.f_back
+        while callee and caller is not None and caller.f_code.co_filename not in places:
+            caller = caller.f_back
+        if callee and caller is not None:
+            place = places[caller.f_code.co_filename]
+            if LEVEL[room(place)] < LEVEL[room(callee)]:
+                found.add((place, callee))
+
+    sys.setprofile(profile)
+    try:
+        yield found
+    finally:
+        sys.setprofile(None)
+
+
+def test_a_healthy_step_calls_nothing_above_it(tmp_path: Path) -> None:
+    """But for the listeners of hooks, and what is asked for a value; judged alone or together with others."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+    inputs = torch.randn(16, 4)
+    with gradwatch.watch(model, optimizer, rules="default", run_dir=tmp_path) as gw:
+
+        def steps(number: int) -> None:
+            for _ in range(number):
+                optimizer.zero_grad()
+                model(inputs).pow(2).mean().backward()
+                optimizer.step()
+
+        steps(60)
+        gw.flush()
+        with upward_calls() as found:
+            steps(70)
+            gw.flush()
+    of_hooks = {arrow for arrow in found if room(arrow[0]) == "taps"}
+    assert ("taps/step_hooks.py", "session/boundary/optimizer_step.py") in of_hooks
+    assert found - of_hooks - GIVEN_FROM_ABOVE == set()
+
+
 def test_the_picture_is_a_step(tmp_path: Path) -> None:
     """Each arrow is a call in a training with a NaN, skipped and explained; no call goes up but those drawn dotted."""
     arrows = drawn()

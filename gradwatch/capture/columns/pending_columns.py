@@ -211,3 +211,18 @@ class PendingColumns:
         mask = np.zeros(self.count, np.bool_)
         mask[list(present)] = True
         return mask
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ArrivedColumns:
+    """Columns that are on the host, as `PendingColumns` gives them."""
+
+    found: Mapping[str, Column]
+
+    def ready(self) -> bool:
+        """Always."""
+        return True
+
+    def columns(self) -> dict[str, Column]:
+        """The columns."""
+        return dict(self.found)
