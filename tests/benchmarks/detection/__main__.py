@@ -2,7 +2,7 @@
 
 Trains what is not recorded yet, in `--dir`, healthy and with faults, and has every judge look at the recordings: rule
 files (`--rules`, a pack or a path; several to compare them) with the engine, other tools' checks by their formulas.
-`--judge-only` trains nothing. Rules are tuned on the half `tuning`; of `reporting` only the total is shown.
+`--judge-only` trains nothing. Rules are tuned on `tuning` and `extra`; of the others only the total is shown.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.benchmarks.detection.faults import live_keys
 from tests.benchmarks.detection.recording import Key
 from tests.benchmarks.detection.rivals import RIVALS
 from tests.benchmarks.detection.runs import judge_all, make_all
-from tests.benchmarks.detection.split import HALVES, names_of
+from tests.benchmarks.detection.split import PARTS, names_of
 from tests.benchmarks.detection.tables import markdown, payload
 
 SEEDS, WIDTH = 3, 8
@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     folder = Path(tempfile.gettempdir()) / "gradwatch-detection"
-    found.add_argument("--half", choices=HALVES, default="tuning")
+    found.add_argument("--half", choices=PARTS, default="tuning", help="which trainings (split.py)")
     found.add_argument("--dir", type=Path, default=folder, help=f"recordings (default: {folder})")
     found.add_argument("--jobs", type=int, default=1, help="processes at a time, of one thread each")
     found.add_argument("--judge-only", action="store_true", help="train nothing")
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ours = options.rules or ["default"]
     judges = [*ours, *(() if options.no_rivals else RIVALS)]
     scores = judge_all(trainings, folder, judges, options.jobs, not options.no_replay)
-    tuning = options.half == "tuning"
+    tuning = options.half in ("tuning", "extra")
     print(json.dumps(payload(scores, tuning), indent=1) if options.json else markdown(scores, ours, tuning))
     print(*failed, sep="\n", end="\n" if failed else "", file=sys.stderr)
     return int(bool(failed))

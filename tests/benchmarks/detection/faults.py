@@ -9,7 +9,7 @@ from tests.benchmarks.detection import faults_gradients as gradients
 from tests.benchmarks.detection import faults_loop as loop
 from tests.benchmarks.detection.live import LiveFault
 from tests.benchmarks.detection.recording import Key, Recording, record
-from tests.benchmarks.detection.split import HALF, names_of
+from tests.benchmarks.detection.split import Part, names_of
 
 LIVE: Mapping[str, type[LiveFault]] = {
     "nan-gradient": gradients.NanInGradient,
@@ -67,14 +67,14 @@ def record_fault(key: Key) -> Recording:
     return record(key, fault.onset + fault.horizon, fault, lambda: fault.culprits)
 
 
-def live_keys(half: str, width: int) -> list[Key]:
-    """Each fault in so many trainings of a half, chosen by lot, with a seed each; first one of each fault.
+def live_keys(part: Part, width: int) -> list[Key]:
+    """Each fault in so many trainings of a part, chosen by lot, with a seed each; first one of each fault.
 
     A larger width adds to those of a smaller one.
     """
     chosen = []
     for fault in LIVE:
-        names, random = [name for name in names_of(None) if HALF[name] == half], Random(fault)
+        names, random = names_of(part), Random(fault)
         random.shuffle(names)
         chosen.append([Key(name, random.randrange(3), fault) for name in names[:width]])
     return [keys[k] for k in range(width) for keys in chosen if k < len(keys)]

@@ -2,6 +2,9 @@
 
 Fixed before any rule was tuned on these trainings. Each half has some of every subject. A rule, a default or a
 threshold is chosen on `tuning` alone; of `reporting` only the final table is looked at.
+
+`extra` and `extra-held-out` came later, when rules had been tuned on `tuning`, and were divided before any rule was
+tried on them: rules may be tuned on `extra` too, and on `extra-held-out` they are only measured.
 """
 
 from __future__ import annotations
@@ -24,10 +27,13 @@ from tests.benchmarks.detection import (
 from tests.benchmarks.detection import (
     trainings_vision as vision,
 )
+from tests.benchmarks.detection.extra import images, sequences, tables_and_control
 from tests.benchmarks.detection.training import Training
 
 Half = Literal["tuning", "reporting"]
+Part = Half | Literal["extra", "extra-held-out"]
 HALVES: tuple[Half, ...] = ("tuning", "reporting")
+PARTS: tuple[Part, ...] = (*HALVES, "extra", "extra-held-out")
 
 _TUNING = (
     vision.cnn_adadelta,
@@ -72,13 +78,34 @@ _REPORTING = (
     other.multitask,
     other.tabular,
 )
-TRAININGS: Mapping[str, Callable[[int], Training]] = {one.__name__: one for one in (*_TUNING, *_REPORTING)}
-HALF: Mapping[str, Half] = {
-    **{one.__name__: "tuning" for one in _TUNING},
-    **{one.__name__: "reporting" for one in _REPORTING},
+_EXTRA = (
+    sequences.tied_words,
+    sequences.adding_problem,
+    images.coordinate_network,
+    tables_and_control.mixture_density,
+    tables_and_control.quantiles,
+    tables_and_control.meta_learning,
+)
+_EXTRA_HELD_OUT = (
+    sequences.ctc,
+    images.groupnorm_nesterov,
+    images.box_regression,
+    images.angular_margin,
+    tables_and_control.reach,
+    tables_and_control.restoration,
+)
+_OF: Mapping[Part, tuple[Callable[[int], Training], ...]] = {
+    "tuning": _TUNING,
+    "reporting": _REPORTING,
+    "extra": _EXTRA,
+    "extra-held-out": _EXTRA_HELD_OUT,
 }
+TRAININGS: Mapping[str, Callable[[int], Training]] = {
+    one.__name__: one for part in _OF.values() for one in part
+}
+PART: Mapping[str, Part] = {one.__name__: name for name, part in _OF.items() for one in part}
 
 
-def names_of(half: Half | None) -> list[str]:
-    """The trainings of a half; all of them for None."""
-    return [name for name in TRAININGS if half is None or HALF[name] == half]
+def names_of(part: Part) -> list[str]:
+    """The trainings of a part."""
+    return [one.__name__ for one in _OF[part]]
