@@ -20,7 +20,7 @@ from gradwatch.engine.engine_state import EngineState, NewBaselines, empty_state
 from gradwatch.engine.fast_path.many_steps import FastBlock, Restarts, active_without_action
 from gradwatch.engine.fast_path.one_step import FastPath, FastPaths, Learned
 from gradwatch.engine.judge import Step, firing_now, judges
-from gradwatch.engine.reporting.culprit import usual_norms
+from gradwatch.engine.reporting.culprit import usual_loss, usual_norms
 from gradwatch.engine.rule_plan import NO_BANK, Plan
 from gradwatch.engine.snapshot_reader import Reader
 from gradwatch.engine.turns import NONE_IN_TURN, InTurn, Turns
@@ -343,6 +343,10 @@ class BoundEngine:
     def usual_norms(self, state: EngineState) -> dict[str, float]:
         """The usual norm of each parameter's gradient, by its name, as far as a rule has learned it (`spike`)."""
         return usual_norms(self.plan, state.baselines)
+
+    def usual_loss(self, state: EngineState) -> float:
+        """The usual loss, as a rule has learned it (`loss_spike`); NaN where none has, or where it is not positive."""
+        return usual_loss(self.plan, state.baselines)
 
 
 def on_gradients(rule: Rule) -> bool:

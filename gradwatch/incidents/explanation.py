@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 
 from gradwatch.incidents.suggestions import suggestion_for
-from gradwatch.records.finding import LOSS_SIDE, Finding
+from gradwatch.records.finding import AS_USUAL, GAINS, LOSS_SIDE, Finding
 
 BEGAN = {
     "forward": "the forward of {op}",
@@ -27,8 +27,8 @@ BEGAN = {
 }
 INFINITE_OUTPUTS = "the loss side: infinite outputs, non-finite gradients"
 AT_OUTPUTS = {
-    "exploding": "the loss side: gradients that are too large already where they reach the model's last layer",
-    "vanishing": "the loss side: gradients that are too small already where they reach the model's last layer",
+    "exploding": "gradients are too large already where they reach the model's last layer",
+    "vanishing": "gradients are too small already where they reach the model's last layer",
 }
 WAYS = {
     "replay": "the step was run again",
@@ -52,7 +52,9 @@ def sentence(finding: Finding) -> str:
         dtype="its dtype" if finding.result is None else finding.result.dtype,
     )
     if finding.at_outputs:
-        said = AT_OUTPUTS[finding.phase]
+        said = _at_outputs(finding)
+    elif finding.op and finding.phase in GAINS:
+        said += f" in the backward of {op}"
     if finding.phase == "outputs" and not finding.op:
         said = INFINITE_OUTPUTS
     if finding.phase in LOSS_SIDE and not finding.op and finding.where:
@@ -62,6 +64,18 @@ def sentence(finding: Finding) -> str:
     if finding.begins:
         said += f", from {finding.begins} on towards the inputs"
     return f"{said} at {finding.where}" if finding.where else said
+
+
+def _at_outputs(finding: Finding) -> str:
+    """`a backward of the loss side (the loss is at its usual level): gradients are too large already where …`."""
+    by_calls = finding.by == "replay"  # else only norms of parameters are known
+    said, moved = AT_OUTPUTS[finding.phase], finding.loss_moved
+    if moved is not None and 1 / AS_USUAL <= moved <= AS_USUAL:
+        side = "the loss side" if by_calls else "the loss, or of what follows the last layer"
+        return f"a backward of {side} (the loss is at its usual level): {said}"
+    side = "the loss side" if by_calls else "the loss, or what follows the last layer"
+    level = f" (the loss is at ×{moved:.3g} of its usual level)" if moved is not None else ""
+    return f"{side}{level}: {said}"
 
 
 def fields(finding: Finding) -> Iterator[tuple[str, object]]:

@@ -24,7 +24,7 @@ class Suggestion:
     operand has such elements; `beyond`: some operand exceeds that magnitude; `idle`: part of the gradient that
     came was 0, so another branch was taken; `nan`: the result is NaN (False: it is infinite); `dtypes` of the
     result or an operand; `at_outputs`: the gradient came so to the model's outputs;
-    `in_module`: a module is named.
+    `in_module`: a module is named, `named`: an operation.
     """
 
     id: str
@@ -41,6 +41,7 @@ class Suggestion:
     dtypes: tuple[str, ...] = ()
     at_outputs: bool = False
     in_module: bool = False
+    named: bool = False
 
     def fits(self, finding: Finding) -> bool:
         """True if a finding meets every condition."""
@@ -51,6 +52,7 @@ class Suggestion:
             finding.phase in self.phases
             and (finding.at_outputs or not self.at_outputs)
             and (bool(finding.module) or not self.in_module)
+            and (bool(finding.op) or not self.named)
             and (not self.ops or finding.op in self.ops)
             and (not self.zero or any(one.zeros for one in operands))
             and (not self.negative or any(one.smallest < 0 for one in operands))
@@ -118,6 +120,14 @@ SUGGESTIONS: tuple[Suggestion, ...] = (
         "That operation was given NaN or Inf, as a number or as data: in the code, or computed before.",
         "Look where that comes from: a mean of nothing, a schedule, a table, a division in Python or numpy, `item()`.",
         phases=("number",),
+    ),
+    Suggestion(
+        "multiplying-operation",
+        "The backward of one operation multiplies the gradient by about as much as it is too large.",
+        "Keep its inputs away from where its derivative is large (0 for log, sqrt and division): clamp them, or add an "
+        "epsilon inside; of a custom Function look at `backward`.",
+        phases=("exploding",),
+        named=True,
     ),
     Suggestion(
         "exploding-outputs",

@@ -11,13 +11,14 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import nn
 from torch.optim import Optimizer
 
+from gradwatch.localise.diagnosis.deviation import Deviation
 from gradwatch.localise.hold.calls_before_attach import PreAttachRecorder
 from gradwatch.localise.hold.inner_model import inner
 from gradwatch.localise.hold.module_attributes import Refused
@@ -42,6 +43,10 @@ IN_LOOP = ("unknown", *LOSS_SIDE, "input")
 """Where what the calls of the models show may have begun in the loop itself."""
 TRIES = 3  # localisations of one incident that found nothing, before it is left alone
 NOT_KEPT = "{count} earlier micro-batches were not kept (max_bytes)"
+TWICE = (
+    "a gradient is differentiated again in this step (`create_graph=True`): what comes to the layers so does not come "
+    "by way of the model's outputs, and norms do not show where it began"
+)
 NOT_SEEN = "no call of the model, as `model(...)`, was seen whose outputs got a gradient since the last step"
 
 
@@ -49,8 +54,8 @@ NOT_SEEN = "no call of the model, as `model(...)`, was seen whose outputs got a 
 class Ask:
     """The order of a rule: the `way`, and how many steps to record where a replay is refused or finds nothing.
 
-    `suspicion` is what the rule fired for: of gradients that are finite the profile by depth is looked at, and `moved`,
-    the factor by which each is off its usual norm, by the name of the parameter, as far as that is known.
+    `suspicion` is what the rule fired for: of gradients that are finite the profile by depth is looked at, and by how
+    much the step is `off` its usual levels.
     `after_backward`: gradients that are not finite were when the backward had ended.
     """
 
@@ -61,7 +66,7 @@ class Ask:
     step: int = 0
     first_parameter: str = ""
     suspicion: Suspicion = "nonfinite"
-    moved: Mapping[str, float] = field(default_factory=dict)
+    off: Deviation = field(default_factory=Deviation)
     after_backward: bool = False
 
 
@@ -189,6 +194,11 @@ class Localiser:
         """Calls of this step that were released to stay within `max_bytes`."""
         return self._recordings.dropped
 
+    @property
+    def differentiates_twice(self) -> bool:
+        """True if some step has differentiated a gradient again (`create_graph=True`)."""
+        return self._recordings.twice
+
     def refusal(self, held: list[tuple[nn.Module, Call]]) -> str:
         """Reason why the step cannot be run again, as far as its recorded calls show it; "" where there is none."""
         return self._recordings.refused or ("" if held else NOT_SEEN)
@@ -307,14 +317,36 @@ class Localiser:
         return finding if finding.found else None
 
     def _of_calls(self, held: list[tuple[nn.Module, Call]], ask: Ask) -> Finding:
+        from gradwatch.localise.diagnosis.norm_levels import with_activations
         from gradwatch.localise.replay.diagnosed_replay import DiagnosedReplay
 
         refusal = self.refusal(held)
         step = DiagnosedReplay(self.models(), held, refusal, self._agreement, self._fault, self._max_bytes)
         if ask.suspicion == "nonfinite":
             return step.nonfinite()
-        finding, self._made = step.growing(ask.suspicion == "exploding", ask.moved)
-        return finding
+        exploding = ask.suspicion == "exploding"
+        finding, self._made = step.growing(exploding, ask.off)
+        if not any(call.twice for _, call in held):
+            finding = with_activations(finding, ask.off, exploding)
+        return self._multiplied_in_loop(held, finding, ask.off)
+
+    def _multiplied_in_loop(
+        self, held: list[tuple[nn.Module, Call]], finding: Finding, off: Deviation
+    ) -> Finding:
+        """The operation of the loop's own code, run again, where a backward in it made the gradient too large."""
+        twice = finding.phase in GAINS and any(call.twice for _, call in held)
+        if finding.phase == "exploding" and (finding.at_outputs or twice) and off.loss_is_as_usual:
+            try:  # a loss that is too large has large gradients
+                from gradwatch.localise.loss.loss_gain import multiplier_in_loop
+
+                loops = [] if self._losses is None else [self._losses.at_step()]
+                models, factor = self.models(), off.furthest
+                finding = multiplier_in_loop(
+                    finding, loops, models, held, self._fault, self._max_bytes, factor
+                )
+            except Exception as error:
+                self._failed("localise", error)
+        return finding.noted(TWICE) if twice and not finding.op else finding
 
     def _of_loop(self, held: list[tuple[nn.Module, Call]], finding: Finding) -> Finding:
         """The cause in the loop's own code, run again, where the calls of the models do not show it."""

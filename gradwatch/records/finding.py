@@ -44,6 +44,7 @@ step compared with their usual levels."""
 PHASES: tuple[str, ...] = get_args(Phase)
 LOSS_SIDE = ("loss", "outputs")  # phases that name no operation at fault
 GAINS = ("activations", "exploding", "vanishing")  # phases of gradients that are finite
+AS_USUAL = 3.0  # factor up to which a loss is at its usual level
 LATER_OF_LAYERS = ("moved", "weights_moved")  # not in findings of earlier versions
 MOST_SHOWN = 16  # positions of samples named in a sentence
 LIBRARIES = ("/site-packages/", "/dist-packages/", "/lib/python3", "\\site-packages\\")
@@ -162,14 +163,14 @@ class Finding:
     left out. `operands` and `result` describe the tensors, on this rank. `profile` is the gradient by depth, in
     the order of the forward, where it explodes or vanishes; `at_outputs`: it does not do so on its way through the
     model, but came so to its outputs; `begins` the first layer on that way where it is so, "" where that is not known.
-    `call` is the index of the model's forward call among
-    those of the step (micro-batch) and `batch` what went into it, None where that was not held. `samples` are the rows
-    of that batch which alone were not finite, or whose gradients at the model's outputs alone were not, or which
-    carry most of a gradient that explodes; () where all are, or it is not known. `share` is the part that they
-    carry of such a gradient (that call for `samples` of ()), 0 where it is not known. `others` is how many further
-    operations did the same, and `first_parameter` the first parameter in backward order that the rule named.
-    `deterministic`: run again, the model's outputs were the same, bit for bit; False where that is not known, or not
-    so. `device` and `host` are those of an output that was not.
+    `loss_moved` is the factor by which the loss is off its usual level, None where that is not known, or not looked at.
+    `call` is the index of the model's forward call among those of the step (micro-batch) and `batch` what went into it,
+    None where that was not held. `samples` are the rows of that batch which alone were not finite, or whose gradients
+    at the model's outputs alone were not, or which carry most of a gradient that explodes; () where all are, or it is
+    not known. `share` is the part that they carry of such a gradient (that call for `samples` of ()), 0 where it is not
+    known. `others` is how many further operations did the same, and `first_parameter` the first parameter in backward
+    order that the rule named. `deterministic`: run again, the model's outputs were the same, bit for bit; False where
+    that is not known, or not so. `device` and `host` are those of an output that was not.
     `note` says what else is to be said, or why nothing was found.
     """
 
@@ -188,6 +189,7 @@ class Finding:
     profile: tuple[Layer, ...] = ()
     at_outputs: bool = False
     begins: str = ""
+    loss_moved: float | None = None
     call: int = 0
     batch: Batch | None = None
     samples: tuple[int, ...] = ()

@@ -319,7 +319,8 @@ class StepPipeline:
             return ()
         step_taken = captured.step != snapshot.step
         together = partial(self._ranks.shared_step_name, captured, step.ctx.membership)
-        return causes.of(verdict, decision, snapshot, step_taken, usual, together)
+        usual_loss = partial(step.bound_rules.bound.usual_loss, step.bound_rules.state)
+        return causes.of(verdict, decision, snapshot, step_taken, usual, usual_loss, together)
 
     def _causes_by_norms(
         self,
@@ -333,7 +334,9 @@ class StepPipeline:
         try:
             bound, state = bound_rules.bound, bound_rules.state
             only = sum(bool(one.params) for one in self._sources.capture.captures) == 1
-            return tuple(causes_by_norms(bound, state, usual, verdict, snapshot, known, only))
+            causes = self._sources.causes
+            twice = causes is not None and causes.differentiates_twice
+            return tuple(causes_by_norms(bound, state, usual, verdict, snapshot, known, only, twice))
         except Exception as error:
             self._activity.failed("localise", error)
             return ()

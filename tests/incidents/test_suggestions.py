@@ -82,6 +82,7 @@ BY_PHASE = {
     "after-backward",
     "irreproducible",
     "exploding-outputs",
+    "multiplying-operation",
     "vanishing-outputs",
     "several-layers",
     "activations",

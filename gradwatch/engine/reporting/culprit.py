@@ -65,6 +65,17 @@ def usual_norms(plan: Plan, baselines: tuple[State, ...]) -> dict[str, float]:
     return found
 
 
+def usual_loss(plan: Plan, baselines: tuple[State, ...]) -> float:
+    """The usual loss, NaN where no rule has learned one (`loss_spike`), or where it is not positive."""
+    for bank, state in zip(plan.banks, baselines, strict=True):
+        for series, part in zip(bank.segments, bank.parts, strict=True):
+            if series.column == "loss" and bank.detector.elementwise:
+                level = bank.detector.usual(part_of(bank.detector, state, part), 0.0)
+                if level is not None and 0 < float(level[0]) < math.inf:  # sync: numpy
+                    return float(level[0])  # sync: numpy
+    return math.nan
+
+
 def _levels(plan: Plan, baselines: tuple[State, ...]) -> Iterator[tuple[Series, NDArray[np.float64]]]:
     """The series of parameters' norms that some baseline knows, and the usual level of each."""
     for bank, state in zip(plan.banks, baselines, strict=True):

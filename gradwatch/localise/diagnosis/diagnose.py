@@ -24,6 +24,7 @@ NOT_AGAIN = (
     "parameter, or in code between backward and step), or the step is not deterministic"
 )
 
+DOUBLE = "this is a double backward: a backward made the operation, and its gradient was differentiated again"
 
 STRAY = (
     "{stray} wrote in place into a tensor that is no parameter, buffer or attribute of the model: running the "
@@ -135,6 +136,8 @@ def from_culprit(trace: Trace, by: By, number: int) -> Finding:
     note = ""
     if culprit.infinity is not None:
         note = f"what the forward left it is infinite, of {_whence(culprit.infinity, trace)}"
+    if culprit.double:
+        note = "; ".join(filter(None, (DOUBLE, note)))
     return Finding(
         "backward",
         by,

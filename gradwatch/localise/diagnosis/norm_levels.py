@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Container, Mapping, Sequence
 
+from gradwatch.localise.diagnosis.deviation import Deviation
 from gradwatch.localise.diagnosis.usual_levels import SHOWN, is_bias, of_weights, off_level, with_levels
 from gradwatch.records.finding import Finding, Layer, Phase
 
@@ -48,6 +49,18 @@ def of_norms(
     }
     found = _inputs(layers, paired, exploding) or _by_level(layers, exploding)
     return None if found is None else found.amended(by="norms", profile=tuple(layers[:SHOWN]))
+
+
+def with_activations(finding: Finding, off: Deviation, exploding: bool) -> Finding:
+    """The finding, or in place of one without a module that activations are off, which come before any gradient."""
+    if finding.phase not in ("exploding", "vanishing") or finding.op or finding.module:
+        return finding
+    found = of_norms(off.names, off.norms, exploding, off.few)
+    if found is None or found.phase != "activations":
+        return finding
+    return finding.amended(
+        phase="activations", module=found.module, module_type="", at_outputs=False, begins=""
+    ).amended(note="; ".join((found.note, finding.note)))
 
 
 def _by_level(layers: Sequence[Layer], exploding: bool) -> Finding | None:

@@ -199,7 +199,8 @@ def _between(layers: Sequence[Layer], rows: Sequence[Off], first: int, exploding
     if len(explain) == 1:
         (only,) = explain
         note = f"{note}; it is multiplied by {only.factor:.3g} there: {only.said}"
-        return Finding(_phase(exploding), "replay", module=only.module, module_type=only.kind, note=note)
+        found = Finding(_phase(exploding), "replay", module=only.module, module_type=only.kind, note=note)
+        return found.amended(begins=here.module)
     common = parent(here.module, before.module)
     return Finding(_phase(exploding), "replay", module=common, begins=here.module, note=note)
 

@@ -91,6 +91,7 @@ class ModelRecorder:
         self.model = weakref.ref(model)
         self.calls: deque[Call] = deque()
         self.dropped = 0
+        self.twice = False  # a gradient of some call was kept with its graph, to be differentiated again
         self.parts: Sequence[ModelRecorder] = ()  # held beside it until it is called itself
         self.indices: Any = None  # of the samples of the calls to come; whoever owns this sets it
         self._failed = failed
@@ -373,6 +374,8 @@ def _gradient(recording: ModelRecorder, call: Call, position: int, grad: Tensor 
             if call.looked and not call.tasks:
                 recording._generators.learn(call.generators)  # the loss code may have drawn too
             call.tasks.add(backward.current())
+            if _grad_enabled():  # in a backward: `create_graph=True`
+                call.twice = recording.twice = True
             if position in call.gradients:
                 call.gradients[position] = call.gradients[position] + kept
                 return

@@ -28,7 +28,7 @@ class Call:
     them; `returned` are copies of small outputs by position; `reason` says why it cannot be run again
     ("" = it can); `caller` is the line that made the call; `computed` are the `id`s of those tensors that autograd
     computed; `looked`: all generators were read before it; `indices` are the samples it was told to be of
-    (`Watch.batch`).
+    (`Watch.batch`); `twice`: a gradient that reached it was kept with its graph, to be differentiated again.
     """
 
     order: int
@@ -49,6 +49,7 @@ class Call:
     tasks: set[int] = field(default_factory=set)
     returned: dict[int, Tensor] | None = None
     looked: bool = False
+    twice: bool = False
     reason: str = ""
     _given: int | None = None
 

@@ -252,6 +252,11 @@ class StepRecorder:
         return sorted(held, key=lambda pair: pair[1].order)
 
     @property
+    def twice(self) -> bool:
+        """True if a gradient of one of these has ever been kept with its graph, to be differentiated again."""
+        return any(recording.twice for recording in self)
+
+    @property
     def refused(self) -> str:
         """The reason why a watched model cannot be run again at all; "" where it can."""
         return next((recording.refused for recording in self._of_models() if recording.refused), "")

@@ -36,7 +36,7 @@ def cause_in_loop(
     `loops` are those at the backwards of this step whose loss was not finite, and the one that takes the step.
     """
     why, effort = "", Effort()
-    for calls, functions in _tried(held, loops):
+    for calls, functions in tried(held, loops):
         try:
             trace, scope, made = run_loss_again(functions, models, calls, failed, max_bytes, effort)
         except TooMuchError as refusal:  # so would the others
@@ -83,7 +83,7 @@ def _is_computed(finding: Finding, held: Held) -> bool:
     return any(id(one) in call.computed and not state(one).finite for one in given)
 
 
-def _tried(held: Held, loops: Sequence[LoopAtBackward]) -> Iterator[tuple[Held, list[LoopScope]]]:
+def tried(held: Held, loops: Sequence[LoopAtBackward]) -> Iterator[tuple[Held, list[LoopScope]]]:
     """The calls that may have led to each of the backwards, and the functions under way at it.
 
     First without those of micro-batches before it, which earlier backwards have reached: so has `autograd.grad`, for a

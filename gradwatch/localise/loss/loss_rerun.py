@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.localise.diagnosis.interpreted_lines import InterpretedLines
+from gradwatch.localise.diagnosis.node_gain import length_of
 from gradwatch.localise.hold.inner_model import inner, shared
 from gradwatch.localise.hold.module_attributes import Refused, written_in_place
 from gradwatch.localise.hold.recorded_call import Call
@@ -66,10 +67,12 @@ def run_loss_again(
     failed: Callable[[BaseException], None],
     max_bytes: int,
     effort: Effort,
+    measures: bool = False,
 ) -> tuple[Trace, LoopScope, Sequence[Call]]:
     """Run the loss code of a step again, from the functions that were under way. Raises `Refused` where it cannot.
 
-    The trace, the function with the loss in it, and the calls of models.
+    The trace, the function with the loss in it, and the calls of models. `measures`: look at by how much each node of
+    the backward multiplies.
     """
     why = ""
     for scope, statements in _candidates(loop, held):
@@ -77,7 +80,7 @@ def run_loss_again(
             if isinstance(statements, Refused):
                 raise statements
             effort.begin_try()
-            run = _Run(scope, statements, models, held, failed, effort)
+            run = _Run(scope, statements, models, held, failed, effort, measures)
             return run.run(max_bytes), scope, run.calls.made
         except TooMuchError:  # so would the others
             raise
@@ -142,6 +145,7 @@ class _Run:
         held: Held,
         failed: Callable[[BaseException], None],
         effort: Effort,
+        measures: bool,
     ) -> None:
         lines = InterpretedLines()
         self._statements = statements
@@ -150,7 +154,7 @@ class _Run:
             raise Refused("the models communicate with other ranks")
         self._stand_ins = _stand_ins(self._whole, held)
         self._trace = Trace(sources=_sources(scope, models, held, self._stand_ins))
-        self._recorder = Recorder(self._whole, failed, lines)
+        self._recorder = Recorder(self._whole, failed, lines, measures)
         self._recorder.expect(tensor for model in self._whole for tensor in written_in_place(model)[0])
         self._recorder.expect(self._stand_ins.values())
         self.calls = ModelCalls(models, held, lines)
@@ -177,12 +181,21 @@ class _Run:
         with self._recorder.backward([root]) as leaves:
             _refuse_hooked(leaves, self._stand_ins.values())
             with uncounted():
-                torch.autograd.grad([root], leaves, allow_unused=True)
+                given = torch.autograd.grad([root], leaves, allow_unused=True)
+        if self._recorder.measures:
+            arrived = [one for one in given if one is not None]
+            self._trace.came = max(map(length_of, (arrived, list(self.calls.gradients.values()))))
         blame_nodes(self._trace, self._recorder)
 
     def _nested(self, roots: Sequence[Tensor]) -> Callable[[], None]:
         """A backward within the loss code, as of a gradient penalty."""
-        return blame_backward(self._trace, self._recorder, roots)
+        ended = blame_backward(self._trace, self._recorder, roots)
+
+        def after() -> None:
+            ended()
+            self._recorder.multipliers.clear()  # what this backward gave ends in no `.grad`
+
+        return after
 
 
 def _evaluated(interpreter: Interpreter, statements: LossStatements, scope: Scope) -> Any:

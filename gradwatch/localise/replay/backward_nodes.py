@@ -18,6 +18,7 @@ from torch.autograd.graph import Node
 from gradwatch.localise.diagnosis import python_frames
 from gradwatch.localise.diagnosis.interpreted_lines import InterpretedLines
 from gradwatch.localise.diagnosis.module_attribution import ModuleAttribution
+from gradwatch.localise.diagnosis.node_gain import MULTIPLIES, Passage, passage
 from gradwatch.localise.diagnosis.operation_names import of_node
 from gradwatch.localise.diagnosis.tensor_values import describe, finite
 from gradwatch.localise.replay.forward_operations import Origin
@@ -34,7 +35,8 @@ class Culprit:
     """A node that was given finite gradients and made one that is not.
 
     `made`: where a tensor that its forward saved, and that was not finite, came from; `infinity` the same of one that
-    is infinite on purpose, as far as one can tell.
+    is infinite on purpose, as far as one can tell. `double`: a backward made this node, whose gradient is
+    differentiated again.
     """
 
     op: str
@@ -47,10 +49,22 @@ class Culprit:
     function: str = ""
     made: Origin | None = None
     infinity: Origin | None = None
+    double: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Multiplier:
+    """A node that multiplies a finite gradient, and by how much."""
+
+    node: Culprit
+    passage: Passage
 
 
 class BackwardTracer:
-    """Looks on at the backward of the graphs given to `attach`; `culprits` in the order they ran."""
+    """Looks on at the backward of the graphs given to `attach`; `culprits` in the order they ran.
+
+    `measures` True: also at how much each node multiplies; `multipliers` are those that do by more than `MULTIPLIES`.
+    """
 
     def __init__(
         self,
@@ -59,16 +73,25 @@ class BackwardTracer:
         function: Callable[[int], str],
         lines: InterpretedLines,
         origin_of: Callable[[Tensor], Origin | None],
+        measures: bool = False,
     ) -> None:
         self._lines = lines
+        self._measures = measures
         self._origin_of = origin_of
         self._where = where
         self._function = function
         self._failed = failed
         self._handles: list[Any] = []
         self.culprits: list[Culprit] = []
+        self.multipliers: list[Multiplier] = []
         self.leaves: list[Tensor] = []
         self.has_custom = False
+        self._differentiated: list[tuple[int, int]] = []
+
+    def made_by_a_backward(self, first: int, end: int) -> None:
+        """Nodes numbered from `first` to before `end` were made while a backward ran (`create_graph=True`)."""
+        if end > first:
+            self._differentiated.append((first, end))
 
     def attach(self, roots: Iterable[Tensor]) -> None:
         """Put a hook on every node that leads to `roots`; `leaves` are the tensors it ends in."""
@@ -99,11 +122,23 @@ class BackwardTracer:
     @torch.no_grad()
     def _look(self, node: Node, made: Iterable[Tensor | None], given: Iterable[Tensor | None]) -> None:
         made, given = tuple(made), tuple(given)
-        if len(self.culprits) > COUNTED or finite(made) or not finite(given):
+        if not finite(given):
+            return
+        if finite(made):
+            if self._measures:
+                self._measure(node, made, given)
+            return
+        if len(self.culprits) > COUNTED:
             return
         # A mode is handed `h / 0.0`'s saved 0.0 as a float, and it is a tensor here.
         with dispatch_disabled():
             self.culprits.append(self._culprit(node, made, given))
+
+    def _measure(self, node: Node, made: tuple[Tensor | None, ...], given: tuple[Any, ...]) -> None:
+        with dispatch_disabled():
+            found = passage(node, made, given)
+            if found is not None and found.gain >= MULTIPLIES:
+                self.multipliers.append(Multiplier(self._culprit(node, made, given), found))
 
     def _culprit(self, node: Node, made: tuple[Tensor | None, ...], given: tuple[Any, ...]) -> Culprit:
         name, kept = node.name(), list(saved(node))
@@ -124,6 +159,7 @@ class BackwardTracer:
             function=self._function(node._sequence_nr()),
             made=_first(one for one in origins if one and not one.intended),
             infinity=_first(one for one in origins if one and one.intended),
+            double=any(first <= node._sequence_nr() < end for first, end in self._differentiated),
         )
 
 

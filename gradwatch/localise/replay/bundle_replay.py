@@ -26,6 +26,7 @@ from gradwatch.incidents.bundle.incident_json import (
     GeneratorStates,
     ModelDocument,
 )
+from gradwatch.localise.diagnosis.deviation import Deviation
 from gradwatch.localise.diagnosis.diagnose import diagnose
 from gradwatch.localise.diagnosis.module_gain import Profile
 from gradwatch.localise.diagnosis.python_frames import OURS, TORCH
@@ -178,7 +179,7 @@ class Rerun:
             return diagnose(replay(held, models, faults.append, None, max_bytes))
         profile = Profile(models, faults.append)
         traces = replay(held, models, faults.append, profile, max_bytes)
-        return diagnosed_gain(traces, profile, self.document.suspicion == "exploding", {})
+        return diagnosed_gain(traces, profile, self.document.suspicion == "exploding", Deviation())
 
     def _signed(self, finding: Finding) -> Finding:
         incident, calls = self.document.incident, self._ran

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from torch import Tensor, nn
 
 from gradwatch.distributed.process_group import place
+from gradwatch.localise.diagnosis.deviation import Deviation
 from gradwatch.localise.diagnosis.diagnose import diagnose, warned
 from gradwatch.localise.diagnosis.module_gain import Profile
+from gradwatch.localise.diagnosis.multiplying_operation import with_operation
 from gradwatch.localise.diagnosis.usual_levels import suspect
 from gradwatch.localise.hold.inner_model import inner
 from gradwatch.localise.hold.module_attributes import Refused
@@ -55,19 +57,23 @@ class DiagnosedReplay:
         traces = self._run(None, outputs)
         return self._reproduced(_unless_skipped(traces), outputs, traces)
 
-    def growing(self, exploding: bool, moved: Mapping[str, float]) -> tuple[Finding, float | None]:
+    def growing(self, exploding: bool, off: Deviation) -> tuple[Finding, float | None]:
         """The module at which gradients grow, or vanish; a NaN before that. Raises Refused.
 
-        `moved` are the factors by which gradients are off their usual norm, by the name of the parameter. Where they
-        explode also the rows of the batch that carry them, and how much of the gradient this rank's calls made
-        (`PartsOfCalls`), None where that is not known.
+        No place is told where a gradient is differentiated again, which comes to layers past the model's outputs. Where
+        they explode also the operation, if one alone explains it, the rows of the batch that carry them, and how
+        much of the gradient this rank's calls made (`PartsOfCalls`), None where that is not known.
         """
         profile, parts = Profile(self.models, self.fault), None
         if exploding and not any(map(is_spread, self.models)):
             parts = PartsOfCalls(Directions(self.models))
         outputs = Outputs() if parts is None else WithOutputs(parts)
-        traces = self._run(profile, outputs)
-        finding = _noting_skipped(diagnosed_gain(traces, profile, exploding, moved), traces)
+        traces = self._run(profile, outputs, measures=True)
+        if any(call.twice for _, call in self.held):
+            finding = Finding("exploding" if exploding else "vanishing", "replay")
+        else:
+            finding = diagnosed_gain(traces, profile, exploding, off)
+        finding = _noting_skipped(finding, traces)
         finding = self._reproduced(finding, outputs, traces)
         unsure = finding.phase not in GAINS and finding.found
         if parts is None or unsure or not parts.directions.usable or any(trace.skipped for trace in traces):
@@ -146,9 +152,11 @@ class DiagnosedReplay:
         alone = place()[1] == 1 or self.agreement is not None
         return sum(batch_size(call) for _, call in self.held) if alone else 0
 
-    def _run(self, profile: Profile | None, listener: CallListener | None = None) -> list[Trace]:
+    def _run(
+        self, profile: Profile | None, listener: CallListener | None = None, measures: bool = False
+    ) -> list[Trace]:
         whole = self._gathered()
-        return replay(self.held, self.models, self.fault, profile, self.max_bytes, whole, listener)
+        return replay(self.held, self.models, self.fault, profile, self.max_bytes, whole, listener, measures)
 
     def _gathered(self) -> dict[int, dict[str, Tensor]]:
         """The whole parameters of models that are spread over ranks, if all ranks can run their step again."""
@@ -176,15 +184,16 @@ class DiagnosedReplay:
             raise Refused(self.refusal)
 
 
-def diagnosed_gain(
-    traces: list[Trace], profile: Profile, exploding: bool, moved: Mapping[str, float]
-) -> Finding:
+def diagnosed_gain(traces: list[Trace], profile: Profile, exploding: bool, off: Deviation) -> Finding:
     """The module at which gradients grow, or vanish; a NaN before that."""
     finding = diagnose(traces)
     if finding.found:
         return finding
-    found = suspect(profile.layers(), exploding, moved)
-    return Finding("unknown", "replay", note=NO_GAIN) if found is None else warned(found, traces)
+    layers = profile.layers()
+    found = suspect(layers, exploding, off.norms)
+    if found is None:
+        return Finding("unknown", "replay", note=NO_GAIN)
+    return warned(with_operation(found, layers, traces, off), traces)
 
 
 def _unless_skipped(traces: list[Trace]) -> Finding:

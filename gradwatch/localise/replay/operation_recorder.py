@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from gradwatch.localise.diagnosis.interpreted_lines import InterpretedLines
 from gradwatch.localise.diagnosis.module_attribution import ModuleAttribution
 from gradwatch.localise.diagnosis.torch_functions import Calls
-from gradwatch.localise.replay.backward_nodes import BackwardTracer, Culprit
+from gradwatch.localise.replay.backward_nodes import BackwardTracer, Culprit, Multiplier
 from gradwatch.localise.replay.forward_operations import ForwardTracer, Origin
 from gradwatch.taps.dispatch_modes import beneath, enter, leave_dispatch, leave_function
 from gradwatch.taps.graph.anomaly import AnomalyMode
@@ -32,16 +32,23 @@ class Recorder:
         models: Iterable[nn.Module],
         failed: Callable[[BaseException], None],
         lines: InterpretedLines | None = None,
+        measures: bool = False,
     ) -> None:
-        """`lines`: those of interpreted code, of which the Python stack shows nothing."""
+        """`lines`: those of interpreted code, of which the Python stack shows nothing.
+
+        `measures`: it is looked at by how much each node multiplies a finite gradient (`multipliers`).
+        """
         self._failed = failed
+        self.measures = measures
         self._anomaly = AnomalyMode()
         self._where = ModuleAttribution(models)
         self._calls = Calls()
         lines = lines or InterpretedLines()
         self._forward = ForwardTracer(lambda: self._where.now, failed, lambda: self._calls.now, lines)
         self._inside_custom = ForwardTracer(lambda: ("", ""), failed)
-        self._backward = BackwardTracer(self._where, failed, self._calls.at, lines, self._forward.of)
+        self._backward = BackwardTracer(
+            self._where, failed, self._calls.at, lines, self._forward.of, measures
+        )
 
     @contextlib.contextmanager
     def forward(self, functions: bool = True) -> Iterator[None]:
@@ -89,6 +96,10 @@ class Recorder:
             self._forward.asleep = slept
             self._backward.close()
 
+    def made_by_a_backward(self, first: int, end: int) -> None:
+        """Nodes numbered from `first` to before `end` were made while a backward ran (`create_graph=True`)."""
+        self._backward.made_by_a_backward(first, end)
+
     @property
     def beneath(self) -> bool:
         """True if another dispatch mode was entered since this was, and is still active: `leave` cannot remove it."""
@@ -116,6 +127,11 @@ class Recorder:
     def culprits(self) -> list[Culprit]:
         """The nodes that made a non-finite gradient out of finite ones, in the order they ran."""
         return self._backward.culprits
+
+    @property
+    def multipliers(self) -> list[Multiplier]:
+        """The nodes that multiplied a finite gradient, in the order they ran."""
+        return self._backward.multipliers
 
     def inside(self, culprit: Culprit) -> Origin | None:
         """The operation at fault inside the backward of a custom Function."""

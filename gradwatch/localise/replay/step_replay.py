@@ -7,6 +7,7 @@ generators (see `state_restored`). Must run before the optimizer steps, while th
 from __future__ import annotations
 
 import contextlib
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -17,13 +18,14 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import CheckpointFunction
 
+from gradwatch.localise.diagnosis.node_gain import length_of
 from gradwatch.localise.diagnosis.python_frames import frame_of
 from gradwatch.localise.diagnosis.tensor_values import describe, finite, state, tensors
 from gradwatch.localise.hold.inner_model import inner
 from gradwatch.localise.hold.model_recorder import MAX_BYTES
 from gradwatch.localise.hold.module_attributes import Refused, written_in_place
 from gradwatch.localise.hold.recorded_call import Call
-from gradwatch.localise.replay.backward_nodes import Culprit
+from gradwatch.localise.replay.backward_nodes import Culprit, Multiplier
 from gradwatch.localise.replay.forward_operations import Origin
 from gradwatch.localise.replay.fsdp2_all_gather import without_fsdp
 from gradwatch.localise.replay.operation_recorder import Recorder
@@ -31,6 +33,7 @@ from gradwatch.localise.replay.state_restored import aliases, state_restored
 from gradwatch.localise.replay.tensor_sources import sources
 from gradwatch.records.finding import Frame, Operand
 from gradwatch.taps import dynamo, module_calls, nested_containers
+from gradwatch.taps.graph.node_numbers import next_number
 from gradwatch.taps.muted_forwards import transforming
 from gradwatch.taps.process_totals import uncounted
 
@@ -44,7 +47,8 @@ class Trace:
     within a custom Function. `incoming`: the gradient at the outputs was finite, else `gradient` describes it.
     `sources`: what an external origin is called, by its key. `caller`: the line that called the model. `stray`: an
     operation that wrote where the old values are not restored.
-    `skipped`: why this call was not run again; "" where it was.
+    `skipped`: why this call was not run again; "" where it was. `multipliers`: nodes that multiplied a finite gradient,
+    where that was looked at; `came` is the norm of the gradient at the outputs, NaN where it was not.
     """
 
     caller: tuple[Frame, ...] = ()
@@ -58,6 +62,8 @@ class Trace:
     sources: Mapping[int, tuple[str, str]] = field(default_factory=dict)
     stray: str = ""
     skipped: str = ""
+    multipliers: list[Multiplier] = field(default_factory=list)
+    came: float = math.nan
 
     @property
     def blamed(self) -> bool:
@@ -103,13 +109,15 @@ def replay(
     max_bytes: int = MAX_BYTES,
     whole: Mapping[int, Mapping[str, Tensor]] | None = None,
     listener: CallListener | None = None,
+    measures: bool = False,
 ) -> list[Trace]:
     """Run the calls of one step again, in their order: (the model called, its call).
 
     Modules are named by their place in `models`. `around` is entered around every forward. `max_bytes` caps the
     copies of tensors in module attributes. `whole` has the parameters of spread models, by the id of the model (see
     `gathered`). A call that could not be what it was is skipped. Raises `Refused` beyond the cap, and where no call is
-    left; what the forward itself raises passes, and everything is as before all the same.
+    left; what the forward itself raises passes, and everything is as before all the same. `measures`: look at by how
+    much each node of the backward multiplies.
     """
     refused = [_refusal(inner(model), call) for model, call in held]
     if any(refused) and (all(refused) or any(call.buffers for _, call in held)):
@@ -122,7 +130,7 @@ def replay(
             continue
         base = inner(model)
         given = aliases(base, buffers.get(id(base), call.buffers), (whole or {}).get(id(base)))
-        recorder = Recorder(models if within(base, models) else [base], failed)
+        recorder = Recorder(models if within(base, models) else [base], failed, measures=measures)
         traces.append(_again(base, call, given, recorder, around or nullcontext(), max_bytes, listener))
         buffers[id(base)] = {name: given[name] for name, _ in base.named_buffers(remove_duplicate=False)}
     return traces
@@ -233,6 +241,8 @@ def blame_backward(trace: Trace, recorder: Recorder, roots: Sequence[Tensor]) ->
         return looking.close
     with torch.no_grad():
         blame_outputs(trace, roots, recorder)
+    first = next_number()
+    looking.callback(lambda: recorder.made_by_a_backward(first, next_number()))
     looking.callback(blame_nodes, trace, recorder)
     looking.enter_context(recorder.backward(roots))
     return looking.close
@@ -273,6 +283,8 @@ def _backward(trace: Trace, replayed: Replayed, recorder: Recorder) -> dict[int,
     """The gradients of the leaves, by id."""
     roots, seeds = replayed.roots, replayed.seeds
     grads: Sequence[Tensor | None] = ()
+    if recorder.measures:
+        trace.came = length_of(seeds)
     broken = [seed for seed in seeds if not finite((seed,))]
     if broken:
         trace.incoming, trace.gradient = False, describe("gradient at the outputs", broken[0])
@@ -286,7 +298,7 @@ def _backward(trace: Trace, replayed: Replayed, recorder: Recorder) -> dict[int,
 
 def blame_nodes(trace: Trace, recorder: Recorder) -> None:
     """Attribute the backward that has just run."""
-    trace.culprits = list(recorder.culprits)
+    trace.culprits, trace.multipliers = list(recorder.culprits), list(recorder.multipliers)
     if trace.culprits:
         trace.inside = recorder.inside(trace.culprits[0])
 

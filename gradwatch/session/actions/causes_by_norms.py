@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import partial
 
 from gradwatch.engine import BoundEngine, EngineState
+from gradwatch.localise.diagnosis.deviation import Deviation
 from gradwatch.localise.diagnosis.loss_levels import of_loss
 from gradwatch.localise.diagnosis.norm_levels import of_norms
 from gradwatch.records.event import Event
-from gradwatch.records.finding import Finding
+from gradwatch.records.finding import Finding, Phase
 from gradwatch.records.snapshot import Snapshot
 from gradwatch.records.verdict import Verdict
-from gradwatch.session.actions.localise_action import SUSPICIONS, factors_of_usual
+from gradwatch.session.actions.localise_action import SUSPICIONS, deviation
 
 OF_GRADIENTS = frozenset({"norm", "rms", "total_norm"})
 """Columns whose rules are about how large the gradients are that backward made."""
 
-FEW = 3
-"""Elements of a bias below which its gradient may cancel to a tenth of what it is."""
+DIFFERENTIATED_TWICE = (
+    "gradients of this training are differentiated again (`create_graph=True`), and may come to a layer by two ways: "
+    "where it began norms do not show"
+)
 
 BEFORE = 100
 """Steps in which what moved before the gradients did is looked for."""
@@ -32,11 +36,13 @@ def causes_by_norms(
     snapshot: Snapshot,
     known: Collection[Finding],
     only_optimizer: bool,
+    twice: bool,
 ) -> Iterator[Finding]:
     """Findings for the incidents that begin with this step, but for those of which one is `known`.
 
     Where it is not the `only_optimizer` layers of others may lie between and behind those of this one: no place is told
-    of gradients. `usual` gives the usual norm of each parameter's gradient, by its name, of those that have one.
+    of gradients; nor is one where gradients are differentiated `twice`, as for a gradient penalty. `usual` gives the
+    usual norm of each parameter's gradient, by its name, of those that have one.
     """
     begun = [event for event in verdict.events if event.kind == "firing" and event.notify]
     if snapshot.provisional or not begun:
@@ -44,10 +50,12 @@ def causes_by_norms(
     columns = {one.rule.id: one.series.column for one in bound.plan.rules}
     caused = {finding.rule for finding in known}
     asked = [one for one in begun if one.rule not in caused and columns[one.rule] in (*OF_GRADIENTS, "loss")]
-    moved = factors_of_usual(snapshot, usual()) if asked else {}
+    if not asked:
+        return
+    off = deviation(snapshot, usual, partial(bound.usual_loss, state))
     for event in asked:
         is_loss = columns[event.rule] == "loss"
-        found = _of_loss(event, snapshot, moved) if is_loss else _found(event, snapshot, moved)
+        found = _of_loss(event, snapshot, off, twice) if is_loss else _found(event, off, twice)
         if found is not None:
             if not only_optimizer and found.phase != "activations":
                 found = found.amended(at_outputs=False, module="")
@@ -74,27 +82,23 @@ def moved_before(bound: BoundEngine, state: EngineState, step: int, besides: Col
     return f"before it: {', '.join(shown)}" if shown else ""
 
 
-def _found(event: Event, snapshot: Snapshot, moved: Mapping[str, float]) -> Finding | None:
+def _found(event: Event, off: Deviation, twice: bool) -> Finding | None:
     suspicion = SUSPICIONS.get(event.detector)
     if suspicion is None:
         return None
-    names, few = _parameters(snapshot)
-    return of_norms(names, moved, suspicion == "exploding", few)
+    found = of_norms(off.names, off.norms, suspicion == "exploding", off.few)
+    if found is None:
+        return None
+    if twice:
+        phase: Phase = "exploding" if suspicion == "exploding" else "vanishing"
+        return Finding(phase, "norms", profile=found.profile, note=DIFFERENTIATED_TWICE)
+    return found.amended(loss_moved=off.loss) if found.at_outputs else found
 
 
-def _of_loss(event: Event, snapshot: Snapshot, moved: Mapping[str, float]) -> Finding | None:
+def _of_loss(event: Event, snapshot: Snapshot, off: Deviation, twice: bool) -> Finding | None:
     """None where the loss is not too large, or not finite: that has other causes."""
     too_large = event.detector == "loss_spike" or SUSPICIONS.get(event.detector) == "exploding"
     if not too_large or not math.isfinite(snapshot.scalars.get("loss", math.nan)):
         return None
-    names, few = _parameters(snapshot)
-    return of_loss(names, moved, few)
-
-
-def _parameters(snapshot: Snapshot) -> tuple[list[str], set[str]]:
-    """Names in the order of the forward, and those with too few elements."""
-    sites = snapshot.sites
-    order = sites.depths.argsort(kind="stable").tolist()  # sync: numpy
-    names = [sites.names[k] for k in order if sites.kinds[k] == "param"]
-    numels = sites.numels.tolist()  # sync: numpy
-    return names, {name for name, numel in zip(sites.names, numels, strict=True) if numel < FEW}
+    found = of_loss(off.names, off.norms, off.few)
+    return Finding("unknown", "norms", note=DIFFERENTIATED_TWICE) if twice and found.found else found

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -17,6 +18,7 @@ from torch.nn import Parameter
 from torch.optim import Optimizer
 
 from gradwatch.incidents.bundle.snapshot_rules import snapshots
+from gradwatch.localise.diagnosis.deviation import Deviation
 from gradwatch.localise.diagnosis.tensor_values import all_readable, tensors
 from gradwatch.localise.hold.calls_before_attach import PreAttachRecorder
 from gradwatch.localise.hold.recorded_call import Call
@@ -39,6 +41,9 @@ SUSPICIONS: dict[str, Suspicion] = {
 }
 """What a kind of detector fires for, where it is not a number that is not finite."""
 
+
+FEW = 3
+"""Elements of a bias below which its gradient may cancel to a tenth of what it is."""
 
 ROUNDING = 1e-5
 """Norm of a bias over that of the weight beside it below which it is rounding: float32 leaves some 1e-7 of a sum."""
@@ -85,6 +90,11 @@ class Causes:
     def set_indices(self, indices: Any) -> None:
         """Set the dataset indices of the forward calls that follow, until a step is taken."""
         self._localiser.set_indices(indices if hasattr(indices, "__len__") else tuple(indices))
+
+    @property
+    def differentiates_twice(self) -> bool:
+        """True if some step has differentiated a gradient of these models again, as far as their calls are recorded."""
+        return self._localiser.differentiates_twice
 
     @property
     def records(self) -> bool:
@@ -153,18 +163,27 @@ class Causes:
         snapshot: Snapshot,
         step_taken: bool,
         usual: Usual = dict,
+        usual_loss: Callable[[], float] = lambda: math.nan,
         together: Callable[[], str] = str,
     ) -> tuple[Finding, ...]:
         """Causes of this step's incidents; `step_taken`: the step has been taken already.
 
-        `usual` gives the usual norm of each parameter's gradient that is known, by its name. `together` gives a name
-        under which all ranks may meet over this step, "" where they do not judge it together.
+        `usual` gives the usual norm of each parameter's gradient that is known, by its name, `usual_loss` the usual
+        loss, NaN where it is not known. `together` gives a name under which all ranks may meet over this step, "" where
+        they do not judge it together.
         """
         if snapshot.scalars.get("scaler_skip"):
             self._localiser.discard()  # no step was taken: what led to it must not be taken for a part of the next
             return ()
         found = (
-            self._ordered(verdict, decision, snapshot, step_taken, usual, together())
+            self._ordered(
+                verdict,
+                decision,
+                snapshot,
+                step_taken,
+                partial(deviation, snapshot, usual, usual_loss),
+                together(),
+            )
             if decision.orders
             else ()
         )
@@ -176,7 +195,7 @@ class Causes:
         decision: Decision,
         snapshot: Snapshot,
         step_taken: bool,
-        usual: Usual,
+        off: Callable[[], Deviation],
         ranks: str,
     ) -> list[Finding]:
         """The findings for the rules that order a search on this step."""
@@ -188,7 +207,7 @@ class Causes:
             for rule in sorted(orders):
                 event = incident_of(verdict, rule)
                 if event is not None and rule in self._asked and self._localiser.due(event.incident):
-                    ask = _ask(self._asked[rule], event, snapshot, usual)
+                    ask = _ask(self._asked[rule], event, snapshot, off)
                     agreement = (
                         RankAgreement(f"{ranks}/{rule}/{snapshot.step}", self._rank) if ranks else None
                     )
@@ -242,6 +261,17 @@ def factors_of_usual(snapshot: Snapshot, usual: Mapping[str, float]) -> dict[str
     }
 
 
+def deviation(snapshot: Snapshot, usual: Usual, usual_loss: Callable[[], float]) -> Deviation:
+    """By how much a step is off its usual levels, as far as they are known."""
+    sites = snapshot.sites
+    order = sites.depths.argsort(kind="stable").tolist()  # sync: numpy
+    names = [sites.names[k] for k in order if sites.kinds[k] == "param"]
+    numels = sites.numels.tolist()  # sync: numpy
+    few = {name for name, numel in zip(sites.names, numels, strict=True) if numel < FEW}
+    loss = snapshot.scalars.get("loss", math.nan) / usual_loss()
+    return Deviation(factors_of_usual(snapshot, usual()), loss if 0 < loss < math.inf else None, names, few)
+
+
 def _is_rounding(name: str, usual: Mapping[str, float]) -> bool:
     """True for a bias whose true gradient is 0, as before a BatchNorm: what is left of it is rounding."""
     module, _, own = name.rpartition(".")
@@ -254,7 +284,7 @@ def _became_nonfinite(snapshot: Snapshot) -> bool:
     return was and not snapshot.provisional and not math.isfinite(snapshot.total_norm_applied)
 
 
-def _ask(action: Action, event: Event, snapshot: Snapshot, usual: Usual) -> Ask:
+def _ask(action: Action, event: Event, snapshot: Snapshot, off: Callable[[], Deviation]) -> Ask:
     suspicion = _suspicion(event, snapshot)
     return Ask(
         way=action.params["by"],
@@ -264,6 +294,6 @@ def _ask(action: Action, event: Event, snapshot: Snapshot, usual: Usual) -> Ask:
         step=snapshot.step,
         first_parameter=event.first_cause,
         suspicion=suspicion,
-        moved={} if suspicion == "nonfinite" else factors_of_usual(snapshot, usual()),
+        off=Deviation() if suspicion == "nonfinite" else off(),
         after_backward=suspicion == "nonfinite" and _became_nonfinite(snapshot),
     )

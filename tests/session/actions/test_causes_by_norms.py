@@ -198,7 +198,7 @@ def test_explain_shows_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     trained("default", once, tmp_path)
     assert main(["explain", "--dir", str(tmp_path / "run")]) == 0
     said = capsys.readouterr().out
-    assert f"jump-0-{BAD}: the loss side" in said
+    assert f"jump-0-{BAD}: the loss, or what follows the last layer (the loss is at ×" in said
     assert "| module | its bias ÷ usual | its weights ÷ usual |" in said
 
 

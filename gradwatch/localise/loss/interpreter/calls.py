@@ -77,6 +77,8 @@ class Calls:
         if name in purity.FORBIDDEN_METHODS or type(owner) not in (Tensor, nn.Parameter):
             raise Refused(f"loss code calls `{name}` of a tensor")
         purity.checked_arguments(args, kwargs)
+        if name == "requires_grad_" and owner.requires_grad is _flag(*args, **kwargs):
+            return owner  # it is so since the loop itself said it
         if (purity.writes(name) or name == "__setitem__") and not self._memory.writable(owner):
             return owner
         return self._noted(func(*args, **kwargs), (owner, args, kwargs))
@@ -125,3 +127,8 @@ class Calls:
 
     def _noted(self, result: Any, given: Any) -> Any:
         return self._memory.add_container(self._memory.add_result(result, given))
+
+
+def _flag(requires_grad: object = True) -> object:
+    """The argument of `requires_grad_`."""
+    return requires_grad

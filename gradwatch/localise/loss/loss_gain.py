@@ -1,0 +1,44 @@
+"""The operation of the loop's own code that multiplies a gradient which explodes: the loss run again, and measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import nn
+
+from gradwatch.localise.diagnosis.multiplying_operation import naming, only_multiplier
+from gradwatch.localise.hold.module_attributes import Refused
+from gradwatch.localise.loss.interpreter.effort import Effort, TooMuchError
+from gradwatch.localise.loss.loop_scope import LoopAtBackward
+from gradwatch.localise.loss.loss_cause import tried
+from gradwatch.localise.loss.loss_rerun import run_loss_again
+from gradwatch.localise.loss.model_calls import Held
+from gradwatch.records.finding import Finding
+
+
+def multiplier_in_loop(
+    finding: Finding,
+    loops: Sequence[LoopAtBackward],
+    models: Sequence[nn.Module],
+    held: Held,
+    failed: Callable[[BaseException], None],
+    max_bytes: int,
+    factor: float,
+) -> Finding:
+    """The finding with the operation of the loop at fault, or the same one with the reason why none is named.
+
+    `factor` is by how much the gradients are off their usual levels.
+    """
+    why, effort = "", Effort()
+    for calls, functions in tried(held, loops):
+        try:
+            trace, _, _ = run_loss_again(functions, models, calls, failed, max_bytes, effort, measures=True)
+        except TooMuchError as refusal:  # so would the others
+            why = str(refusal)
+            break
+        except Refused as refusal:
+            why = why or str(refusal)
+            continue
+        found = only_multiplier(trace.multipliers, factor, trace.came)
+        return finding if found is None else naming(finding, found, (), factor)
+    return finding.noted(f"the loop's code was not run again: {why}" if why else "")
