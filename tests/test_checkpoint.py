@@ -136,7 +136,7 @@ def test_healthy_means_nothing_not_finite_ever_passed(script: list[str]) -> None
 def test_a_step_that_nobody_judged_is_not_called_healthy(monkeypatch: pytest.MonkeyPatch) -> None:
     """A fault of ours in the engine, or before it; and a watch that pauses itself after three."""
     from gradwatch.engine import BoundEngine
-    from gradwatch.session import step_pipeline as judging
+    from gradwatch.session.pipeline import step_pipeline as judging
 
     def broken(*args: Any) -> None:
         raise MemoryError("injected")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import io
+import itertools
 import re
 import tokenize
 from collections.abc import Iterator
@@ -87,6 +88,10 @@ RETIRED = {
     "arriving": "AsyncCopy, pending",
     "nobody": "the subject: torch, the loop, gradwatch, another rank",
     "somebody": "the subject: torch, the loop, gradwatch, another rank",
+    "let_go": "release, dropped_by_script",
+    "give_back": "restore",
+    "stand_in": "shadow optimizer",
+    "may_wait": "deferral_allowed",
 }
 # Refused in docstrings and comments too; the others are English there ("of course", "what is told to Prometheus").
 PROSE = {
@@ -127,8 +132,9 @@ OTHER_SENSE = {
 
 
 def words(name: str) -> set[str]:
-    """The words of a snake_case or CamelCase name, in lower case."""
-    return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)}
+    """The words of a snake_case or CamelCase name, in lower case, and each two that follow each other."""
+    found = [word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])", name)]
+    return {*found, *map("_".join, itertools.pairwise(found))}
 
 
 def retired_in(source: str) -> Iterator[tuple[int, str]]:
@@ -186,7 +192,15 @@ def test_questions_are_seen(source: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "source", ["lane = 1\n", "class OldCourse: ...\n", "# a lane\n", '"""Its vitals."""\n', "_seat: int\n"]
+    "source",
+    [
+        "lane = 1\n",
+        "class OldCourse: ...\n",
+        "# a lane\n",
+        '"""Its vitals."""\n',
+        "_seat: int\n",
+        "has_let_go = 1\n",
+    ],
 )
 def test_retired_words_are_seen(source: str) -> None:
     """A name, a part of one, a comment and a docstring count."""

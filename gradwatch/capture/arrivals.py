@@ -29,7 +29,7 @@ class ArrivalCounts:
         self.cleared = 0
         self._positions = positions
         self._touched: list[list[int]] = []  # the slots that each backward reached
-        self._by_hand: set[int] = set()  # positions of gradients that no backward brought
+        self._without_backward: set[int] = set()  # positions of gradients that no backward brought
         self._zero_grad_probe: tuple[int, int, int] | None = None  # position, identity, version
         # The slots given last, and the position of the last of them that is here; None where none is.
         self._usual: tuple[list[int], int | None] = ([], None)
@@ -92,11 +92,11 @@ class ArrivalCounts:
             self._counted, self.complete = (self._touched.copy(), counts), bool(counts.all())
         return self._counted[1]
 
-    def corrected(self, absent: Sequence[int], by_hand: Sequence[int]) -> NDArray[np.int32]:
+    def corrected(self, absent: Sequence[int], without_backward: Sequence[int]) -> NDArray[np.int32]:
         """`counted` without those that are `absent`, and with one of each that no hook was called for."""
-        self._by_hand.update(by_hand)
+        self._without_backward.update(without_backward)
         counts = self.counted().tolist()  # sync: numpy
-        for k in self._by_hand:
+        for k in self._without_backward:
             counts[k] = counts[k] or 1
         for k in absent:
             counts[k] = 0
@@ -136,8 +136,8 @@ class ArrivalCounts:
         self.count = self.cleared = 0
         self._zero_grad_probe = None
         self._touched = []
-        if self._by_hand:
-            self._by_hand = set()
+        if self._without_backward:
+            self._without_backward = set()
 
     def release(self) -> None:
         """Hold none of the parameters any more: nothing will arrive before `hold`."""

@@ -55,7 +55,7 @@ class Slots:
         self.arrival: dict[int, int] = {}  # position of each slot among the first gradients to arrive
         self.unowned: frozenset[int] | None = None  # of no living optimizer; None = to be found anew
         # Of tensors that no module holds, trained without an optimizer. Never another set: taps look at this one.
-        self.by_hand: set[int] = set()
+        self.held_by_script: set[int] = set()
         self.hooks = GradReadyHooks(ready, arm)
         self.coverage = Coverage(self.of)
         self._came = 0
@@ -83,18 +83,18 @@ class Slots:
             self._take_all(fresh, uniquely_named(listed), anew=False)
         return fresh
 
-    def add_loose(self, named: Iterable[tuple[str, nn.Parameter]], by_hand: bool = False) -> None:
-        """Watch parameters that no module holds; `by_hand`: no optimizer either, so the script keeps them."""
+    def add_loose(self, named: Iterable[tuple[str, nn.Parameter]], held_by_script: bool = False) -> None:
+        """Watch parameters that no module holds; `held_by_script`: no optimizer either."""
         for name, param in named:
             if param.numel() or is_shard(param):
                 slot = self.slot(param, name)
-                if by_hand:
-                    self.by_hand.add(slot)
+                if held_by_script:
+                    self.held_by_script.add(slot)
 
-    def let_go(self, holders: Sequence[set[int] | dict[int, int]]) -> set[int]:
-        """Those slots `by_hand` whose tensor only gradwatch refers to: here, and once in each holder of the slot."""
+    def dropped_by_script(self, holders: Sequence[set[int] | dict[int, int]]) -> set[int]:
+        """Slots `held_by_script` whose tensor only gradwatch refers to: here, and once in each holder of the slot."""
         gone = set()
-        for slot in self.by_hand:
+        for slot in self.held_by_script:
             ours = 1 + sum(slot in holder for holder in holders)
             if sys.getrefcount(self.params[slot]) - OF_THE_CALL <= ours:
                 gone.add(slot)
@@ -273,11 +273,12 @@ class Slots:
     def release(self, gone: list[int]) -> None:
         """Let go of the parameters in these slots, which stay for others, so that the rest keep theirs."""
         self.hooks.free(gone)
+        self.hooks.discard_arrivals(gone)
         self.unowned = None
         # What replaces a parameter of a living model arrives as that did.
         for slot in self.coverage.remove(gone):
             self.arrival.pop(slot, None)
-        self.by_hand.difference_update(gone)
+        self.held_by_script.difference_update(gone)
         for slot in gone:
             identity = id(self.params[slot])
             self.of.pop(identity, None)

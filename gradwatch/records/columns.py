@@ -122,7 +122,7 @@ def _ranks(name: str, unit: str, means: str) -> ColumnInfo:
 
 
 def _step(name: str, unit: str, means: str, sharded: Ranks, always: bool = False) -> ColumnInfo:
-    return ColumnInfo(name, "step", unit, means, "", sharded, "", always, "session.extra_columns")
+    return ColumnInfo(name, "step", unit, means, "", sharded, "", always, "session.pipeline.extra_columns")
 
 
 def _loop(name: str, unit: str, means: str) -> ColumnInfo:

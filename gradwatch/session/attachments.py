@@ -11,14 +11,14 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradwatch.capture.columns.batch_hash import batch_hash
-from gradwatch.capture.columns.batch_norm_statistics import RunningStatistics
+from gradwatch.capture.columns.nonfinite_running_statistics import RunningStatistics
 from gradwatch.capture.fsdp1 import FlatTaps
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.read_after_backward import Capture
 from gradwatch.capture.read_before_user_clip import BeforeClip
 from gradwatch.capture.shards import local_taps
 from gradwatch.capture.snapshot_assembly import with_modules
-from gradwatch.capture.weight_health import Weights
+from gradwatch.capture.weights.weight_health import Weights
 from gradwatch.distributed.ranks import Ranks
 from gradwatch.engine import Engine
 from gradwatch.engine.actions.backward_clips import asks_backward, drops_micro
@@ -39,12 +39,12 @@ from gradwatch.session.binding.refused_rules import Fitting, refused_here
 from gradwatch.session.binding.rule_bindings import RuleBindings
 from gradwatch.session.boundary.optimizer_step import Boundary
 from gradwatch.session.checkpoint_health import Checkpoints
-from gradwatch.session.extra_columns import ExtraColumns
 from gradwatch.session.logged_once import Notices
 from gradwatch.session.optimizer_context import Contexts
 from gradwatch.session.pause_after_errors import STEP_PATH, Activity
-from gradwatch.session.record_publishing import Publishing
-from gradwatch.session.step_pipeline import Sources, StepPipeline, deferral_allowed
+from gradwatch.session.pipeline.extra_columns import ExtraColumns
+from gradwatch.session.pipeline.record_publishing import Publishing
+from gradwatch.session.pipeline.step_pipeline import Sources, StepPipeline, deferral_allowed
 from gradwatch.session.watched_optimizers import Ownership
 from gradwatch.taps.pipeline_stages import PipelineStages
 
@@ -126,7 +126,7 @@ class Attached:
             self.capture = self._part(
                 Capture(models, self._backward_ended, self._activity.failed, spent, ownership)
             )
-            self.capture.slots.add_loose(loose, by_hand=not ownership.given(()))
+            self.capture.slots.add_loose(loose, held_by_script=not ownership.given(()))
             wanted = self._tapped(models, strict_rules)
             self._bind_to(wanted, name)
             self._hold(models)

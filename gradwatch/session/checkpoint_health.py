@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import isfinite
 
-from gradwatch.capture.columns.batch_norm_statistics import RunningStatistics
-from gradwatch.capture.weight_health import Weights
+from gradwatch.capture.columns.nonfinite_running_statistics import RunningStatistics
+from gradwatch.capture.weights.weight_health import Weights
 from gradwatch.checkpoint import NO_GROWTH, joined, of_statistics, resumed
 from gradwatch.records.record import CheckpointHealth
 from gradwatch.session.binding.optimizer_rules import OptimizerRules

@@ -13,10 +13,10 @@ from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.distributed.membership import RankMembership
 from gradwatch.reading.device import Number
 from gradwatch.session.binding.optimizer_rules import OptimizerRules
-from gradwatch.session.deferred_steps import Deferral
+from gradwatch.session.pipeline.deferred_steps import Deferral
 
 if TYPE_CHECKING:
-    from gradwatch.session.extra_columns import Measurement
+    from gradwatch.session.pipeline.extra_columns import Measurement
 
 
 @dataclass(slots=True, eq=False)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass, field, replace
@@ -34,12 +33,12 @@ from gradwatch.session.binding.refused_rules import Fitting
 from gradwatch.session.live_sessions import LIVE
 from gradwatch.session.logged_once import Notices
 from gradwatch.session.pause_after_errors import Activity
-from gradwatch.session.record_publishing import Publishing
+from gradwatch.session.pipeline.record_publishing import Publishing
 from gradwatch.session.session_account import Accounting, Counted, of_process, steps_concluded
-from gradwatch.session.settings import Settings, check_directory, quiet_asked, run_info, sink_specs
+from gradwatch.session.session_sinks import SessionSinks, chosen_sinks
+from gradwatch.session.settings import Settings, quiet_asked, run_info
 from gradwatch.session.watched_optimizers import Ownership
-from gradwatch.sinks import Sink, make_sink
-from gradwatch.sinks.breaker import Breaker
+from gradwatch.sinks import Sink
 from gradwatch.taps import step_hooks
 from gradwatch.taps.backward_entry import count_backwards
 from gradwatch.taps.clip_functions import Clip
@@ -87,10 +86,9 @@ class Session:
         self.attached: Attached | None = None  # until `close`
         self._closed = not active
         self._publishing = Publishing()
-        self._sinks: list[Breaker] = self._publishing.sinks
-        self._open: list[Breaker] = []
         self.health = Health(on_first=lambda component, error: self._notices.say(component, error))
-        self._notices = Notices(self._sinks, self.health)
+        self._notices = Notices(self._publishing.sinks, self.health)
+        self._sinks = SessionSinks(self._publishing.sinks, self.health)
         self._activity = Activity(self.health, settings.strict, self._resumed)
         self._accounting: Accounting | None = None
         self._concluding = False
@@ -104,7 +102,7 @@ class Session:
             fitting = Fitting(origin == "launcher" and not settings.strict_rules)
             self._services = Services(self._activity, self._notices, self._publishing, fitting)
             self._rules = Rules(ruleset, self.run, fitting)
-            chosen = self._chosen(sinks, settings)
+            chosen = chosen_sinks(sinks, self._rules.ruleset, settings, self.run.rank)
             name = f"{self.run.attempt}/{number}"
             strict_rules = settings.strict_rules
             attached = Attached(
@@ -112,7 +110,8 @@ class Session:
             )
             try:
                 self.run, self.ruleset, self.attached = self._rules.run, self._rules.ruleset, attached
-                self._open_sinks([*chosen, *attached.own_sinks], settings.strict)
+                every = [*chosen, *attached.own_sinks]
+                self._sinks.open(every, self.run, settings.strict, self._notices.say)
                 attached.start(on_escalate)
                 self._activity.begin(self.run.pid)
                 self._go_live(attached, models)
@@ -121,26 +120,6 @@ class Session:
                 raise
 
     # -- attaching ---------------------------------------------------------------------------------------
-
-    def _chosen(self, sinks: Sequence[Sink] | None, settings: Settings) -> list[Sink]:
-        """The sinks given, or else those of the rule file."""
-        if sinks is not None:
-            return list(sinks)
-        specs = sink_specs(self._rules.ruleset, settings, self.run.rank)
-        if any(spec.kind == "journal" for spec in specs):
-            check_directory(settings.run_root(self._rules.ruleset.sinks))
-        return [make_sink(spec.kind, spec.options) for spec in specs]
-
-    def _open_sinks(self, chosen: Sequence[Sink], strict: bool) -> None:
-        """Before the boundary is hooked: a thread that trains may step at any moment."""
-        self._sinks += [Breaker(sink, self.health, strict=strict) for sink in chosen]
-        self._open = list(self._sinks)
-        for sink in self._sinks:
-            sink.open(self.run)
-        for sink in self._sinks:
-            moved = getattr(sink.sink, "moved", "")
-            if moved:
-                self._notices.say(sink.name, AttachError(moved))
 
     def _go_live(self, attached: Attached, models: list[nn.Module]) -> None:
         """Everything is there: count from here on."""
@@ -239,11 +218,7 @@ class Session:
     @property
     def url(self) -> str | None:
         """URL of /metrics, None without an endpoint."""
-        for breaker in self._sinks:
-            address = getattr(breaker.sink, "url", None)
-            if address:
-                return str(address)
-        return None
+        return self._sinks.url
 
     @property
     def coverage(self) -> float:
@@ -419,9 +394,7 @@ class Session:
         if self._closed:
             return True
         self.catch_up()
-        deadline = time.monotonic() + timeout
-        done = [sink.flush(max(0.0, deadline - time.monotonic())) for sink in self._sinks]
-        return all(done)
+        return self._sinks.flush(timeout)
 
     def state_dict(self) -> dict[str, Any]:
         """Baselines, streaks and step counts."""
@@ -444,7 +417,7 @@ class Session:
         if self._closed:
             return
         if os.getpid() != self.run.pid:  # forked: what is open is the parent's
-            self._sinks.clear()
+            self._sinks.forked()
         try:
             state = self.state_dict()
             self.checkpoint()
@@ -481,9 +454,7 @@ class Session:
             return
         self._accounting.conclude(account)
         quiet = not account.trained_or_watched or printed_at_exit[0] or quiet_asked()
-        for sink in self._sinks:
-            if not (quiet and sink.name == "log"):
-                sink.conclude(account)
+        self._sinks.conclude(account, quiet)
 
     @property
     def concluding(self) -> bool:
@@ -492,8 +463,7 @@ class Session:
 
     def close_sinks(self) -> None:
         """At `close` or at exit, once; never in a forked child, where they are the parent's."""
-        while self._open and os.getpid() == self.run.pid:
-            self._open.pop(0).close()
+        self._sinks.close()
 
 
 def live_sessions() -> list[Session]:

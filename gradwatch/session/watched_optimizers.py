@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 
 from torch.optim import Optimizer
 
+from gradwatch.capture.capture_lifetimes import Captures
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.read_after_backward import Capture
 
@@ -33,7 +34,7 @@ class Ownership:
         found = {id(one): one for ref in refs if (one := ref()) is not None}
         return list(found.values())
 
-    def waiting(self, capture: Capture) -> list[Optimizer]:
+    def waiting(self, capture: Captures) -> list[Optimizer]:
         """Optimizers named since captures were made last that have none yet."""
         found: list[Optimizer] = []
         for ref in self.wanted:

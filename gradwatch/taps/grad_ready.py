@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -93,6 +93,12 @@ class GradReadyHooks:
         self.remove(slots)
         for slot in slots:
             self._marked_as.pop(slot, None)
+
+    def discard_arrivals(self, slots: Collection[int]) -> None:
+        """Drop what backwards that raised have left of these slots: it is of parameters that are gone."""
+        gone = set(slots)
+        for ready in self._ready.values():
+            ready[:] = [slot for slot in ready if slot not in gone]
 
     def close(self) -> None:
         """Remove every hook."""

@@ -47,7 +47,7 @@ def test_steps_that_are_alike_have_the_same_counts() -> None:
     made = []
     for _ in range(2):
         found.add([7, 3, 1, 11])
-        made.append((found.counted(), found.corrected(absent=[0], by_hand=[3])))
+        made.append((found.counted(), found.corrected(absent=[0], without_backward=[3])))
         found.restart()
     (first, corrected), (second, again) = made
     assert first is second

@@ -122,8 +122,11 @@ GIVEN_FROM_ABOVE = {
         "capture/read_after_backward.py",
         "session/attachments.py",
     ),  # drawn: which optimizers a backward reached
-    ("capture/weight_health.py", "session/attachments.py"),  # the weights that there are, when a look is due
-    ("capture/weight_health.py", "session/checkpoint_health.py"),  # the steps that they are of
+    (
+        "capture/weights/weight_health.py",
+        "session/attachments.py",
+    ),  # the weights that there are, when a look is due
+    ("capture/weights/weight_health.py", "session/checkpoint_health.py"),  # the steps that they are of
     (
         "account/rules_without_data.py",
         "session/binding/rule_data.py",

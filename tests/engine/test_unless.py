@@ -15,8 +15,8 @@ from gradwatch.engine import BoundEngine
 from gradwatch.records.snapshot import Snapshot
 from gradwatch.rules.rule_set import Action, Rule
 from tests.engine.cases import OptimizerRules, bound, everywhere, make_snapshot, rule
+from tests.engine.fast_path.test_many_steps import see_the_same
 from tests.engine.runs import SIZE
-from tests.engine.test_many_steps import see_the_same
 from tests.support.examples import examples
 
 HELD = ("low",)

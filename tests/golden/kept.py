@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from gradwatch.records.record import Record
-from gradwatch.session.record_publishing import Publishing
+from gradwatch.session.pipeline.record_publishing import Publishing
 from tests.golden.document import line
 
 FOLDER = "GRADWATCH_TESTS_GOLDEN"

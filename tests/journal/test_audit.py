@@ -16,7 +16,7 @@ from gradwatch.journal import read_journal
 from gradwatch.records.decision import CLIP_SECTION, Order
 from gradwatch.records.record import Record
 from gradwatch.runtime.internal_errors import Health
-from gradwatch.session.deferred_steps import MOST
+from gradwatch.session.pipeline.deferred_steps import MOST
 from gradwatch.sinks.journal import JournalSink
 from tests.support import warm
 from tests.support.acting_cases import Training, run_folder, watched

@@ -20,8 +20,8 @@ from gradwatch.policies.norm import clip_coefficient
 from gradwatch.reading import device, pinned_buffers
 from gradwatch.reading.pinned_buffers import PinnedPool, Sending
 from gradwatch.rules.files import parse_rules
-from gradwatch.session import deferred_steps
-from gradwatch.session.deferred_steps import DEPTH
+from gradwatch.session.pipeline import deferred_steps
+from gradwatch.session.pipeline.deferred_steps import DEPTH
 from tests.precision.loops import ScaledLoop, X, events, exact_norms, net, norms_in, watched
 from tests.reading.test_device import WAITING, Operations
 from tests.support.on_device import gradients_on_device

@@ -28,10 +28,11 @@ from gradwatch.rules.files import parse_rules
 from gradwatch.rules.rule_set import RuleSet
 from gradwatch.runtime import own_time
 from gradwatch.runtime.internal_errors import Health
-from gradwatch.session import ordinary_steps, pause_after_errors
-from gradwatch.session import step_pipeline as judging
+from gradwatch.session import pause_after_errors
 from gradwatch.session.boundary import changed_parameters
-from gradwatch.session.record_publishing import Publishing
+from gradwatch.session.pipeline import ordinary_steps
+from gradwatch.session.pipeline import step_pipeline as judging
+from gradwatch.session.pipeline.record_publishing import Publishing
 from gradwatch.session.watch import session_of
 from gradwatch.sinks.journal import JournalSink
 from gradwatch.sinks.log import LogSink

@@ -21,8 +21,8 @@ from gradwatch.policies import Policy, State, register_policy
 from gradwatch.policies.policy import POLICIES, Coefficients, Floats
 from gradwatch.records.snapshot import BoolArray
 from gradwatch.rules.files import parse_rules
-from gradwatch.session import record_publishing
-from gradwatch.session import step_pipeline as judging
+from gradwatch.session.pipeline import record_publishing
+from gradwatch.session.pipeline import step_pipeline as judging
 from tests.support.kept import Kept
 
 SKIP = """

@@ -27,7 +27,8 @@ from gradwatch.distributed import facts_of_this_rank, process_group, ranks
 from gradwatch.engine import BoundEngine
 from gradwatch.errors import AttachError
 from gradwatch.session import pause_after_errors, session
-from gradwatch.session import step_pipeline as judging
+from gradwatch.session.pipeline import foreseen_norms
+from gradwatch.session.pipeline import step_pipeline as judging
 from gradwatch.session.watch import session_of
 from tests.ranks.launch import TRIALS, fingerprint
 from tests.ranks.situations import AT_EACH_STEP, Net, batch, fsdp1, fsdp2, loss_of
@@ -127,7 +128,7 @@ SITES: dict[str, tuple[Any, str]] = {
     "assemble": (judging, "assemble"),
     "evaluate": (BoundEngine, "evaluate"),
     "decide": (BoundEngine, "decide"),
-    "clipped": (judging, "reshaped"),
+    "clipped": (foreseen_norms, "reshaped"),
 }
 
 

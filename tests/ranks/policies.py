@@ -18,7 +18,8 @@ from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.distributed import facts_of_this_rank, ranks
 from gradwatch.engine import BoundEngine
 from gradwatch.errors import AttachError
-from gradwatch.session import step_pipeline as judging
+from gradwatch.session.pipeline import foreseen_norms
+from gradwatch.session.pipeline import step_pipeline as judging
 from tests.ranks.launch import fingerprint
 from tests.ranks.situations import batch, fsdp1, fsdp2, loss_of
 from tests.ranks.trials import made, take_step, watched, weights
@@ -143,7 +144,7 @@ SITUATIONS: dict[str, Callable[[int], Any]] = {
     "rows fsdp1": lambda rank: refused(rank, fsdp1(True), ROWS),
     "sharded later": sharded_later,
     "fault evaluate": lambda rank: trained(rank, fsdp2, EVERYWHERE, raising(BoundEngine, "evaluate")),
-    "fault reshaped": lambda rank: trained(rank, fsdp2, EVERYWHERE, raising(judging, "reshaped")),
+    "fault reshaped": lambda rank: trained(rank, fsdp2, EVERYWHERE, raising(foreseen_norms, "reshaped")),
     **{
         f"fault {where} {how}": (
             lambda rank, wrap=wrap, site=site: trained(rank, wrap, TALKING, raising(*site))  # type: ignore[misc]

@@ -12,7 +12,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradwatch
-from gradwatch.capture.weight_health import Weights
+from gradwatch.capture.weights.weight_health import Weights
 from gradwatch.reading import device
 from gradwatch.taps import dispatch_modes
 from tests.support.on_device import gradients_on_device, losses_on_device

@@ -15,7 +15,7 @@ from torch import nn
 
 import gradwatch
 from gradwatch.capture.optimizer_capture import OptimizerCapture
-from gradwatch.capture.weight_health import Weights
+from gradwatch.capture.weights.weight_health import Weights
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.runtime.locks import ForkSafeLock
 

@@ -20,8 +20,8 @@ from gradwatch.rules.files import parse_rules
 from gradwatch.rules.files.pydantic_models import detector_model
 from gradwatch.rules.files.validation import TAKEN_BY
 from gradwatch.rules.rule_set import Rule, RuleSet
-from gradwatch.session import extra_columns
 from gradwatch.session.binding.rule_data import reads_of
+from gradwatch.session.pipeline import extra_columns
 from gradwatch.session.watch import session_of
 from gradwatch.sinks.alert_names import FALLBACK, alert_name
 from tests.engine.cases import make_sites, make_snapshot

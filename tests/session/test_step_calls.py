@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import gradwatch
-from gradwatch.capture.weight_health import Weights
-from gradwatch.session import deferred_steps
+from gradwatch.capture.weights.weight_health import Weights
+from gradwatch.session.pipeline import deferred_steps
 from tests.benchmarks.versions import small
 from tests.support.on_device import gradients_on_device
 

@@ -15,12 +15,12 @@ from gradwatch.reading.device import host_value
 from gradwatch.records.decision import Decision
 from gradwatch.records.snapshot import Snapshot
 from gradwatch.rules.rule_set import RuleSet
-from gradwatch.session.extra_columns import Measurement
 from gradwatch.session.optimizer_context import OptimizerContext
-from gradwatch.session.record_publishing import Judged
+from gradwatch.session.pipeline.extra_columns import Measurement
+from gradwatch.session.pipeline.record_publishing import Judged
+from gradwatch.session.pipeline.step_pipeline import StepPipeline
 from gradwatch.session.session import Session
 from gradwatch.session.settings import Settings
-from gradwatch.session.step_pipeline import StepPipeline
 
 
 def as_on_device(captured: OptimizerCapture) -> None:

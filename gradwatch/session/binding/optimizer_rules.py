@@ -75,6 +75,15 @@ class OptimizerRules:
             self._overdue = series, sites, {columns: mask[modules] for columns, mask in sites.items()}
         return self._overdue[1:]
 
+    def clip_in_backward(self, clipper: BackwardClipper | None, own: NDArray[np.intp]) -> None:
+        """Clip inside the backward from now on; `own` are the sites of the capture's own parameters."""
+        self.clipper, self.own = clipper, own
+
+    def go_by(self, bound: BoundEngine, clip_section: ClipSection | None) -> None:
+        """Judge by other rules on the same sites from now on: what was learned goes on."""
+        self.state = bound.adopt(self.state, self.bound)
+        self.bound, self.sites, self.clip_section = bound, bound.sites, clip_section
+
     def begin_anew(self, captured: OptimizerCapture) -> None:
         """Another optimizer steps from now on: baselines go on, its pace, its rate and its weights are its own.
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradwatch.account.session_counts import SessionCounts
+from gradwatch.actions.backward.clipper import BackwardClipper
 from gradwatch.actions.backward.module_bounds import ModuleBounds
 from gradwatch.actions.clip_section import ClipSection
 from gradwatch.actions.drop_micro import MicroDrop
@@ -181,16 +182,22 @@ class RuleBindings:
             if state.begun_anew:
                 health_tracker.begin_anew()
         bound_rules = ctx.bound_rules = OptimizerRules(
-            bound, state, bound.sites, reader, local, health_tracker, captured
+            bound,
+            state,
+            bound.sites,
+            reader,
+            local,
+            health_tracker,
+            captured,
+            clip_section=self._clip_section(captured, bound) if bound.clipping else None,
+            histograms=histograms,
         )
-        bound_rules.histograms = histograms
         if not alike:
             self._count_parameters()
         if self.in_backward and not captured.without_optimizer:
             self._limit(bound_rules, captured, taps, before)
-        if self._drops and not captured.without_optimizer:
+        if self._drops and not captured.without_optimizer:  # its hooks come after those
             bound_rules.micro = self._micro(captured, before)
-        bound_rules.clip_section = self._clip_section(captured, bound) if bound.clipping else None
         if before is None or bound is not before.bound or unread:
             reads = reads_of(bound, unread)
             if captured.without_optimizer and self._ranks.several:
@@ -275,9 +282,9 @@ class RuleBindings:
         if acted is not None and acted.disabled_reason:
             acted.close()
             acted.discard()
-            bound_rules.clipper = acted  # what it would do is done at the step
+            clipper: BackwardClipper | None = acted  # what it would do is done at the step
         else:
-            bound_rules.clipper = clipper_of(
+            clipper = clipper_of(
                 self._engine.ruleset,
                 bound_rules.bound,
                 captured,
@@ -286,8 +293,8 @@ class RuleBindings:
                 activity.health.report,
                 acted,
             )
-        bound_rules.own = own_sites(bound_rules.bound, captured)
-        captured.use_hook_norms(None if bound_rules.clipper is None else bound_rules.clipper.reusable_norms)
+        bound_rules.clip_in_backward(clipper, own_sites(bound_rules.bound, captured))
+        captured.use_hook_norms(None if clipper is None else clipper.reusable_norms)
 
     def _micro(self, captured: OptimizerCapture, before: OptimizerRules | None) -> MicroDrop | None:
         """The hooks that separate the micro-batches of a capture, kept while they are of this capture."""
@@ -329,9 +336,7 @@ class RuleBindings:
         """Move to the step, from this one on, what hooks in the backward no longer do."""
         bound_rules = ctx.rules
         bound = self._at_step.bind(bound_rules.bound.sites)
-        bound_rules.state = bound.adopt(bound_rules.state, bound_rules.bound)
-        bound_rules.bound, bound_rules.sites = bound, bound.sites
-        bound_rules.clip_section = self._clip_section(ctx.captured, bound) if bound.clipping else None
+        bound_rules.go_by(bound, self._clip_section(ctx.captured, bound) if bound.clipping else None)
 
     def inactive(self, everything: Callable[[], Sites]) -> dict[str, str]:
         """The reason why a rule (by id) or a group (`group:NAME`) judges nothing; not those that are `optional`.

@@ -36,8 +36,8 @@ from gradwatch.session.boundary.without_optimizer import LoopsWithoutOptimizer
 from gradwatch.session.logged_once import Notices
 from gradwatch.session.optimizer_context import Contexts, OptimizerContext
 from gradwatch.session.pause_after_errors import Activity
-from gradwatch.session.record_publishing import Judged
-from gradwatch.session.step_pipeline import StepPipeline
+from gradwatch.session.pipeline.record_publishing import Judged
+from gradwatch.session.pipeline.step_pipeline import StepPipeline
 from gradwatch.session.watched_optimizers import Ownership
 from gradwatch.taps import backward, closure_calls, dispatch_modes, grad_scaler, process_totals, step_hooks
 from gradwatch.taps.grad_scaler import announces_steps

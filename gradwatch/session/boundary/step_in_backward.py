@@ -27,7 +27,7 @@ from gradwatch.reading.gradient_writes import Reading
 from gradwatch.reading.layouts import dense
 from gradwatch.reading.single_norm import exact_norm
 from gradwatch.session.binding.bind_optimizer import Binder
-from gradwatch.session.step_pipeline import StepPipeline
+from gradwatch.session.pipeline.step_pipeline import StepPipeline
 from gradwatch.taps import grad_scaler
 from gradwatch.taps.optimizers.param_groups import params_of
 

@@ -15,7 +15,7 @@ from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.read_after_backward import Capture
 from gradwatch.records.decision import Decision
 from gradwatch.session.optimizer_context import OptimizerContext
-from gradwatch.session.step_pipeline import StepPipeline
+from gradwatch.session.pipeline.step_pipeline import StepPipeline
 from gradwatch.taps import closure_calls, dispatch_modes, step_hooks
 
 

@@ -31,7 +31,7 @@ from gradwatch.session.binding.bind_optimizer import Binder
 from gradwatch.session.boundary.moved_weights import PROBED, Probed, other_than, probe, probe_at
 from gradwatch.session.boundary.replaced_parameters import ReplacedParameters
 from gradwatch.session.logged_once import Notices
-from gradwatch.session.step_pipeline import StepPipeline
+from gradwatch.session.pipeline.step_pipeline import StepPipeline
 from gradwatch.taps import backward_entry, clip_functions
 from gradwatch.taps.clip_functions import Clip
 from gradwatch.taps.optimizers.param_groups import in_any_optimizer, params_of
@@ -73,7 +73,7 @@ class LoopsWithoutOptimizer:
         # torch's global hooks must not hold this object.
         itself = weakref.WeakMethod(self._registered)
         capture.coverage.announce(lambda *what: (call := itself()) is not None and call(*what))
-        begins = backward_entry.listen(self._begins, self._loops, capture.slots.by_hand)
+        begins = backward_entry.listen(self._begins, self._loops, capture.slots.held_by_script)
         self._removes = [begins, clip_functions.listen(self._clipped)]
 
     def close(self) -> None:
@@ -152,7 +152,7 @@ class LoopsWithoutOptimizer:
         Tensors that no module holds join a loop that the same backward has `touched`.
         """
         captured = self._capture.adopt_unowned(None, [*new])
-        joins = touched if new <= self._capture.slots.by_hand else captured.position.keys()
+        joins = touched if new <= self._capture.slots.held_by_script else captured.position.keys()
         for loop in self._loops:
             if not loop.captured.position.keys().isdisjoint(joins):
                 known = loop.captured if loop.claimed else None

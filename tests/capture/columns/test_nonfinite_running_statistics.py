@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import gradwatch
-from gradwatch.capture.columns.batch_norm_statistics import AGAIN, RunningStatistics
+from gradwatch.capture.columns.nonfinite_running_statistics import AGAIN, RunningStatistics
 from gradwatch.rules.files import parse_rules
 from tests.support.kept import Kept
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gradwatch
-from gradwatch.capture import weight_health
-from gradwatch.capture.weight_health import FACTOR, UNREADABLE, Weights
+from gradwatch.capture.weights import weight_health
+from gradwatch.capture.weights.weight_health import FACTOR, UNREADABLE, Weights
 from gradwatch.checkpoint import read_tag
 from gradwatch.reading import device
 from gradwatch.rules.files import parse_rules

@@ -30,9 +30,9 @@ from gradwatch.reading.batched import CpuReader
 from gradwatch.reading.cpu import CpuNorms
 from gradwatch.records.record import Record
 from gradwatch.rules.files import parse_rules
-from gradwatch.session import deferred_steps, extra_columns, step_pipeline
 from gradwatch.session.binding.optimizer_rules import ORDINARY, ORDINARY_AGAIN
-from gradwatch.session.deferred_steps import LONGEST, MOST, Deferral
+from gradwatch.session.pipeline import deferred_steps, extra_columns, step_pipeline
+from gradwatch.session.pipeline.deferred_steps import LONGEST, MOST, Deferral
 from gradwatch.session.watch import session_of
 from tests.support import warm
 from tests.support.kept import Kept

@@ -21,7 +21,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradwatch.capture.unoptimized_weights import UnoptimizedWeights
+from gradwatch.capture.weights.unoptimized_weights import UnoptimizedWeights
 from gradwatch.checkpoint import NO_GROWTH, Growth
 from gradwatch.reading import device
 from gradwatch.reading.batched import CpuReader, inspect

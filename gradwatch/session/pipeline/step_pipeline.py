@@ -4,73 +4,48 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
-from gradwatch.actions.clip_section import Found, carried_scale
 from gradwatch.actions.step_actions import Outcome
-from gradwatch.actions.zero_and_clip import left_by_zeroing
-from gradwatch.capture.columns.batch_norm_statistics import RunningStatistics
+from gradwatch.capture.columns.nonfinite_running_statistics import RunningStatistics
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.read_after_backward import Capture
-from gradwatch.capture.snapshot_assembly import as_float32, assemble, of_norms
+from gradwatch.capture.snapshot_assembly import assemble, of_norms
 from gradwatch.capture.window_norms import WindowNorms
 from gradwatch.distributed.agreed_step import Shared
 from gradwatch.distributed.ranks import Ranks
 from gradwatch.engine import Engine
-from gradwatch.engine.actions.norms_after_actions import factors_of, reshaped, unclipped, with_clip_order
-from gradwatch.engine.actions.permissions import permitted
-from gradwatch.engine.actions.rule_actions import without_overridden
 from gradwatch.engine.engine_state import NONE_ACTIVE
 from gradwatch.engine.turns import NONE_IN_TURN
-from gradwatch.errors import GradwatchError, TrainingStopped
-from gradwatch.reading.device import host_value, start_copy
 from gradwatch.records.columns import UNOWNED
-from gradwatch.records.decision import Decision, Order
+from gradwatch.records.decision import Decision
 from gradwatch.records.event import Event
 from gradwatch.records.finding import Finding
 from gradwatch.records.snapshot import Snapshot
 from gradwatch.records.verdict import Verdict
 from gradwatch.session.actions.causes_by_norms import causes_by_norms
 from gradwatch.session.actions.localise_action import Causes, Usual
-from gradwatch.session.binding.optimizer_rules import ORDINARY, ORDINARY_AGAIN, Clock, OptimizerRules
+from gradwatch.session.binding.optimizer_rules import ORDINARY, ORDINARY_AGAIN, OptimizerRules
 from gradwatch.session.binding.rule_bindings import RuleBindings
 from gradwatch.session.checkpoint_health import Checkpoints
-from gradwatch.session.extra_columns import ExtraColumns, Measurement
 from gradwatch.session.logged_once import Notices
 from gradwatch.session.optimizer_context import OptimizerContext
-from gradwatch.session.ordinary_steps import OrdinarySteps
 from gradwatch.session.pause_after_errors import Activity
-from gradwatch.session.record_publishing import Facts, Judged, Publishing
+from gradwatch.session.pipeline.decisions import Decisions
+from gradwatch.session.pipeline.extra_columns import ExtraColumns, Measurement
+from gradwatch.session.pipeline.foreseen_norms import ForeseenNorms
+from gradwatch.session.pipeline.ordinary_steps import OrdinarySteps
+from gradwatch.session.pipeline.record_publishing import Facts, Judged, Publishing
+from gradwatch.session.pipeline.step_context import UNJUDGED, StepContext
 
 if TYPE_CHECKING:
     from gradwatch.session.actions.snapshot_action import Bundles
-
-UNJUDGED = Verdict()
-"""Stands for the verdict of a step on which the engine failed."""
-
-
-class StepContext(NamedTuple):
-    """A step being judged: this rank's window, the same as all ranks see it, and what was found before any decision."""
-
-    ctx: OptimizerContext
-    captured: OptimizerCapture  # what was captured when the step was measured
-    bound_rules: OptimizerRules  # the rules that were bound then
-    window: WindowNorms
-    clock: Clock
-    shared: Shared
-    found: Snapshot
-
-    @property
-    def rejected(self) -> bool:
-        """True if a GradScaler keeps this step from the optimizer."""
-        return bool(self.shared.values.get("scaler_skip"))
 
 
 @dataclass(slots=True, frozen=True)
@@ -109,6 +84,8 @@ class StepPipeline:
         self._extra_columns = extra_columns
         self._publishing = publishing
         self._sources = sources
+        self._decisions = Decisions(activity, sources.on_escalate)
+        self._foreseen = ForeseenNorms(activity, clips=engine.ruleset.clip is not None)
         self._acts_on_jumps = engine.acts_by("jump")
         self._defers = deferral_allowed(engine, rule_bindings)
         self._ordinary_steps = OrdinarySteps(
@@ -131,6 +108,10 @@ class StepPipeline:
     def skips_nonfinite(self) -> bool:
         """True if some rule skips non-finite steps (a fused optimizer then gets `found_inf` on the device)."""
         return self._engine.skips_nonfinite
+
+    def clips_again(self, ctx: OptimizerContext, norms: NDArray[np.float64]) -> Decision:
+        """Clipping by `clip:` of gradients with these `norms[K]`, made after those that this step was judged by."""
+        return self._decisions.clips_again(ctx, norms)
 
     # -- a step ------------------------------------------------------------------------------------------
 
@@ -227,8 +208,10 @@ class StepPipeline:
         try:
             step = self._step(ctx, measurement, shared)
             # Where some rank has no facts it learns nothing: what others learned now would make them diverge later.
-            verdict, decision = (UNJUDGED, Decision()) if shared.blind else self._ask(bound_rules, step.found)
-            decision = self._permitted(step, verdict, decision)
+            verdict, decision = (
+                (UNJUDGED, Decision()) if shared.blind else self._decisions.ask(bound_rules, step.found)
+            )
+            decision = self._decisions.permitted(step, verdict, decision)
             judged = self._judged(step, verdict, decision, grads_present)
             self._rule_bindings.publish_bounds(bound_rules)
             return judged
@@ -278,7 +261,7 @@ class StepPipeline:
     def _judged(self, step: StepContext, verdict: Verdict, decision: Decision, grads_present: bool) -> Judged:
         """The decision on a step with its reasons: everything for its Record."""
         captured, bound_rules, found, clock = step.captured, step.bound_rules, step.found, step.clock
-        decision, snapshot = self._foreseen(step, decision, grads_present)
+        decision, snapshot = self._foreseen.of(step, decision, grads_present)
         if bound_rules.column_reader.awaiting:
             self._note_move(step, decision)
         self._note_ordinary(step, verdict, snapshot)
@@ -348,43 +331,6 @@ class StepPipeline:
             return step
         return step._replace(found=replace(step.found, scalars={**step.found.scalars, **confirmed}))
 
-    def _permitted(self, step: StepContext, verdict: Verdict, decision: Decision) -> Decision:
-        """The decision as permitted: the user's callback may add a stop, and parts may be refused here."""
-        if verdict.events:
-            decision = self._escalated(verdict, decision)
-        return permitted(
-            decision,
-            agreed=step.shared.may_act,
-            empty=step.window.empty,
-            inside_backward=step.captured.inside_backward,
-            without_optimizer=step.captured.without_optimizer,
-            scaled=step.found.loss_scale is not None,
-            report=self._activity.health.report,
-        )
-
-    def _foreseen(
-        self, step: StepContext, decision: Decision, grads_present: bool
-    ) -> tuple[Decision, Snapshot]:
-        """The Snapshot as the decision will leave it, and the decision with a word for the policies of `clip:`."""
-        found = snapshot = step.found
-        captured, touches = step.captured, decision.touches
-        if touches:
-            total = step.shared.window.total_applied()
-            left: dict[int, float] = {}
-            zeroed: dict[int, float] = {}
-            done = decision.skip or decision.stop or step.rejected or not grads_present
-            if decision.zero is not None and not (step.ctx.exchanges or done):
-                zeroed = left_by_zeroing(captured.grads(), decision.zero[step.shared.own])
-                total = captured.total_applied(zeroed)
-                found = replace(found, total_norm_applied=total)
-            if decision.elementwise and not done:
-                decision, left = self._measured_ahead(step, decision, total)
-            snapshot = reshaped(found, decision, total, {} if step.ctx.exchanges else left, zeroed)
-        inside = step.bound_rules.bound.clipping.at == "backward" and self._engine.ruleset.clip is not None
-        if (touches and decision.touches) or inside:
-            decision = with_clip_order(decision, unclipped(found) if inside else found, snapshot)
-        return decision, snapshot
-
     def _note_move(self, step: StepContext, decision: Decision) -> None:
         """Note the weights that this step is going to change, for a column that compares them."""
         stepped = (step.window.calls > 0) & (not (decision.skip or step.rejected))
@@ -407,84 +353,6 @@ class StepPipeline:
         alone = step.ctx.needs_no_ranks or not step.ctx.exchanges
         ordinary = self._defers and bound_rules.ordinary_steps >= ORDINARY and alone
         captured.know_total(snapshot.total_norm, ordinary)
-
-    def clips_again(self, ctx: OptimizerContext, norms: NDArray[np.float64]) -> Decision:
-        """Clipping by `clip:` of gradients with these `norms[K]`, made after those that this step was judged by."""
-        bound_rules, captured = ctx.rules, ctx.captured
-        own = len(norms)
-        norm, calls = np.zeros(len(bound_rules.sites), np.float32), np.zeros(len(bound_rules.sites), np.int32)
-        norm[:own], calls[:own] = as_float32(norms), norms > 0
-        total = math.sqrt(np.dot(norms, norms))
-        found = Snapshot(
-            captured.index, captured.step, bound_rules.sites, norm, calls, np.ones_like(norm), total, total
-        )
-        return bound_rules.bound.again(bound_rules.state, found, self._policy_failed).at(slice(0, own))
-
-    def _measured_ahead(
-        self, step: StepContext, decision: Decision, total: float
-    ) -> tuple[Decision, dict[int, float]]:
-        """The norms that elementwise policies will leave; the decision without them where they are refused."""
-        captured, own = step.captured, step.shared.own
-        norms: Sequence[float] = step.shared.window.wait()[1][own].tolist()  # sync: numpy
-        grads, clip_section = captured.grads(), step.bound_rules.clip_section
-        factors = factors_of(decision.at(own), total, len(grads))
-        try:
-            if clip_section is not None:
-                optimizer = None if captured.optimizer is None else captured.optimizer()
-                found = Found(grads, captured.params, host_value(start_copy(carried_scale(optimizer))))
-                return decision, clip_section.measure(found, factors, norms)
-        except GradwatchError as error:  # for a reason that every rank has
-            self._activity.failed("action", error)
-            return replace(decision, elementwise=False), {}
-        except Exception as error:  # they are made when they are applied, as on the other ranks
-            self._activity.failed("action", error)
-        return decision, {}
-
-    def _ask(self, bound_rules: OptimizerRules, snapshot: Snapshot) -> tuple[Verdict, Decision]:
-        """The engine's verdict; an error in it costs this step's verdict, not its metrics."""
-        try:
-            verdict, state = bound_rules.bound.evaluate(bound_rules.state, snapshot)
-            decision, bound_rules.state = bound_rules.bound.decide(
-                state, verdict, snapshot, self._policy_failed
-            )
-        except Exception as error:
-            self._activity.failed("engine", error)
-            return UNJUDGED, self._without_verdict(bound_rules, snapshot)
-        self._activity.judged()
-        return verdict, decision
-
-    def _without_verdict(self, bound_rules: OptimizerRules, snapshot: Snapshot) -> Decision:
-        """As the other ranks are about to do, who have the same numbers and no error."""
-        decision, bound_rules.state = bound_rules.bound.clip(
-            bound_rules.bound.fallback(snapshot.total_norm), bound_rules.state, snapshot, self._policy_failed
-        )
-        return decision
-
-    def _policy_failed(self, error: Exception) -> None:
-        """A policy of `clip:` has failed; the verdict, the skip and the other policies are not its to cost."""
-        self._activity.failed("action", error)
-
-    def _escalated(self, verdict: Verdict, decision: Decision) -> Decision:
-        """The decision after the user's callback was given the rungs reached on this step: it may want a stop."""
-        for event in verdict.events:
-            if event.kind == "escalated" and event.actions and self._user_stops(event):
-                stop = Decision(stop=True, orders=frozenset({Order(event.rule, "stop")}))
-                decision = without_overridden(decision | stop)
-        return decision
-
-    def _user_stops(self, event: Event) -> bool:
-        """Call the user's `on_escalate`; its errors are counted, but for `TrainingStopped`, which stops training."""
-        call = self._sources.on_escalate
-        if call is None:
-            return False
-        try:
-            with torch.enable_grad():
-                call(event)
-        except TrainingStopped:
-            return True
-        except Exception as error:
-            self._activity.failed("on_escalate", error)
-        return False
 
 
 def _is_usual(measurement: Measurement) -> bool:

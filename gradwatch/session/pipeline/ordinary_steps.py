@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from gradwatch.capture.columns.batch_norm_statistics import RunningStatistics
+from gradwatch.capture.columns.nonfinite_running_statistics import RunningStatistics
 from gradwatch.capture.read_after_backward import Capture
 from gradwatch.capture.snapshot_assembly import assemble_many
 from gradwatch.distributed.agreed_step import Shared
@@ -25,11 +25,11 @@ from gradwatch.records.record import Record
 from gradwatch.records.snapshot import Snapshot
 from gradwatch.session.binding.optimizer_rules import OptimizerRules
 from gradwatch.session.checkpoint_health import Checkpoints
-from gradwatch.session.extra_columns import Measurement
 from gradwatch.session.logged_once import Notices
 from gradwatch.session.optimizer_context import OptimizerContext
 from gradwatch.session.pause_after_errors import Activity
-from gradwatch.session.record_publishing import Publishing
+from gradwatch.session.pipeline.extra_columns import Measurement
+from gradwatch.session.pipeline.record_publishing import Publishing
 
 FEWEST = 2
 """Steps that are worth it: one alone is judged at a glance."""

@@ -1,0 +1,295 @@
+"""Captures: made as optimizers and loops appear, replaced as parameters change, released when these are gone.
+
+An optimizer that takes the place of one that is gone takes over its capture's index, and so its series.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from gradwatch.capture.columns.loss import Losses
+from gradwatch.capture.loop_faults.uncleared_gradients import UnclearedGradients
+from gradwatch.capture.optimizer_capture import OptimizerCapture
+from gradwatch.capture.parameter_names import fallback_name, shape_of
+from gradwatch.capture.watched_parameters import GONE, Slots
+from gradwatch.records.snapshot import Sites
+from gradwatch.runtime.locks import ForkSafeLock
+from gradwatch.taps import module_tree
+from gradwatch.taps.optimizers.param_groups import params_of
+
+# By name: to walk torch's module from cold caches costs microseconds.
+_numel: Callable[[torch.Tensor], int] = torch.Tensor.numel
+
+
+class Waiting(Protocol):
+    """Optimizers that are known but have no capture yet: `wanted` is empty where there are none."""
+
+    wanted: list[Any]
+
+    def waiting(self, capture: Captures) -> list[Optimizer]:
+        """Those of `wanted` that are alive and have no capture."""
+
+
+class Captures:
+    """The captures of one watch, whose parameters lie in its `slots`.
+
+    `waiting` names optimizers that are known but have no capture yet.
+    """
+
+    def __init__(self, slots: Slots, losses: Losses, waiting: Waiting | None) -> None:
+        self.slots, self.losses = slots, losses
+        self.params, self.coverage = slots.params, slots.coverage
+        self.captures: list[OptimizerCapture] = []
+        self._waiting = waiting
+        self._awaited: list[Any] = [] if waiting is None else waiting.wanted
+        self.arranging = ForkSafeLock()  # held while captures are made or replaced, and rules bound to them
+        self.stepped_inside: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.replaced = False  # a capture was replaced: some of its parameters may have no optimizer now
+        self.before_drop: Callable[[], None] = _nothing  # parameters are about to be released
+        self.in_no_optimizer: int | None = None  # parameters that get gradients and are trained by nothing
+        self._loops: weakref.WeakSet[OptimizerCapture] = weakref.WeakSet()  # those without an optimizer
+        self._uncleared: list[UnclearedGradients] = []  # those to be looked at before the next backward
+        self._unhooked: set[int] = set()  # slots that the running backward reaches without calling their hook
+
+    def holds(self, optimizer: Optimizer) -> bool:
+        """True if an optimizer owns a parameter of the watched models, also one that joined them unseen."""
+        params = params_of(optimizer)
+        if any(id(param) in self.slots.of for param in params):
+            return True
+        return self.coverage.joined(optimizer, params, self.slots.models())
+
+    def capture_of(self, optimizer: Optimizer) -> OptimizerCapture | None:
+        """The capture of an optimizer seen before."""
+        for captured in self.captures:
+            if captured.optimizer is not None and captured.optimizer() is optimizer:
+                return captured
+        return None
+
+    def adopt_waiting(self, from_first_backward: bool) -> list[OptimizerCapture]:
+        """The captures of optimizers that waited for one; `from_first_backward`: none of their window was missed.
+
+        Another thread's backward, or clip, waits until all of them stand: it may be the one that reached them.
+        """
+        made: list[OptimizerCapture] = []
+        with self.arranging.held:
+            awaited = len(self._awaited)
+            try:
+                for optimizer in () if self._waiting is None else self._waiting.waiting(self):
+                    if optimizer not in self.stepped_inside:
+                        made.append(self._adopt(optimizer, None))
+            finally:  # only now: an empty list is not looked into
+                del self._awaited[:awaited]
+            for captured in made if from_first_backward else ():
+                captured.attached_in_time()
+        return made
+
+    def adopt(self, optimizer: Optimizer, captured: OptimizerCapture | None = None) -> OptimizerCapture:
+        """Build the capture of an optimizer (or rebuild it after its parameters changed, keeping its step)."""
+        with self.arranging.held:
+            return self._adopt(optimizer, captured)
+
+    def _adopt(self, optimizer: Optimizer, captured: OptimizerCapture | None) -> OptimizerCapture:
+        fresh = params_of(optimizer)
+        params, kept = self.slots.in_model_order(fresh, lambda param: fallback_name(optimizer, param))
+        known: Sites | None = None
+        if captured is None:
+            captured = self._predecessor(params, kept.tolist())  # sync: numpy
+            if captured is not None and captured.optimizer is not None:
+                known = captured.sites
+        index = len(self.captures) if captured is None else captured.index
+        self.slots.unowned = None
+        sites = self.slots.sites(kept, params, known)
+        if captured is not None and captured.succeeded_by(optimizer, params, fresh, sites, kept):
+            self.coverage.adopted()
+            return captured
+        built = OptimizerCapture(index, optimizer, params, sites, kept, fresh, like=captured)
+        built.ask_hooks(self.slots.hooks.swapped)
+        built.use_threads(self.losses.threads)
+        built.loop_events.uncleared.awaiting = self._uncleared
+        if captured is None:
+            self.captures.append(built)
+        else:
+            built.follows(captured)
+            if captured.params:
+                self.restore(captured)
+            self.replaced = self.replaced or bool(captured.params)
+            self.captures[self.captures.index(captured)] = built
+        self.coverage.adopted()
+        return built
+
+    def adopt_inside(self, fresh: list[nn.Parameter], before: OptimizerCapture | None) -> OptimizerCapture:
+        """The one capture of all optimizers that step inside backward; it counts no arrivals and reads no `.grad`."""
+        params, kept = self.slots.in_model_order(fresh, lambda param: f"unnamed[{shape_of(param)}]")
+        index = len(self.captures) if before is None else before.index
+        sites = self.slots.sites(kept, params)
+        captured = OptimizerCapture(index, None, params, sites, None, fresh, inside_backward=True)
+        self.slots.unowned = None
+        if before is None:
+            self.captures.append(captured)
+        else:
+            captured.takes_place(index, before)
+            self.captures[self.captures.index(before)] = captured
+            self.replaced = True
+        self.coverage.adopted()
+        return captured
+
+    def adopt_unowned(self, before: OptimizerCapture | None, touched: list[int]) -> OptimizerCapture:
+        """The capture of a loop without an optimizer, not among `captures` unless it replaces `before` there.
+
+        It has the parameters, but for those of optimizers, of every model of which some were `touched`, now or before.
+        """
+        unowned = self.unowned_slots()
+        reached = unowned.intersection({*touched, *(() if before is None else map(int, before.slots))})
+        within: set[int] = set()
+        for model in self.slots.models():
+            slots = unowned.intersection(
+                self.slots.of[id(param)]
+                for param in module_tree.parameters(model)
+                if id(param) in self.slots.of
+            )
+            within |= set() if slots.isdisjoint(reached) else slots
+        lost = self.coverage.places.lost  # parameters that others, of another shape, have taken the place of
+        found = sorted(within | reached, key=self.slots.since.__getitem__)
+        wanting = [self.params[slot] for slot in found if not lost(slot, self.params[slot])]
+        params, kept = self.slots.in_model_order(wanting, lambda param: f"unnamed[{shape_of(param)}]")
+        index = len(self.captures) if before is None else before.index
+        sites = self.slots.sites(kept, params)
+        captured = OptimizerCapture(index, None, params, sites, kept, without_optimizer=True)
+        captured.use_threads(self.losses.threads)
+        self._loops.add(captured)
+        if before is not None:
+            captured.takes_place(index, before)
+            self.captures[self.captures.index(before)] = captured
+            self.replaced = True
+            self.coverage.adopted()
+        return captured
+
+    def claim(self, captured: OptimizerCapture) -> None:
+        """A capture that `adopt_unowned` made has no optimizer; it takes the place of one whose model is gone."""
+        self.drop_dead()
+        gone = (k for k, one in enumerate(self.captures) if one.without_optimizer and not one.params)
+        index = next(gone, len(self.captures))
+        captured.takes_place(index, self.captures[index] if index < len(self.captures) else None)
+        self.captures[index : index + 1] = [captured]
+        self.restore(captured)
+
+    def unowned_slots(self) -> frozenset[int]:
+        """The slots of parameters that no living optimizer has, as far as one has been watched here."""
+        if self.slots.unowned is None:
+            unowned = self.slots.of.copy()
+            for captured in self.captures:
+                optimizer = None if captured.optimizer is None else captured.optimizer()
+                if captured.inside_backward or optimizer is not None:
+                    for identity in (*captured.param_ids, *captured.watched_ids):
+                        unowned.pop(identity, None)
+            self.slots.unowned = frozenset(unowned.values())
+        return self.slots.unowned
+
+    def trained_by_nothing(self, count: int) -> None:
+        """So many parameters receive gradients, do not move and belong to no optimizer; None until there are any."""
+        if count or self.in_no_optimizer is not None:
+            self.in_no_optimizer = count
+
+    def _predecessor(self, params: list[nn.Parameter], slots: list[int]) -> OptimizerCapture | None:
+        """The capture of an optimizer that is gone, whose index and series a new one takes over.
+
+        Best one of the same parameters, else of the same names and sizes: a model that comes later has those of the
+        one before it (`WatchedModels`). Else one of these names, or the first that there is.
+        """
+        wanted, sizes = set(map(id, params)), list(map(_numel, params))
+        names = tuple(map(self.slots.names.__getitem__, slots))
+        likeness: dict[OptimizerCapture, tuple[bool, ...]] = {}
+        for captured in self.captures:
+            gone = captured.optimizer is not None and captured.optimizer() is None
+            shares = (gone or captured.without_optimizer) and not wanted.isdisjoint(captured.param_ids)
+            if gone or shares:
+                named = captured.sites.names == names
+                sized = named and captured.sites.numels.tolist() == sizes  # sync: numpy
+                likeness[captured] = shares and gone, shares, sized, named
+        return max(likeness, key=likeness.__getitem__, default=None)
+
+    def has_dead(self) -> bool:
+        """True if an optimizer, or a model trained without one, is gone whose parameters are still held."""
+        for captured in self.captures:
+            if captured.params and captured.optimizer is not None and captured.optimizer() is None:
+                return True
+            if captured.params and captured.without_optimizer and self.slots.watched.any_gone:
+                return True
+        return bool(self.slots.held_by_script) and self._script_dropped_some()
+
+    def _script_dropped_some(self) -> bool:
+        """True if the script refers no more to any tensor that a loop without an optimizer or a module had."""
+        gone = self.slots.dropped_by_script([one.position for one in self._loops if one.params])
+        held = set(self.slots.held_by_script).difference(gone)
+        kept = {slot for one in self.captures if not held.isdisjoint(one.position) for slot in one.position}
+        return not gone <= kept
+
+    def release_dead(self) -> None:
+        """`drop_dead` where it is needed."""
+        if self.has_dead():
+            self.drop_dead()
+
+    def release(self) -> None:
+        """Let go of every parameter that no living optimizer has."""
+        self.release_dead()
+        if self.slots.count > sum(len(captured.params) for captured in self.captures):
+            self.drop_dead()
+
+    def drop_dead(self) -> None:
+        """Let go of parameters that belong to no living optimizer and to no model any more."""
+        self.before_drop()
+        self.replaced, self.slots.unowned = False, None
+        modules = self.slots.alive_modules()
+        wanted = set(map(id, module_tree.parameters_in(modules)))
+        if self.slots.held_by_script:
+            dropped = self.slots.dropped_by_script([one.position for one in self._loops if one.params])
+            wanted.update(id(self.params[slot]) for slot in self.slots.held_by_script - dropped)
+        for captured in self.captures:
+            if not captured.params:  # released before
+                continue
+            gone = captured.optimizer is not None and captured.optimizer() is None
+            if gone or (captured.without_optimizer and wanted.isdisjoint(captured.param_ids)):
+                captured.release()
+        for captured in self.captures:
+            wanted.update(map(id, captured.params))
+        leaving = []
+        for slot, param in enumerate(self.params):
+            if id(param) not in wanted and param is not GONE:
+                leaving.append(slot)
+        if leaving:
+            self._unhooked.difference_update(leaving)
+            self.slots.release(leaving)
+        self.coverage.left(modules)
+
+    # -- their hooks -------------------------------------------------------------------------------------
+
+    def reinstall(self, captured: OptimizerCapture) -> None:
+        """Hook the parameters of a capture with all its hooks that have come to want a gradient again."""
+        if not captured.pruning.pruned:
+            slots = captured.slots.tolist()  # sync: numpy
+            self.slots.hooks.put(slots, list(map(self.params.__getitem__, slots)))
+
+    def prune(self, captured: OptimizerCapture) -> None:
+        """Remove all but a few hooks of a capture whose loop is learned."""
+        keep = {int(captured.slots[k]) for k in captured.pruning.prune()}
+        keep.update(int(slot) for other in self.captures if other is not captured for slot in other.slots)
+        self.slots.hooks.free([slot for slot in map(int, captured.slots) if slot not in keep])
+
+    def mute(self, captured: OptimizerCapture, keep: int) -> None:
+        """Keep one hook, of the slot `keep`, of a capture that nothing seems to train; `restore` undoes it."""
+        self.slots.hooks.free([slot for slot in map(int, captured.slots) if slot != keep])
+
+    def restore(self, captured: OptimizerCapture) -> None:
+        """Reinstall every hook of a capture."""
+        captured.pruning.undo(captured.step)
+        self.reinstall(captured)
+
+
+def _nothing(*_: object) -> None:
+    pass

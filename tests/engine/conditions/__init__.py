@@ -1,0 +1,1 @@
+"""Tests of rules with a condition on others."""

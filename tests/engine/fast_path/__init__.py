@@ -1,0 +1,1 @@
+"""Tests of the fast paths of the engine."""

@@ -1,0 +1,1 @@
+"""Tests of what `gradwatch.watch` returns, and of what is behind it."""
