@@ -15,7 +15,7 @@ from torch import nn
 import gradwatch
 from gradwatch.records.record import Record
 from gradwatch.rules.files import parse_rules
-from tests.session.boundary.test_boundary import equal
+from tests.session.boundary.test_optimizer_step import equal
 from tests.support.kept import Kept
 from tests.support.recorder import norms_of
 

@@ -14,7 +14,7 @@ import gradwatch
 from gradwatch.rules.files import parse_rules
 from tests.deploy.run_folders import a_run, history, record_run
 from tests.deploy.servers import wait_until
-from tests.serve.test_serve import fetch, served
+from tests.serve.test_server import fetch, served
 from tests.support.binaries import require
 
 HOSTILE = "<img src=x onerror=document['title']='owned'>"
