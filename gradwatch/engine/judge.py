@@ -23,7 +23,7 @@ from gradwatch.engine.firing import NEVER, Moved, Track, move, unchanged_by
 from gradwatch.engine.reporting.events import of_new_baselines
 from gradwatch.engine.reporting.transitions import report_move
 from gradwatch.engine.rule_plan import NO_BANK, Plan, RulePlan, Yardstick
-from gradwatch.engine.scored import Scored, cleared, scored_by, worst_first
+from gradwatch.engine.scores import Scored, cleared, scored_by, worst_first
 from gradwatch.engine.snapshot_reader import Reader
 from gradwatch.records.columns import RUNNING_STATISTICS, is_observed
 from gradwatch.records.event import Event

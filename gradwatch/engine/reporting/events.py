@@ -10,7 +10,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.engine.scored import Scored, exceeded_by, worst_first
+from gradwatch.engine.scores import Scored, exceeded_by, worst_first
 from gradwatch.engine.series import Series
 from gradwatch.records.columns import RANK_COLUMNS
 from gradwatch.records.event import Event, EventKind, Severity

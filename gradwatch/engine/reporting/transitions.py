@@ -14,7 +14,7 @@ from gradwatch.engine.reporting.culprit import culprit, may_have_moved
 from gradwatch.engine.reporting.events import Notice, build_event
 from gradwatch.engine.reporting.inhibition import inhibitor, most, released
 from gradwatch.engine.rule_plan import RulePlan
-from gradwatch.engine.scored import Scored, worst_first
+from gradwatch.engine.scores import Scored, worst_first
 from gradwatch.records.event import EventKind, Severity
 from gradwatch.records.snapshot import BoolArray
 
