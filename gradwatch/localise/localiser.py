@@ -309,12 +309,13 @@ class Localiser:
             return None
         from gradwatch.localise.diagnosis.diagnose import diagnose
         from gradwatch.localise.replay.closure_replay import run_again
+        from gradwatch.localise.replay.reproduction import CLOSURE, NOT_KNOWN
 
         try:
             finding = diagnose([run_again(self._closure, self._fault, self._max_bytes)], by="closure")
         except Refused:
             return None
-        return finding if finding.found else None
+        return finding.noted(NOT_KNOWN.format(why=CLOSURE)) if finding.found else None
 
     def _of_calls(self, held: list[tuple[nn.Module, Call]], ask: Ask) -> Finding:
         from gradwatch.localise.diagnosis.norm_levels import with_activations

@@ -239,8 +239,9 @@ def test_two_optimizers_of_one_backward_share_a_finding() -> None:
     assert {(one.phase, one.op) for one in of_two_optimizers()} == {("number", "mul")}
 
 
-def test_compiled_models_are_run_again_as_they_are_written() -> None:
-    """Inside a compiled region the operation and the line are told all the same."""
+@pytest.mark.parametrize("rounds", [False, True], ids=["same", "rounds otherwise"])
+def test_compiled_models_are_run_again_as_they_are_written(rounds: bool) -> None:
+    """Inside a compiled region the operation and the line are told all the same; that it rounds otherwise is, too."""
     torch.manual_seed(0)
     torch._dynamo.reset()
 
@@ -255,7 +256,7 @@ def test_compiled_models_are_run_again_as_they_are_written() -> None:
 
     model = Branchless()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    compiled = torch.compile(model, backend="aot_eager")
+    compiled = torch.compile(model, backend=rounding_otherwise if rounds else "aot_eager")
     kept = Kept()
     with gradwatch.watch(compiled, optimizer, rules=rules(), sinks=[kept], strict=True):
         for step in range(4):
@@ -271,6 +272,13 @@ def test_compiled_models_are_run_again_as_they_are_written() -> None:
     assert (finding.phase, finding.op) == ("backward", "sqrt")
     assert finding.frame is not None
     assert finding.frame.source.endswith("# fault")
+    assert finding.deterministic is not rounds
+    assert ("whether the step comes again is not known: something is compiled" in finding.note) is rounds
+
+
+def rounding_otherwise(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+    """A backend of `torch.compile` whose results are others by a little."""
+    return lambda *args: [one * 1.0001 for one in graph(*args)]
 
 
 def test_one_line_in_the_log() -> None:

@@ -125,6 +125,7 @@ def told(wrap: Wrap, text: str = "", broken: Callable[[int], None] | None = None
             "found": [(one.phase, one.op, one.module, one.where, one.rank, one.step) for one in findings],
             "notes": [one.note for one in findings],
             "by": [one.by for one in findings],
+            "deterministic": [one.deterministic for one in findings],
             "errors": errors,
         }
 

@@ -35,8 +35,9 @@ def test_all_ranks_tell_the_cause_of_the_rank_at_fault(homes: dict[str, list[Any
 
 @pytest.mark.parametrize("name", REPLAYED)
 def test_what_is_run_again_is_the_step_bit_by_bit(homes: dict[str, list[Any]], name: str) -> None:
-    """The outputs of the replay hash to those of the step, on whole parameters gathered from shards too."""
+    """The outputs of the replay hash to those of the step, on whole parameters gathered from shards too; it is told."""
     assert [home["exact"] for home in homes[name]] == [[True], [True]]
+    assert [home["deterministic"] for home in homes[name]] == [[True], [True]]
 
 
 @pytest.mark.parametrize("name", sorted(causes.SITUATIONS))

@@ -28,6 +28,7 @@ from gradwatch.localise.hold.model_kinds import Kind
 from gradwatch.localise.hold.module_buffers import Buffers
 from gradwatch.localise.hold.random_generators import NONE, Held
 from gradwatch.localise.hold.recorded_call import Call, autocasts, computed_among, held_arguments
+from gradwatch.localise.hold.row_sums import RowSums, row_sums
 from gradwatch.reading.device import capturing
 from gradwatch.runtime.interruption import not_ours
 from gradwatch.taps import backward, dispatch_modes, module_calls, module_tree
@@ -40,7 +41,9 @@ MAX_BYTES = 64 << 20
 """Held per model beyond the arguments of its latest call: earlier micro-batches, gradients at outputs."""
 
 MAX_CALLS = 256
-SMALL = 1 << 16  # bytes of an output of which a copy is kept until the step, to see whether it comes again
+SMALL = (
+    1 << 16
+)  # bytes of an output of which a copy is kept until the step, to see whether it comes again; else sums
 _tracing = torch.compiler.is_dynamo_compiling
 _orders = itertools.count()  # of calls, over all models of the process
 next_order: Callable[[], int] = partial(next, _orders)
@@ -309,7 +312,7 @@ class ModelRecorder:
             call.outputs = len(outputs)
             if self._buffers is not None:
                 self._buffers.learn()
-            returned: dict[int, Tensor] = {}
+            returned: dict[int, Tensor | RowSums] = {}
             seen = dispatching() or functions()
             for position, tensor in enumerate(outputs):
                 if tensor.requires_grad and tensor.grad_fn is not None:
@@ -318,6 +321,8 @@ class ModelRecorder:
                     plain = not seen and type(tensor) is Tensor and tensor.layout is torch.strided
                     if plain and tensor.nbytes <= SMALL:
                         returned[position] = tensor.detach().clone()
+                    elif plain and (sums := row_sums(tensor)) is not None:
+                        returned[position] = sums
             if returned:
                 call.returned = returned
             self.calls.append(call)

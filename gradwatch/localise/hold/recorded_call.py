@@ -13,6 +13,7 @@ from torch import Tensor
 
 from gradwatch.localise.diagnosis.tensor_values import tensors
 from gradwatch.localise.hold.random_generators import Generators
+from gradwatch.localise.hold.row_sums import RowSums
 from gradwatch.taps.nested_containers import tensors_replaced
 
 CPU_ONLY, CPU_AND_CUDA = ("cpu",), ("cpu", "cuda")
@@ -23,9 +24,9 @@ CPU_ONLY, CPU_AND_CUDA = ("cpu",), ("cpu", "cuda")
 class Call:
     """One forward call: how it was made, and `gradients` that reached its outputs (by position; summed).
 
-    `order` grows from call to call, over all models; `step` counts the optimizer steps before it. `versions` are
-    those of the tensors among the arguments; `seeds` the bytes of the gradients, `tasks` the graph tasks that brought
-    them; `returned` are copies of small outputs by position; `reason` says why it cannot be run again
+    `order` grows from call to call, over all models; `step` counts the optimizer steps before it. `versions` are those
+    of the tensors among the arguments; `seeds` the bytes of the gradients, `tasks` the graph tasks that brought them;
+    `returned` are copies of small outputs by position, and sums of large ones; `reason` says why it cannot be run again
     ("" = it can); `caller` is the line that made the call; `computed` are the `id`s of those tensors that autograd
     computed; `looked`: all generators were read before it; `indices` are the samples it was told to be of
     (`Watch.batch`); `twice`: a gradient that reached it was kept with its graph, to be differentiated again.
@@ -47,7 +48,7 @@ class Call:
     computed: frozenset[int] = frozenset()
     gradients: dict[int, Tensor] = field(default_factory=dict)
     tasks: set[int] = field(default_factory=set)
-    returned: dict[int, Tensor] | None = None
+    returned: dict[int, Tensor | RowSums] | None = None
     looked: bool = False
     twice: bool = False
     reason: str = ""
@@ -60,7 +61,7 @@ class Call:
             return 0
         if self._given is None:
             self._given = sum(map(size_of, tensors((self.args, self.kwargs))))
-        kept = sum(map(size_of, (self.returned or {}).values()))
+        kept = sum(one.nbytes for one in (self.returned or {}).values())
         return self._given + self.seeds + kept
 
     def release(self, reason: str) -> None:

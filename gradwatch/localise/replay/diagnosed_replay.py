@@ -28,7 +28,15 @@ from gradwatch.localise.replay.gradient_shares import (
     PartsOfCalls,
     RowsOfCall,
 )
-from gradwatch.localise.replay.reproduction import Outputs, Reproduction, WithOutputs
+from gradwatch.localise.replay.reproduction import (
+    COMPILED,
+    NOT_KNOWN,
+    SHARDED,
+    Outputs,
+    Reproduction,
+    WithOutputs,
+    of_one_run,
+)
 from gradwatch.localise.replay.step_replay import CallListener, Trace, replay
 from gradwatch.records.finding import GAINS, Finding
 from gradwatch.runtime.interruption import not_ours
@@ -81,18 +89,18 @@ class DiagnosedReplay:
         return self._carried(finding, parts), parts.whole
 
     def _reproduced(self, finding: Finding, outputs: Outputs, traces: list[Trace]) -> Finding:
-        """The finding, and whether the step comes again; not of what was compiled, for it is run again as written."""
-        if anything_compiled() or any(map(is_spread, self.models)):
-            return finding
+        """The finding, and whether the step comes again, or why that is not known."""
+        if anything_compiled():
+            return of_one_run(finding, outputs, COMPILED)
+        if any(map(is_spread, self.models)):
+            return of_one_run(finding, outputs, SHARDED)
         stray = next((trace.stray for trace in traces if trace.stray), "")
         try:
             return Reproduction(outputs, self.models, self.held, self._once_more, stray).of(finding)
         except Exception as error:
             if not_ours(error):
                 raise
-            return finding.noted(
-                f"whether the step comes again is not known: {type(error).__name__}: {error}"
-            )
+            return finding.noted(NOT_KNOWN.format(why=f"{type(error).__name__}: {error}"))
 
     def _once_more(self, listener: CallListener) -> None:
         replay(self.held, self.models, self.fault, None, self.max_bytes, None, listener)

@@ -14,13 +14,14 @@ import socket
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gradwatch.localise.diagnosis.tensor_values import describe, readable, tensors
+from gradwatch.localise.diagnosis.output_comparison import Output, output_of
+from gradwatch.localise.diagnosis.tensor_values import tensors
 from gradwatch.localise.hold.inner_model import inner
 from gradwatch.localise.hold.random_generators import Generators, Source
 from gradwatch.localise.hold.recorded_call import Call
@@ -31,51 +32,17 @@ from gradwatch.taps.module_tree import WITH_RUNNING_STATISTICS
 
 FEWEST = 8
 """Different numbers that must have come again for the rest of the state to have been the same."""
-ROUNDING = 0.1
-"""Relative difference up to which two results may be two orders of the same sum, in half precision too."""
 OPEN = ("unknown", *LOSS_SIDE, *GAINS)  # phases that name no operation: it may be that none is at fault
 
 CAME_AGAIN = "the model's outputs came again, bit for bit"
-NOT_KEPT = "what the outputs were in training was not kept, for they are large"
+NOT_KEPT = "what the outputs were in training was not kept"
+NOT_KNOWN = "whether the step comes again is not known: {why}"
+COMPILED = "something is compiled, and compiled code is run again as it is written, which rounds otherwise"
+SHARDED = "parameters are sharded, and the ranks run the step again once only"
+CLOSURE = "of a closure no outputs are kept to compare with"
 
 Again = Callable[[CallListener], None]
 """Runs the calls of the step once more, with a listener."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Output:
-    """One output of one call: as training `saw` it, and run `again`."""
-
-    call: Call
-    model: nn.Module
-    position: int
-    seen: Tensor
-    again: Tensor
-
-    @property
-    def same(self) -> Tensor:
-        """Element by element: equal, NaN and NaN included."""
-        return (self.seen == self.again) | (self.seen.isnan() & self.again.isnan())
-
-    @property
-    def rows_again(self) -> Tensor:
-        """The finite numbers of the rows that are wholly the same; of a scalar that number."""
-        rows = self.seen.reshape(self.seen.shape[0] if self.seen.dim() else 1, -1)
-        kept = rows[self.same.reshape(rows.shape).all(1)]
-        return kept[torch.isfinite(kept)]
-
-    @property
-    def differs(self) -> bool:
-        """True if it differs by more than rounding: finite here and not there, or by a part of the largest number."""
-        here, there = torch.isfinite(self.seen), torch.isfinite(self.again)
-        if bool((here != there).any()):  # sync: an incident
-            return True
-        both = here & there
-        if not bool(both.any()):
-            return not bool(self.same.all())
-        seen, again = self.seen[both].double(), self.again[both].double()
-        largest = torch.maximum(seen.abs().max(), again.abs().max())
-        return bool((seen - again).abs().max() > ROUNDING * largest)
 
 
 class Outputs(CallListener):
@@ -87,20 +54,18 @@ class Outputs(CallListener):
 
     def begins(self, replayed: Replayed) -> None:
         """A call has been run again."""
-        returned = replayed.call.returned or {}
         for position, again in zip(replayed.call.gradients, replayed.roots, strict=True):
-            seen = returned.get(position)
-            if seen is None or not readable(seen) or seen.shape != again.shape:
+            output = output_of(replayed.call, replayed.base, position, again)
+            if output is None:
                 self.whole = False
-                continue
-            kept = again.detach().clone()
-            self.compared.append(Output(replayed.call, replayed.base, position, seen, kept))
+            else:
+                self.compared.append(output)
 
     @property
     @torch.no_grad()
     def same(self) -> bool:
         """True if every output came again, bit for bit."""
-        return self.whole and bool(self.compared) and all(bool(one.same.all()) for one in self.compared)
+        return self.whole and bool(self.compared) and all(one.is_same for one in self.compared)
 
     @property
     @torch.no_grad()
@@ -190,6 +155,13 @@ def _key(source: Source) -> int:
     return id(source if source.generator is None else source.generator)
 
 
+def of_one_run(finding: Finding, outputs: Outputs, why: str) -> Finding:
+    """The finding where the step can be run again only once, or as other code: it came again, or that is not known."""
+    if outputs.same:
+        return finding.amended(deterministic=True) if finding.found else finding.noted(CAME_AGAIN)
+    return finding.noted(NOT_KNOWN.format(why=why))
+
+
 @dataclass(slots=True)
 class Reproduction:
     """The verdict on a step that was run again: whether it came again. `first` has looked on at that run.
@@ -251,10 +223,7 @@ class Reproduction:
     def _came_alike(self, other: Output) -> bool:
         """True if both runs gave the same, bit for bit."""
         second = (one for one in self._second.compared if one.call is other.call)
-        return any(
-            one.position == other.position and bool(replace(one, seen=other.again).same.all())
-            for one in second
-        )
+        return any(one.position == other.position and other.came_alike(one) for one in second)
 
     def _not_deterministic(self) -> list[str]:
         """The operators of these calls that torch knows to have no deterministic implementation."""
@@ -273,10 +242,11 @@ class Reproduction:
     @torch.no_grad()
     def _irreproducible(self, finding: Finding, other: Output) -> Finding:
         name = _name(other, self.models)
+        seen, again = other.described(name)
         number = next(k for k, (_, call) in enumerate(self.held) if call is other.call)
         note = (
             f"run again twice from the same inputs and generators, {name} was the same both times and not what it was "
-            f"in training, in {int((~other.same).sum())} of {other.seen.numel()} elements: a fault of the hardware, or "
+            f"in training, in {other.extent}: a fault of the hardware, or "
             "something that the forward reads was changed since (a global variable, a weight through `.data`)"
         )
         return Finding(
@@ -284,10 +254,10 @@ class Reproduction:
             finding.by,
             module=_path(other.model, self.models),
             module_type=type(other.model).__name__,
-            operands=(describe(name, other.seen),),
-            result=describe("run again", other.again),
+            operands=(seen,),
+            result=again,
             call=number,
-            device=str(other.seen.device),
+            device=str(other.device),
             host=socket.gethostname(),
             note=note,
         )

@@ -63,6 +63,7 @@ def test_the_line_of_the_loss_function_is_told() -> None:
     assert (finding.phase, finding.op, finding.by, finding.module) == ("forward", "div", "closure", "")
     assert finding.frame is not None
     assert finding.frame.source.endswith("# fault")
+    assert "whether the step comes again is not known: of a closure" in finding.note
 
 
 @pytest.mark.parametrize("bad", [(), (2, 4)])
