@@ -1,4 +1,4 @@
-"""Most post-accumulate hooks of an optimizer go once its steps are alike; what the few left say of the others.
+"""Removal of most post-accumulate hooks of an optimizer once its steps are alike; the few left count for all.
 
 A hook costs half a microsecond a parameter. Equal versions step after step mean that every gradient starts fresh
 (`set_to_none`), so that "there is a gradient of these versions" counts the same as a hook on each. Where it does not,

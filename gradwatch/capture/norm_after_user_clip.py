@@ -1,4 +1,4 @@
-"""Clips that were announced: gradients multiplied by a known factor need no second read.
+"""The norm after a clip of the user's, without a second read: torch's `clip_grad_norm_` says its factor.
 
 `clip_grad_norm_` multiplies every gradient in place by one float32 factor. Where that is all that happened to a
 gradient since it was read (each announced clip moves its version by one, and nothing else moved it), its norm

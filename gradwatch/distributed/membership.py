@@ -1,4 +1,4 @@
-"""One capture's place among the ranks."""
+"""The place of one optimizer among the ranks: what was agreed on when they met, and what is owed to them now."""
 
 from __future__ import annotations
 

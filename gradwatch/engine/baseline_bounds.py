@@ -1,4 +1,4 @@
-"""Rules as bounds: which `clip:` actions are known before a backward starts, and where they stand now.
+"""Bounds made of baselines: above which norm a rule will breach, known before the backward that it clips inside.
 
 A threshold detector's score is monotone, so `score(x) > above` is the same as `x > limit`, and the limit depends on
 past steps only. A hook that knows it clips a spike in the spike's own backward; the boundary then finds the breach by

@@ -1,4 +1,4 @@
-"""torch's own gradient clipping, noticed: the last moment at which a gradient is what backward left.
+"""Calls of torch's `clip_grad_*`, noticed: before they multiply, and by which factor they do.
 
 `clip_grad_norm_`, `clip_grads_with_norm_` and `clip_grad_value_` all sort their gradients with one function that
 they look up in their module at every call: that one is patched, so it does not matter how, or how early, a
