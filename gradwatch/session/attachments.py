@@ -169,16 +169,16 @@ class Attached:
             name, rank_requirements(rules.engine), capture.slots.models, self._of_ranks, self._stages.taken
         )
         totals = self._services.publishing.totals
-        self.rule_bindings = self._part(
-            RuleBindings(rules.engine, self.ranks, activity, self.contexts, totals)
-        )
+        self.rule_bindings = RuleBindings(rules.engine, self.ranks, activity, self.contexts, totals)
+        self._part(self.rule_bindings.hooks)
         self.checkpoints = Checkpoints(
             self.contexts, self.rule_bindings, self.weights, self.statistics, activity
         )
+        bounds = None
         if self.taps is not None:
-            self.taps.bounds = module_bounds_of(rules.ruleset, activity.failed, activity.health.report)
-            self.rule_bindings.module_bounds = self.taps.bounds
-        self.rule_bindings.listen(local_taps(wanted, capture.slots.models()))
+            bounds = module_bounds_of(rules.ruleset, activity.failed, activity.health.report)
+            self.taps.bounds = bounds
+        self.rule_bindings.hooks.listen(local_taps(wanted, capture.slots.models()), bounds)
 
     def _hold(self, models: list[nn.Module]) -> None:
         """Hold steps to find causes and keep bundles, where rules ask for that.
@@ -328,8 +328,8 @@ class Attached:
         for captured in captures:
             if not captured.on_cpu and capturing():
                 return  # a read would become part of the user's CUDA graph, or break it
-        if self.rule_bindings.hooked:
-            self.rule_bindings.backward_ended()
+        if self.rule_bindings.hooks.measure_or_act:
+            self.rule_bindings.hooks.backward_ended()
         made = len(captures)  # before they are looked at: another thread may make one more meanwhile
         if self._bound < made:
             self.binder.bind_missing()
@@ -350,13 +350,13 @@ class Attached:
 
     def _reset(self, captured: OptimizerCapture) -> None:
         """Nothing that tensor hooks measured since the capture's last Snapshot belongs to a step."""
-        self.rule_bindings.discard(captured)
+        self.rule_bindings.hooks.discard(captured)
         if self.causes is not None:
             self.causes.discard()
 
     def _cleared(self, captured: OptimizerCapture) -> None:
         """Gradients of earlier backwards are gone, and no step was taken by them."""
-        self.rule_bindings.cleared(captured)
+        self.rule_bindings.hooks.cleared(captured)
         if not self._activity.idle():  # while it pauses it sees no steps, either
             discarded = self.contexts.of(captured).discarded
             self._services.publishing.totals.cleared += discarded.unused(captured, self.capture.captures)

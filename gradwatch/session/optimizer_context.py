@@ -90,6 +90,11 @@ class Contexts:
                 found.append(ctx.bound_rules)
         return found
 
+    def rules_of(self, captured: OptimizerCapture) -> OptimizerRules | None:
+        """The rules bound to a capture's optimizer; None where none are yet."""
+        ctx = self._by_index.get(captured.index)
+        return None if ctx is None else ctx.bound_rules
+
     def find(self, captured: OptimizerCapture) -> OptimizerContext | None:
         """The context of a capture; None where there is none yet."""
         return self._by_index.get(captured.index)

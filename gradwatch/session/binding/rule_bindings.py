@@ -1,4 +1,4 @@
-"""The rules bound to every optimizer of one session: what they have learned, and what is listened to for them."""
+"""The rules bound to every optimizer of one session, and what they have learned."""
 
 from __future__ import annotations
 
@@ -13,28 +13,23 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradwatch.account.session_counts import SessionCounts
-from gradwatch.actions.backward.clipper import BackwardClipper
-from gradwatch.actions.backward.module_bounds import ModuleBounds
 from gradwatch.actions.clip_section import ClipSection
-from gradwatch.actions.drop_micro import MicroDrop
 from gradwatch.capture.columns import column_reader
 from gradwatch.capture.columns.column_reader import ColumnReader
 from gradwatch.capture.columns.histograms import HistogramReader, HistogramTurns
-from gradwatch.capture.columns.norm_local import LocalNorms
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.shards import is_shard
 from gradwatch.capture.snapshot_assembly import with_modules
 from gradwatch.checkpoint import CheckpointHealthTracker
 from gradwatch.distributed.ranks import Ranks
 from gradwatch.engine import BoundEngine, Engine
-from gradwatch.engine.actions.backward_clips import asks_backward, at_step, drops_micro
-from gradwatch.engine.columns_needed import EVERY_STEP
+from gradwatch.engine.actions.backward_clips import at_step
 from gradwatch.engine.engine_state import EngineState
 from gradwatch.engine.series import matching
 from gradwatch.errors import AttachError
-from gradwatch.records.columns import COMPARING_RANKS, NOISE_SCALE, RANK_COLUMNS
+from gradwatch.records.columns import RANK_COLUMNS
 from gradwatch.records.snapshot import Sites
-from gradwatch.session.binding.backward_actions import clipper_of, micro_drop_of, own_sites
+from gradwatch.session.binding.backward_actions import own_sites
 from gradwatch.session.binding.optimizer_rules import OptimizerRules, clip_section_of
 from gradwatch.session.binding.rank_requirements import WHOLE_ROWS, sharded_rows
 from gradwatch.session.binding.rule_data import (
@@ -46,13 +41,11 @@ from gradwatch.session.binding.rule_data import (
     staggered,
     unread_columns,
 )
+from gradwatch.session.binding.tensor_hooks import TensorHooks
 from gradwatch.session.logged_once import shortened
 from gradwatch.session.optimizer_context import Contexts, OptimizerContext
 from gradwatch.session.pause_after_errors import Activity
 from gradwatch.session.saved_state import OptimizerStates
-from gradwatch.taps import grad_scaler
-
-LOCAL = frozenset({"norm_local", "rank_norm"})  # columns measured by tensor hooks
 
 
 class RuleBindings:
@@ -67,12 +60,7 @@ class RuleBindings:
         self._contexts = contexts
         self._totals = totals
         self.saved_states = OptimizerStates(contexts)
-        self._before_captures: LocalNorms | None = None
-        self.in_backward = bool(asks_backward(engine.ruleset))
-        self.hooked = self.in_backward  # tensor hooks may measure or do something in a backward
-        self._drops = drops_micro(engine.ruleset)
-        self.module_bounds: ModuleBounds | None = None  # of the tapped modules, sites of the first capture
-        self._remove_scale_listeners: list[Callable[[], None]] = []
+        self.hooks = TensorHooks(engine, ranks, activity, contexts)
         self.most_parameters = 0  # named in the captures at one time, each counted once
 
     def __iter__(self) -> Iterator[OptimizerRules]:
@@ -81,69 +69,6 @@ class RuleBindings:
     def context(self, captured: OptimizerCapture) -> OptimizerContext:
         """The context that a capture's rules are bound in."""
         return self._contexts.of(captured)
-
-    def _of(self, captured: OptimizerCapture) -> OptimizerRules | None:
-        """The rules bound to a capture's optimizer; None where none are yet."""
-        ctx = self._contexts.find(captured)
-        return None if ctx is None else ctx.bound_rules
-
-    # -- what is listened to -----------------------------------------------------------------------------
-
-    def listen(self, wanted: Sequence[Tensor | None]) -> None:
-        """Hear local norms, if a rule asks for them, until captures take them over: the first backward counts too."""
-        if self.in_backward or self._drops:
-            self._remove_scale_listeners.append(grad_scaler.listen_scale(self._scaled))
-        several = self._ranks.several and bool(COMPARING_RANKS & self._engine.columns)
-        if several or "norm_local" in self._engine.columns:
-            self._before_captures, self.hooked = LocalNorms(wanted, self._activity.failed), True
-
-    def _scaled(self, scale: Tensor) -> None:
-        """A GradScaler has multiplied a loss."""
-        for bound_rules in self:
-            if bound_rules.clipper is not None:
-                bound_rules.clipper.scaled(scale)
-            if bound_rules.micro is not None:
-                bound_rules.micro.scaled()
-        if self.module_bounds is not None:
-            self.module_bounds.scaled(scale)
-
-    def backward_ended(self) -> None:
-        """Keep what tensor hooks measured or did in the backward that ended."""
-        for bound_rules in self if self.in_backward else ():
-            if bound_rules.clipper is not None:
-                bound_rules.clipper.backward_ended()
-        if self._before_captures is not None:
-            for local in [self._before_captures, *(bound_rules.local for bound_rules in self)]:
-                if local is not None:
-                    local.backward_ended()
-
-    def discard(self, captured: OptimizerCapture) -> None:
-        """Nothing that tensor hooks measured since the capture's last Snapshot belongs to a step."""
-        bound_rules = self._of(captured)
-        if bound_rules is not None and bound_rules.local is not None:
-            bound_rules.local.discard()
-        if bound_rules is not None and bound_rules.clipper is not None:
-            bound_rules.clipper.discard()
-
-    def cleared(self, captured: OptimizerCapture) -> None:
-        """Discard what tensor hooks measured in backwards whose gradients were cleared."""
-        bound_rules = self._of(captured)
-        if bound_rules is not None and bound_rules.local is not None:
-            bound_rules.local.cleared()
-        if bound_rules is not None and bound_rules.clipper is not None:
-            bound_rules.clipper.discard()
-
-    def close(self) -> None:
-        """Remove the tensor hooks."""
-        for local in [self._before_captures, *(bound_rules.local for bound_rules in self)]:
-            if local is not None:
-                local.close()
-        for bound_rules in self:
-            for hooks in (bound_rules.clipper, bound_rules.micro):
-                if hooks is not None:
-                    hooks.close()
-        while self._remove_scale_listeners:
-            self._remove_scale_listeners.pop()()
 
     # -- binding -----------------------------------------------------------------------------------------
 
@@ -169,7 +94,7 @@ class RuleBindings:
             state = bound.restarts.for_another_optimizer(state)
         if before is not None and not alike and before.record is not None:
             state = self._with_other_parameters(before, bound, state)
-        local = self._local(bound, taps, before)
+        local = self.hooks.local_norms(bound, taps, before)
         own = own_sites(bound, captured)
         unread = unread_columns(ctx)
         needs = bound.needs.only(column_reader.COLUMNS - unread.keys())
@@ -194,10 +119,8 @@ class RuleBindings:
         )
         if not alike:
             self._count_parameters()
-        if self.in_backward and not captured.without_optimizer:
-            self._limit(bound_rules, captured, taps, before)
-        if self._drops and not captured.without_optimizer:  # its hooks come after those
-            bound_rules.micro = self._micro(captured, before)
+        if not captured.without_optimizer:
+            self.hooks.act_in_backward(bound_rules, captured, taps, before)
         if before is None or bound is not before.bound or unread:
             reads = reads_of(bound, unread)
             if captured.without_optimizer and self._ranks.several:
@@ -211,7 +134,7 @@ class RuleBindings:
             self._totals.without_data.bind(captured.index, reads)
             self._totals.never_judged.bind(captured.index, staggered(bound, unread))
         self.saved_states.take_up(captured, bound_rules)
-        self.publish_bounds(bound_rules)
+        self.hooks.publish_bounds(bound_rules)
         return ctx
 
     def _with_other_parameters(
@@ -229,7 +152,7 @@ class RuleBindings:
     def go_on(self, ctx: OptimizerContext) -> bool:
         """Go on with the rules of a context for another optimizer of the same sites; False where they need binding."""
         bound_rules = ctx.rules
-        if self.in_backward or self._drops or self.saved_states.waiting or bound_rules.local is not None:
+        if self.hooks.acts or self.saved_states.waiting or bound_rules.local is not None:
             return False
         bound_rules.begin_anew(ctx.captured)
         return True
@@ -254,68 +177,6 @@ class RuleBindings:
             return None, NOTHING_CHOSEN["gradients"]
         phases = bound.plan.staggering.phases(asked.every)[own]
         return HistogramReader(HistogramTurns(asked.every, phases, chosen)), ""
-
-    def _local(
-        self, bound: BoundEngine, taps: Sequence[Tensor | None], before: OptimizerRules | None
-    ) -> LocalNorms | None:
-        """Local norms, where a rule asks for them; the hooks before them hand over what they measured."""
-        former = self._before_captures if before is None or before.local is None else before.local
-        compared = self._ranks.several and NOISE_SCALE in self._engine.columns
-        asked = compared or bool(bound.needs.columns & LOCAL)
-        # What clips inside the backward hangs on the same gradients: hooks made anew would come after it.
-        cadences = EVERY_STEP if self.in_backward else self._engine.cadences_of(LOCAL | {NOISE_SCALE})
-        probing = self._ranks.several and bool(COMPARING_RANKS & self._engine.columns)
-        local = LocalNorms(taps, self._activity.failed, former, cadences, probing) if asked else None
-        if former is not None and former is not self._before_captures:
-            former.close()
-        return local
-
-    def _limit(
-        self,
-        bound_rules: OptimizerRules,
-        captured: OptimizerCapture,
-        taps: Sequence[Tensor | None],
-        before: OptimizerRules | None,
-    ) -> None:
-        """Hooks that act inside the backward, unless they have switched themselves off."""
-        activity, acted = self._activity, None if before is None else before.clipper
-        if acted is not None and acted.disabled_reason:
-            acted.close()
-            acted.discard()
-            clipper: BackwardClipper | None = acted  # what it would do is done at the step
-        else:
-            clipper = clipper_of(
-                self._engine.ruleset,
-                bound_rules.bound,
-                captured,
-                taps,
-                activity.failed,
-                activity.health.report,
-                acted,
-            )
-        bound_rules.clip_in_backward(clipper, own_sites(bound_rules.bound, captured))
-        captured.use_hook_norms(None if clipper is None else clipper.reusable_norms)
-
-    def _micro(self, captured: OptimizerCapture, before: OptimizerRules | None) -> MicroDrop | None:
-        """The hooks that separate the micro-batches of a capture, kept while they are of this capture."""
-        micro, activity = None if before is None else before.micro, self._activity
-        if micro is not None and micro.is_of(captured):
-            return micro
-        if micro is not None:
-            micro.close()
-        return micro_drop_of(
-            self._engine.ruleset, captured, activity.failed, activity.health.report, self.cleared
-        )
-
-    def publish_bounds(self, bound_rules: OptimizerRules) -> None:
-        """Set the bounds of the next backward, as far as hooks can hold them."""
-        if bound_rules.clipper is not None and bound_rules.own is not None:
-            own = bound_rules.own
-            bound_rules.clipper.publish(
-                tuple(one.at(own) for one in bound_rules.bound.bounds(bound_rules.state))
-            )
-        if self.module_bounds is not None and bound_rules.captured.index == 0:
-            self.module_bounds.publish(bound_rules.bound.module_bounds(bound_rules.state))
 
     def _clip_section(self, captured: OptimizerCapture, bound: BoundEngine) -> ClipSection | None:
         """The `clip:` section for this capture, without policies on rows that were sharded since the attach."""
@@ -389,16 +250,16 @@ class RuleBindings:
             )
             if not rules:
                 bound_rules.health_tracker.begin_anew()
-            self.publish_bounds(bound_rules)
+            self.hooks.publish_bounds(bound_rules)
 
     def load(self, saved: Mapping[str, Any], captures: Iterable[OptimizerCapture]) -> None:
         """Go on from saved states; captures that do not exist yet take theirs when they are bound."""
         self.saved_states.waiting = dict(saved)
         for captured in captures:
-            bound_rules = self._of(captured)
+            bound_rules = self._contexts.rules_of(captured)
             if bound_rules is not None:
                 self.saved_states.take_up(captured, bound_rules)
-                self.publish_bounds(bound_rules)
+                self.hooks.publish_bounds(bound_rules)
 
 
 def changed_parameters(before: Sites, now: Sites) -> str:

@@ -213,7 +213,7 @@ class StepPipeline:
             )
             decision = self._decisions.permitted(step, verdict, decision)
             judged = self._judged(step, verdict, decision, grads_present)
-            self._rule_bindings.publish_bounds(bound_rules)
+            self._rule_bindings.hooks.publish_bounds(bound_rules)
             return judged
         except Exception as error:
             self._judging_failed(measurement, error)
@@ -375,4 +375,4 @@ def deferral_allowed(engine: Engine, rule_bindings: RuleBindings) -> bool:
     So where no rule acts but on non-finite gradients; a clip of the total needs none either (`StepActions.clip_ahead`).
     Bounds for the next backward are made of this step.
     """
-    return not engine.acts_on_host and engine.clips_only_total and not rule_bindings.in_backward
+    return not engine.acts_on_host and engine.clips_only_total and not rule_bindings.hooks.in_backward
