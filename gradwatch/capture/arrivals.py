@@ -150,7 +150,7 @@ class ArrivalCounts:
         self.cleared -= backwards
 
     def _gone(self, k: int, identity: int, version: int) -> bool:
-        grad = self._params[k].grad
+        grad = self._params[k].grad if self._params else None  # none: the optimizer has died
         if grad is None:
             return True
         grad = local(grad)

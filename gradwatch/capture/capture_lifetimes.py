@@ -19,6 +19,7 @@ from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.parameter_names import fallback_name, shape_of
 from gradwatch.capture.watched_parameters import GONE, Slots
 from gradwatch.records.snapshot import Sites
+from gradwatch.runtime.held_weakly import died
 from gradwatch.runtime.locks import ForkSafeLock
 from gradwatch.taps import module_tree
 from gradwatch.taps.optimizers.param_groups import params_of
@@ -50,6 +51,7 @@ class Captures:
         self._awaited: list[Any] = [] if waiting is None else waiting.wanted
         self.arranging = ForkSafeLock()  # held while captures are made or replaced, and rules bound to them
         self.stepped_inside: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._last_death: weakref.ref[Any] | None = None  # of those after which nothing was found freed
         self.replaced = False  # a capture was replaced: some of its parameters may have no optimizer now
         self.before_drop: Callable[[], None] = _nothing  # parameters are about to be released
         self.in_no_optimizer: int | None = None  # parameters that get gradients and are trained by nothing
@@ -57,8 +59,17 @@ class Captures:
         self._uncleared: list[UnclearedGradients] = []  # those to be looked at before the next backward
         self._unhooked: set[int] = set()  # slots that the running backward reaches without calling their hook
 
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        """(name, parameter) of all that are watched, in the order of their slots."""
+        found = {slot: self.params[slot] for slot in self.slots.of.values()}
+        for captured in self.captures:  # of some the model is gone
+            found.update(zip(captured.slots.tolist(), captured.params, strict=False))  # sync: numpy
+        names = self.slots.names
+        return [(names[slot], found[slot]) for slot in sorted(found) if found[slot] is not GONE]
+
     def holds(self, optimizer: Optimizer) -> bool:
         """True if an optimizer owns a parameter of the watched models, also one that joined them unseen."""
+        self.release_freed()
         params = params_of(optimizer)
         if any(id(param) in self.slots.of for param in params):
             return True
@@ -96,7 +107,9 @@ class Captures:
 
     def _adopt(self, optimizer: Optimizer, captured: OptimizerCapture | None) -> OptimizerCapture:
         fresh = params_of(optimizer)
-        params, kept = self.slots.in_model_order(fresh, lambda param: fallback_name(optimizer, param))
+        params, kept = self.slots.in_model_order(
+            fresh, lambda param: fallback_name(optimizer, param), optimizer
+        )
         known: Sites | None = None
         if captured is None:
             captured = self._predecessor(params, kept.tolist())  # sync: numpy
@@ -118,7 +131,7 @@ class Captures:
             built.follows(captured)
             if captured.params:
                 self.restore(captured)
-            self.replaced = self.replaced or bool(captured.params)
+            self.replaced = self.replaced or not captured.released
             self.captures[self.captures.index(captured)] = built
         self.coverage.adopted()
         return built
@@ -129,6 +142,7 @@ class Captures:
         index = len(self.captures) if before is None else before.index
         sites = self.slots.sites(kept, params)
         captured = OptimizerCapture(index, None, params, sites, None, fresh, inside_backward=True)
+        captured.hold_with({self.slots.params.owner(slot) for slot in kept.tolist()})  # sync: numpy
         self.slots.unowned = None
         if before is None:
             self.captures.append(captured)
@@ -173,7 +187,7 @@ class Captures:
     def claim(self, captured: OptimizerCapture) -> None:
         """A capture that `adopt_unowned` made has no optimizer; it takes the place of one whose model is gone."""
         self.drop_dead()
-        gone = (k for k, one in enumerate(self.captures) if one.without_optimizer and not one.params)
+        gone = (k for k, one in enumerate(self.captures) if one.without_optimizer and one.released)
         index = next(gone, len(self.captures))
         captured.takes_place(index, self.captures[index] if index < len(self.captures) else None)
         self.captures[index : index + 1] = [captured]
@@ -217,11 +231,37 @@ class Captures:
     def has_dead(self) -> bool:
         """True if an optimizer, or a model trained without one, is gone whose parameters are still held."""
         for captured in self.captures:
-            if captured.params and captured.optimizer is not None and captured.optimizer() is None:
+            if captured.released:
+                continue
+            if captured.optimizer is not None and captured.optimizer() is None:
                 return True
-            if captured.params and captured.without_optimizer and self.slots.watched.any_gone:
+            if captured.without_optimizer and self.slots.watched.any_gone:
                 return True
-        return bool(self.slots.held_by_script) and self._script_dropped_some()
+        return bool(self.freed()) or (bool(self.slots.held_by_script) and self._script_dropped_some())
+
+    def freed(self) -> list[int]:
+        """The slots of parameters that were freed with their model, or optimizer; others may have their `id` by now."""
+        lost = [] if died and died[-1] is self._last_death else self.slots.params.lost()
+        if lost:
+            held: set[int] = set()
+            for captured in self.captures:
+                if captured.params:
+                    held.update(captured.param_ids)
+                    held.update(captured.watched_ids)
+            lost = self.slots.freed(lost, held)
+        if died and not lost:
+            self._last_death = died[-1]
+        return lost
+
+    def release_freed(self) -> None:
+        """Note which models are gone by now, and release the slots of what was freed with them.
+
+        No parameter is taken for another at its address then, and no model for the successor of one that went later.
+        """
+        self.slots.watched.note_gone()
+        freed = self.freed()
+        if freed:
+            self._leave(freed)
 
     def _script_dropped_some(self) -> bool:
         """True if the script refers no more to any tensor that a loop without an optimizer or a module had."""
@@ -235,45 +275,50 @@ class Captures:
         if self.has_dead():
             self.drop_dead()
 
-    def release(self) -> None:
-        """Let go of every parameter that no living optimizer has."""
-        self.release_dead()
-        if self.slots.count > sum(len(captured.params) for captured in self.captures):
-            self.drop_dead()
-
     def drop_dead(self) -> None:
         """Let go of parameters that belong to no living optimizer and to no model any more."""
         self.before_drop()
         self.replaced, self.slots.unowned = False, None
         modules = self.slots.alive_modules()
-        wanted = set(map(id, module_tree.parameters_in(modules)))
+        here = module_tree.parameters_in(modules)
+        wanted = set(map(id, here))
+        for slot in self.slots.params.lost():
+            if (
+                self.slots.ids[slot] in wanted
+            ):  # its model is gone, and another that lives has the parameter, too
+                self.slots.hold_on(slot, here)
         if self.slots.held_by_script:
             dropped = self.slots.dropped_by_script([one.position for one in self._loops if one.params])
-            wanted.update(id(self.params[slot]) for slot in self.slots.held_by_script - dropped)
+            wanted.update(self.slots.ids[slot] for slot in self.slots.held_by_script - dropped)
         for captured in self.captures:
-            if not captured.params:  # released before
+            if captured.released:
                 continue
             gone = captured.optimizer is not None and captured.optimizer() is None
             if gone or (captured.without_optimizer and wanted.isdisjoint(captured.param_ids)):
                 captured.release()
         for captured in self.captures:
             wanted.update(map(id, captured.params))
-        leaving = []
-        for slot, param in enumerate(self.params):
-            if id(param) not in wanted and param is not GONE:
-                leaving.append(slot)
+        ids = self.slots.ids
+        leaving = [slot for slot, identity in enumerate(ids) if identity and identity not in wanted]
         if leaving:
-            self._unhooked.difference_update(leaving)
-            self.slots.release(leaving)
+            self._leave(leaving)
         self.coverage.left(modules)
+
+    def _leave(self, leaving: list[int]) -> None:
+        self._unhooked.difference_update(leaving)
+        self.slots.release(leaving)
+        known = self.slots.of.keys()
+        for captured in self.captures:
+            if not (captured.params or known >= set(captured.param_ids)):
+                captured.release_freed(known)
 
     # -- their hooks -------------------------------------------------------------------------------------
 
     def reinstall(self, captured: OptimizerCapture) -> None:
         """Hook the parameters of a capture with all its hooks that have come to want a gradient again."""
-        if not captured.pruning.pruned:
-            slots = captured.slots.tolist()  # sync: numpy
-            self.slots.hooks.put(slots, list(map(self.params.__getitem__, slots)))
+        slots = captured.slots.tolist()  # sync: numpy
+        if len(slots) == len(captured.params) and not captured.pruning.pruned:
+            self.slots.hooks.put(slots, captured.params)
 
     def prune(self, captured: OptimizerCapture) -> None:
         """Remove all but a few hooks of a capture whose loop is learned."""

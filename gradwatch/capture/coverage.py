@@ -41,15 +41,15 @@ class Registrations:
         self._owners: set[int] = set()
         self.counted = [0]  # how many there were so far; a list, so that it is looked at without a call
         self._replaced: list[Replaced] = []  # at most one
-        owners, count, taken = (
-            self._owners,
-            self.counted,
-            self._replaced,
-        )  # torch's dicts must not reach `self`
+        self._building: list[Callable[[], None]] = []
+        # torch's dicts must not reach `self`
+        owners, count, taken, building = self._owners, self.counted, self._replaced, self._building
 
         @untraced
         def noticed(module: nn.Module, name: str, value: Any) -> None:
             try:
+                for built in building:
+                    built()
                 if id(module) in owners and not (taken and taken[0](module, name, value)):
                     count[0] += 1
             except Exception as error:
@@ -60,9 +60,12 @@ class Registrations:
             register_module_module_registration_hook(noticed),
         ]
 
-    def announce(self, replaced: Replaced) -> None:
-        """Call `replaced` first, and count only what it does not take (False); it must not raise."""
-        self._replaced[:] = [replaced]
+    def announce(self, replaced: Replaced, built: Callable[[], None]) -> None:
+        """Call `replaced` first, and count only what it does not take (False); neither may raise.
+
+        `built` is called whatever module something is put into: memory is wanted.
+        """
+        self._replaced[:], self._building[:] = [replaced], [built]
 
     def watch(self, modules: Iterable[nn.Module], anew: bool) -> None:
         """Count these modules too, or (`anew`) only them; one that is gone may be counted by mistake, harmlessly."""
@@ -76,6 +79,7 @@ class Registrations:
             handle.remove()
         self._handles.clear()
         self._replaced.clear()
+        self._building.clear()
 
 
 class Places:
@@ -225,9 +229,12 @@ class Coverage:
         self.ratio *= 1 - share
         self._left = 0
 
-    def announce(self, replaced: Replaced) -> None:
-        """Call `replaced` when something is put into a watched module; what it takes (True) asks for no new count."""
-        self._registrations.announce(replaced)
+    def announce(self, replaced: Replaced, built: Callable[[], None]) -> None:
+        """Call `replaced` when something is put into a watched module; what it takes (True) asks for no new count.
+
+        `built`: when something is put into any module.
+        """
+        self._registrations.announce(replaced, built)
 
     @property
     def registrations(self) -> list[int]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from threading import get_ident
 
 import numpy as np
@@ -35,7 +35,7 @@ from gradwatch.reading.loss_scale_removal import unscaled
 from gradwatch.reading.training_threads import TrainingThreads
 from gradwatch.records.columns import SCALED_BY
 from gradwatch.records.snapshot import Sites
-from gradwatch.runtime.held_weakly import noted
+from gradwatch.runtime.held_weakly import emptied_with, noted
 from gradwatch.runtime.locks import ForkSafeLock
 from gradwatch.taps.clip_functions import Clip
 
@@ -101,11 +101,15 @@ class OptimizerCapture:
     ) -> None:
         """Everything that is of one optimizer: its parameters, and what is learned of its steps and read of them."""
         self.optimizer = None if optimizer is None else noted(optimizer)
-        self.params = params
+        self.params = params  # empty from the moment that the optimizer dies
+        self.released = False
         self.param_ids = list(map(id, params))
         self.watched_ids = list(map(id, given))  # every parameter of the optimizer when the capture was built
         self.thread = 0  # of several: that has used its gradients last; 0: not known
         self.frozen = [] if all(map(_requires_grad, given)) else [p for p in given if not p.requires_grad]
+        self._emptied = [
+            emptied_with(optimizer, each) for each in (params, self.frozen) if each and optimizer
+        ]
         self.compared = -1  # registrations in the models when these were last compared with the optimizer's
         self.pruning = HookPruning(len(params))
         self.spans_two_steps = False  # this window cannot be one step's alone
@@ -580,11 +584,22 @@ class OptimizerCapture:
 
     def release(self) -> None:
         """The optimizer is gone: keep index and step for a successor, and release the parameters."""
+        self.released, self._emptied = True, []
         self.params, self.slots, self.position, self.watched_ids = [], np.zeros(0, np.intp), {}, []
         self._norms = self._after = self._last = self.kept = None
         self.frozen, self._held = [], []
         self.arrivals.release()
         self.loop_events.uncleared.release()
+
+    def hold_with(self, owners: Iterable[object]) -> None:
+        """Hold the parameters as long as their one owner lives; where they have several, or none, until `release`."""
+        only = set(owners)
+        if len(only) == 1 and None not in only:
+            self._emptied = [emptied_with(only.pop(), self.params)]
+
+    def release_freed(self, living: Container[int]) -> None:
+        """Of one that was released: only parameters that still live, by `id`, tell its successor from others."""
+        self.param_ids = [identity for identity in self.param_ids if identity in living]
 
     # -- inside ------------------------------------------------------------------------------------------
 

@@ -141,6 +141,7 @@ class WatchedModels:
         self._alive: list[_Watched] = []
         self._gone: list[_Watched] = []  # in the order in which they went, until others take their prefixes
         self._looks = 0
+        self._unreleased = False  # some are known to be gone, and their parameters may be held
         self.undecided: tuple[str, ...] = ()
         """Prefixes left at one time by models alike, of which it cannot be told which successor is whose."""
 
@@ -159,8 +160,12 @@ class WatchedModels:
 
     @property
     def any_gone(self) -> bool:
-        """True if one has been freed since this was looked at last."""
-        return any(one.model() is None for one in self._alive)
+        """True if one has been freed since `released`."""
+        return self._unreleased or any(one.model() is None for one in self._alive)
+
+    def released(self) -> None:
+        """Note that nothing is held any more of those that are gone."""
+        self._unreleased = False
 
     @property
     def childless(self) -> bool:
@@ -181,6 +186,7 @@ class WatchedModels:
                 alive.append(one)
                 models.append(model)
         if gone:
+            self._unreleased = True
             self._looks += 1
             for one in gone:
                 one.left = self._looks

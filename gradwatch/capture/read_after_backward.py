@@ -73,7 +73,7 @@ class Capture(Captures):
     def join(self, optimizers: Sequence[Optimizer], loose: Sequence[tuple[str, nn.Parameter]]) -> None:
         """Have the next backward announce the parameters of these optimizers."""
         if loose:
-            self.slots.add_loose(loose, held_by_script=not optimizers)
+            self.slots.add_loose(loose, optimizers)
         # Without an optimizer it is for models, perhaps known ones, that hold what is not watched.
         if not optimizers:
             self.release_dead()
@@ -121,7 +121,8 @@ class Capture(Captures):
 
     def _rehook(self, captured: OptimizerCapture) -> int:
         """Hook those parameters again whose contents were swapped; how many there were."""
-        return sum(self.slots.hooks.rehook(slot, self.params[slot]) for slot in map(int, captured.slots))
+        pairs = zip(captured.slots.tolist(), captured.params, strict=False)  # sync: numpy
+        return sum([self.slots.hooks.rehook(slot, param) for slot, param in pairs])
 
     @property
     def backwards(self) -> int:

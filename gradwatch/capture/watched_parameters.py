@@ -7,12 +7,12 @@ of a slot elsewhere (arrivals, captures) is held by its number.
 from __future__ import annotations
 
 import operator
-import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import nn
+from torch.optim import Optimizer
 
 from gradwatch.capture import parameter_names
 from gradwatch.capture.coverage import Coverage
@@ -25,17 +25,15 @@ from gradwatch.capture.parameter_names import (
 )
 from gradwatch.capture.shards import is_shard, offloaded_in
 from gradwatch.records.snapshot import Sites
+from gradwatch.runtime.held_weakly import HeldByOwner
 from gradwatch.taps import module_tree
 from gradwatch.taps.grad_ready import GradReadyHooks
+from gradwatch.taps.optimizers.param_groups import params_of
 
 _numel: Callable[[torch.Tensor], int] = torch.Tensor.numel
 _second: Callable[[tuple[str, nn.Parameter]], nn.Parameter] = operator.itemgetter(1)
 _dim: Callable[[torch.Tensor], int] = torch.Tensor.dim
 GONE = nn.Parameter(torch.empty(0, device="cpu"), requires_grad=False)  # whatever the default device is
-
-_ALONE = [torch.empty(0, device="cpu")]
-OF_THE_CALL = sys.getrefcount(_ALONE[0]) - 1
-"""References that `sys.getrefcount(list[k])` counts of its own, as found on a tensor that only a list holds."""
 
 
 class Slots:
@@ -48,7 +46,9 @@ class Slots:
         self, models: Iterable[nn.Module], ready: dict[int, list[int]], arm: Callable[[], None]
     ) -> None:
         self.watched = WatchedModels()
-        self.params: list[nn.Parameter] = []
+        # Held as long as the model lives that it is of, or the optimizer: then it is `GONE`, until it is released.
+        self.params: HeldByOwner[nn.Parameter] = HeldByOwner(GONE)
+        self.ids: list[int] = []  # by slot: `id()` of its parameter; 0 where the slot is free
         self.names: list[str] = []
         self.since: list[int] = []  # by slot: how many parameters came before its own, whatever slot was free
         self.of: dict[int, int] = {}
@@ -83,12 +83,15 @@ class Slots:
             self._take_all(fresh, uniquely_named(listed), anew=False)
         return fresh
 
-    def add_loose(self, named: Iterable[tuple[str, nn.Parameter]], held_by_script: bool = False) -> None:
-        """Watch parameters that no module holds; `held_by_script`: no optimizer either."""
+    def add_loose(
+        self, named: Iterable[tuple[str, nn.Parameter]], optimizers: Sequence[Optimizer] = ()
+    ) -> None:
+        """Watch parameters that no module holds: of one of these optimizers, or of none: the script holds them."""
+        owners = {id(param): optimizer for optimizer in optimizers for param in params_of(optimizer)}
         for name, param in named:
             if param.numel() or is_shard(param):
-                slot = self.slot(param, name)
-                if held_by_script:
+                slot = self.slot(param, name, owners.get(id(param)))
+                if not optimizers:
                     self.held_by_script.add(slot)
 
     def dropped_by_script(self, holders: Sequence[set[int] | dict[int, int]]) -> set[int]:
@@ -96,7 +99,7 @@ class Slots:
         gone = set()
         for slot in self.held_by_script:
             ours = 1 + sum(slot in holder for holder in holders)
-            if sys.getrefcount(self.params[slot]) - OF_THE_CALL <= ours:
+            if self.params.references(slot) <= ours:
                 gone.add(slot)
         return gone
 
@@ -133,25 +136,38 @@ class Slots:
                 self.names[slot] = name
             slots.append(slot)
             params.append(param)
-        if new:
-            slots += self._take(new)
-            params += map(_second, new)
+        for model, own in self._by_model(models, new):
+            slots += self._take(own, model)
+            params += map(_second, own)
         self.hooks.put(slots, params)
         self.coverage.scanned(modules, params, added=not anew)
         self._scanned = self._registrations[0]
 
-    def slot(self, param: nn.Parameter, name: str) -> int:
-        """The slot of a parameter, made (and hooked) where it is new."""
+    def slot(self, param: nn.Parameter, name: str, owner: Optimizer | None) -> int:
+        """The slot of a parameter that no module holds, made (and hooked) where it is new."""
         slot = self.of.get(id(param))
         if slot is None:
-            (slot,) = self._take([(name, param)])
+            (slot,) = self._take([(name, param)], owner)
         self.hooks.put([slot], [param])
         return slot
 
-    def _take(self, new: Sequence[tuple[str, nn.Parameter]]) -> list[int]:
+    def _by_model(self, models: Sequence[nn.Module], named: Named) -> Iterator[tuple[nn.Module, Named]]:
+        """Parameters of these models, for each of them its own: those that no model before it has."""
+        if len(models) == 1 and named:
+            yield models[0], named
+            return
+        for model in models if named else ():
+            present = set(map(id, module_tree.parameters(model)))
+            own = [pair for pair in named if id(pair[1]) in present]
+            named = [pair for pair in named if id(pair[1]) not in present]
+            yield model, own
+
+    def _take(
+        self, new: Sequence[tuple[str, nn.Parameter]], owner: nn.Module | Optimizer | None
+    ) -> list[int]:
         """Slots of parameters that were released, so that what comes and goes takes no more room; else new ones.
 
-        For each first that of the one which had its name.
+        For each first that of the one which had its name. They are held as long as `owner` lives.
         """
         slots = []
         for name, param in new:
@@ -161,33 +177,38 @@ class Slots:
             elif self._free:
                 slot, _ = self._free.popitem()
             else:
-                slot = len(self.params)
-                self.params.append(param)
+                slot = self.params.reserve()
+                self.ids.append(0)
                 self.names.append(name)
                 self.since.append(0)
             if self.names[slot] != name:
                 self.arrival.pop(slot, None)
-            self.of[id(param)] = slot
-            self.params[slot], self.names[slot], self.since[slot] = param, name, self._came
+            identity = id(param)
+            self.of[identity] = slot
+            self.ids[slot], self.names[slot], self.since[slot] = identity, name, self._came
             self._came += 1
             slots.append(slot)
+        self.params.hold(slots, list(map(_second, new)), owner)
         self.unowned = None
         return slots
 
     def exchange(self, slot: int, param: nn.Parameter) -> None:
         """Another parameter of the same shape takes a slot, name and hook included; the one before is not held."""
-        self.of.pop(id(self.params[slot]), None)
+        self._exchange(slot, param, self.params.owner(slot))
+
+    def _exchange(self, slot: int, param: nn.Parameter, owner: object | None) -> None:
+        self.of.pop(self.ids[slot], None)
         self.hooks.free([slot])
-        self.of[id(param)] = slot
-        self.params[slot] = param
+        self.of[id(param)], self.ids[slot] = slot, id(param)
+        self.params.hold([slot], [param], owner)
         self.hooks.put([slot], [param])
 
     def take_over(self, slot: int, successor: int) -> None:
         """The parameter in another slot is the successor of the one in this: the other slot becomes free."""
-        param = self.params[successor]
+        param, owner = self.params[successor], self.params.owner(successor)
         self.coverage.places.take_over(slot, successor)
         self.release([successor])
-        self.exchange(slot, param)
+        self._exchange(slot, param, owner)
 
     def knows(self, param: nn.Parameter) -> bool:
         """True if a parameter belongs to the watched models."""
@@ -198,6 +219,11 @@ class Slots:
         for name, param in named_parameters(self.watched.prefixed()):
             if not (param.requires_grad and id(param) in self.of):
                 yield name, param
+
+    def wanting(self) -> list[nn.Parameter]:
+        """Those that want a gradient."""
+        held = map(self.params.__getitem__, range(len(self.params)))
+        return [param for param in held if param.requires_grad]
 
     def covers_id(self, identity: int) -> bool:
         """True if the parameter with this `id()` has a slot."""
@@ -213,7 +239,7 @@ class Slots:
 
     def all_sites(self) -> Sites:
         """Every parameter that wants a gradient, whatever optimizer it has or will have."""
-        slots = [slot for slot, param in enumerate(self.params) if param.requires_grad]
+        slots = [slot for slot in range(len(self.params)) if self.params[slot].requires_grad]
         sites = self.sites(np.array(slots, np.intp), [self.params[slot] for slot in slots])
         lazy = self.lazy_names()  # a rule may name them already; their shape is not known
         return Sites(
@@ -239,9 +265,15 @@ class Slots:
         return len(self.hooks) > 0 or bool(self.hooks.spared)
 
     def in_model_order(
-        self, fresh: list[nn.Parameter], fallback: Callable[[nn.Parameter], str]
+        self,
+        fresh: list[nn.Parameter],
+        fallback: Callable[[nn.Parameter], str],
+        owner: Optimizer | None = None,
     ) -> tuple[list[nn.Parameter], np.ndarray]:
-        """(parameters that want a gradient, their slots) in the order in which they stand in the models."""
+        """(parameters that want a gradient, their slots) in the order in which they stand in the models.
+
+        Those that no model has are called by `fallback`, and held as long as their `owner` lives.
+        """
         known = self.of
         if self._scanned != self._registrations[0] or not known.keys() >= set(map(id, fresh)):
             self.scan()  # where a parameter was replaced, added or moved, its name is in the model
@@ -257,7 +289,7 @@ class Slots:
             # A shard may be empty here and hold something on other ranks, which must see the same parameters.
             if param.numel() or is_shard(param):
                 slot = known.get(id(param))
-                slots.append(self._take([(fallback(param), param)])[0] if slot is None else slot)
+                slots.append(self._take([(fallback(param), param)], owner)[0] if slot is None else slot)
                 named.append(param)
         if not self.hooks.hooked.keys() >= set(slots):
             self.hooks.put(slots, named)
@@ -270,6 +302,23 @@ class Slots:
             named, slots = [named[k] for k in order], [slots[k] for k in order]
         return named, np.array(slots, np.intp)
 
+    def freed(self, lost: list[int], held: Container[int]) -> list[int]:
+        """Of those whose owner has died: the slots of those freed with it. `held`: `id` of those that others hold."""
+        return [slot for slot in lost if self.ids[slot] not in held and not self.hooks.lives(slot)]
+
+    def hold_on(self, slot: int, having: Sequence[nn.Parameter]) -> None:
+        """The owner of a slot has died, and others are `having` its parameter, or one at the same address.
+
+        The latter, or what cannot be told from it, is released: a scan finds it anew.
+        """
+        param = next(param for param in having if id(param) == self.ids[slot])
+        owner = next(model for model in self.models() if any(param is one for one in model.parameters()))
+        if self.hooks.is_on(slot, param):
+            self.params.hold([slot], [param], owner)
+        else:
+            self.release([slot])
+            self._scanned = -1
+
     def release(self, gone: list[int]) -> None:
         """Let go of the parameters in these slots, which stay for others, so that the rest keep theirs."""
         self.hooks.free(gone)
@@ -280,10 +329,11 @@ class Slots:
             self.arrival.pop(slot, None)
         self.held_by_script.difference_update(gone)
         for slot in gone:
-            identity = id(self.params[slot])
+            identity = self.ids[slot]
             self.of.pop(identity, None)
             self.hooks.spared.discard(identity)
-            self.params[slot] = GONE
+            self.params.drop(slot)
+            self.ids[slot] = 0
             self._free[slot] = None
             self._left[self.names[slot]] = slot
 
@@ -321,6 +371,7 @@ class Slots:
         modules = []
         for model in self.watched.note_gone():
             modules += module_tree.modules(model)
+        self.watched.released()
         return modules
 
     @property

@@ -67,7 +67,7 @@ class Agent:
     """Attaches to every optimizer of the process before its first gradient is computed, scaled, clipped or used."""
 
     def __init__(self) -> None:
-        self.registered = ModuleRegistry(self._building)
+        self.registered = ModuleRegistry()
         self._lock = ForkSafeLock()
         self._waiting: dict[int, tuple[weakref.ref[Optimizer], int]] = {}  # made, not looked at yet
         self._seen: dict[int, weakref.ref[Optimizer]] = {}
@@ -105,12 +105,9 @@ class Agent:
         if self._baselines is not None:
             self._baselines.after_step()
 
-    def _building(self) -> None:
-        for watch in _watches:  # what was trained before may be gone: its memory is wanted now
-            watch.release_dead()
-
     def _made(self, optimizer: Optimizer | None) -> None:
-        self._building()
+        for watch in _watches:
+            watch.release_freed()
         self._forwards.hold_new()
         if optimizer is None:  # known at its first step
             return

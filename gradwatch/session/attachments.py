@@ -126,7 +126,7 @@ class Attached:
             self.capture = self._part(
                 Capture(models, self._backward_ended, self._activity.failed, spent, ownership)
             )
-            self.capture.slots.add_loose(loose, held_by_script=not ownership.given(()))
+            self.capture.slots.add_loose(loose, ownership.given(()))
             wanted = self._tapped(models, strict_rules)
             self._bind_to(wanted, name)
             self._hold(models)
@@ -151,7 +151,7 @@ class Attached:
         if self.taps is not None:
             self._part(self.taps)
         self._part(FlatTaps(models, self.capture.expect, failed))
-        wanted = [param for param in self.capture.params if param.requires_grad]
+        wanted = self.capture.slots.wanting()
         sites = self.sites()
         rules.fit(refused_here(rules.engine, sites, models, wanted, rules.run.world_size))
         rules.engine.check(sites, strict_rules)
@@ -161,9 +161,7 @@ class Attached:
         """Make the parts that rules are bound in; `wanted` are the parameters that want a gradient."""
         capture, activity, rules = self.capture, self._activity, self.rules
         self.statistics = RunningStatistics(capture.slots.models, self._notices.say)
-        self.weights = Weights(
-            lambda: zip(capture.names, capture.params, strict=False), capture.slots.unoptimized
-        )
+        self.weights = Weights(capture.named, capture.slots.unoptimized)
         self._stages = self._part(PipelineStages(self._stage_scaled))
         self.ranks = Ranks(
             name, rank_requirements(rules.engine), capture.slots.models, self._of_ranks, self._stages.taken
@@ -278,6 +276,7 @@ class Attached:
 
     def add(self, models: Iterable[nn.Module]) -> None:
         """Watch further models."""
+        self.capture.release_freed()
         added = self.capture.slots.add_models(models)
         if self.capture.slots.watched.undecided:
             self._notices.undecided(self.capture.slots.watched.undecided)

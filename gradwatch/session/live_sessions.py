@@ -1,9 +1,8 @@
 """Live sessions, the end of those whose models are gone, and the end of the process.
 
 torch's hooks hold a Watch that the script does not keep (`gradwatch.watch(model)` alone is enough), so something has to
-end it. Nothing runs when a model goes: its death is noted (`gradwatch.runtime.held_weakly`). Its Watch is closed before
-the next backward of the process, or when another one is made, and gives up the memory of the parameters as soon as a
-parameter is put into another model.
+end it. Nothing runs when a model goes: its death is noted, and its parameters are freed with it
+(`gradwatch.runtime.held_weakly`). Its Watch is closed before the next backward of the process, or when another is made.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from gradwatch.account.exit_reason import how_it_ends
 from gradwatch.records.run_info import RunInfo
 from gradwatch.runtime.held_weakly import died
 from gradwatch.runtime.process_identity import here
-from gradwatch.taps import backward_entry, module_building
+from gradwatch.taps import backward_entry
 from gradwatch.taps.backward_entry import BackwardCall
 from gradwatch.taps.process_totals import ended_by_exceptions
 
@@ -34,9 +33,6 @@ class Lives(Protocol):
 
     def drop_dead(self) -> None:
         """Before a backward: hold no parameter of an optimizer or a model that is gone."""
-
-    def release_dead(self) -> None:
-        """Hold no parameter that no optimizer and no model holds."""
 
     def close(self) -> None:
         """End it."""
@@ -66,7 +62,7 @@ class LiveSessions(Generic[W]):
         self._live.append(watch)
         _at_exit()
         if not self._removes:
-            self._removes += backward_entry.listen(self._died, died), module_building.listen(self._built)
+            self._removes.append(backward_entry.listen(self._died, died))
 
     def discard(self, watch: W) -> None:
         """It has been closed. The last one takes the taps with it."""
@@ -100,10 +96,6 @@ class LiveSessions(Generic[W]):
             if watch.orphaned() and watch in self._live:
                 self._live.remove(watch)  # first: closing asks for those that live
                 watch.close()
-
-    def _built(self) -> None:
-        for watch in tuple(self._live):
-            watch.release_dead()
 
 
 LIVE: LiveSessions[Any] = LiveSessions()

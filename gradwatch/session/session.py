@@ -24,6 +24,7 @@ from gradwatch.records.event import Event
 from gradwatch.records.record import CheckpointHealth, Record
 from gradwatch.records.run_info import RunInfo
 from gradwatch.rules.rule_set import RuleSet
+from gradwatch.runtime.held_weakly import died
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.runtime.process_identity import here
 from gradwatch.runtime.spelling import did_you_mean
@@ -193,6 +194,7 @@ class Session:
 
     def knows(self, identity: int) -> bool:
         """True if the parameter with this `id()` is watched here."""
+        self.release_freed()
         return self.attached is not None and self.attached.capture.slots.covers_id(identity)
 
     def knows_any(self, identities: Iterable[int]) -> bool:
@@ -364,17 +366,10 @@ class Session:
         if self.attached is not None and self.attached.capture.has_dead():
             self.attached.capture.drop_dead()
 
-    def release_dead(self) -> None:
-        """Free the parameters of optimizers and models that are gone, before the next step would."""
-        attached = self.attached
-        if attached is None:
-            return
-        orphaned = self.origin != "launcher" and self.orphaned()
-        if (orphaned or attached.capture.has_dead()) and self._activity.is_step_thread():
-            if orphaned:
-                attached.capture.release()
-            else:
-                attached.capture.drop_dead()
+    def release_freed(self) -> None:
+        """No parameter that is gone is taken for another at its address from now on."""
+        if self.attached is not None and died and self._activity.is_step_thread():
+            self.attached.capture.release_freed()
 
     def orphaned(self) -> bool:
         """True if all models are gone that it was to watch; a launcher's session watches what comes, too."""

@@ -76,6 +76,16 @@ class GradReadyHooks:
         self.put([slot], [param])
         return True
 
+    def lives(self, slot: int) -> bool:
+        """True if the parameter lives that the hook of a slot was put on."""
+        hooked = self.hooked.get(slot)
+        return hooked is not None and hooked[0]() is not None
+
+    def is_on(self, slot: int, param: nn.Parameter) -> bool:
+        """True if the hook of a slot is on this parameter."""
+        hooked = self.hooked.get(slot)
+        return hooked is not None and param._post_accumulate_grad_hooks is hooked[0]() is not None
+
     def swapped(self, slot: int, param: nn.Parameter) -> bool:
         """True if the hook of a slot no longer fires, since the contents of its parameter were swapped."""
         return slot in self.hooked and self._marked_as[slot][0] != contents(param)

@@ -25,7 +25,6 @@ from gradwatch.taps.patch import OnLookup, Patch
 WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 """Names under which DDP, torch.compile, FSDP1 and activation checkpointing hold what they wrap."""
 _SMALL = 256  # entries below which nothing is pruned
-_COPIED = 16  # modules copied or unpickled from one call of `building` to the next
 
 
 class Place(NamedTuple):
@@ -39,14 +38,12 @@ class Place(NamedTuple):
 class ModuleRegistry:
     """The live modules; `clock` counts what was registered so far, `made` the modules that it became known of.
 
-    A module made before this began is known from its first registration, copy or unpickling after it. `building` is
-    called whenever a parameter is put into a module, and as modules are copied or unpickled; it must not raise.
+    A module made before this began is known from its first registration, copy or unpickling after it.
     """
 
-    def __init__(self, building: Callable[[], None] | None = None) -> None:
+    def __init__(self) -> None:
         self.clock = self.made = 0
         self.registrations = 0  # of `clock`, without copies
-        self._building = building or _nothing
         self._modules: dict[int, weakref.ref[nn.Module]] = {}
         self._fresh: list[weakref.ref[nn.Module]] = []  # since they were last asked for
         self._unread: list[tuple[weakref.ref[nn.Module], int]] = []  # copied, their contents not looked at
@@ -252,7 +249,6 @@ class ModuleRegistry:
             ref = self._know(module)
             if param is not None and self._known_owners([param]) == [None]:
                 self._owners[id(param)] = Place(ref, name, self.clock)
-            self._building()
         except Exception as error:
             guard.fault("capture", error)
 
@@ -280,17 +276,11 @@ class ModuleRegistry:
             self._offered = sum(alive[: self._offered])
             self._unread = [each for each, lives in zip(self._unread, alive, strict=True) if lives]
             self._prune_at = max(self._prune_at, 2 * len(self._unread))
-        if len(self._unread) % _COPIED == 1:  # the first of a model, and now and then in a large one
-            self._building()
 
 
 def _is_made(module: nn.Module) -> bool:
     """True if a module has what `nn.Module.__init__`, or `__setstate__`, gives it."""
     return "_parameters" in vars(module) and "_modules" in vars(module)
-
-
-def _nothing() -> None:
-    """In the place of a listener."""
 
 
 _states: Patch[Callable[[nn.Module | None], object]] = Patch(

@@ -269,7 +269,6 @@ ENTRIES = [
     ("taps/step_hooks.py", "_before"),
     ("taps/step_hooks.py", "_after"),
     ("taps/patch.py", "__get__"),
-    ("taps/module_building.py", "noticed"),
     ("taps/module_registry.py", "_parameter"),
     ("taps/module_registry.py", "_module"),
     ("capture/coverage.py", "noticed"),

@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
+from types import FrameType
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwatch.runtime import held_weakly
-from gradwatch.runtime.held_weakly import Distinct, noted
+from gradwatch.runtime.held_weakly import Distinct, HeldByOwner, noted
 
 
 class Thing:
@@ -56,3 +57,53 @@ def test_a_death_is_noted_without_python() -> None:
     assert [one is refs[0] for one in held_weakly.died] == [True]
     assert calls == []
     held_weakly.died.clear()
+
+
+def test_a_list_is_emptied_where_its_owner_dies_and_no_python_runs_for_it() -> None:
+    """What it held is gone in the next line, and neither a call nor a line of Python was executed in between."""
+    seen: list[str] = []
+
+    def trace(frame: FrameType, event: str, _: object) -> None:
+        seen.append(f"{event} {frame.f_code.co_name}")
+
+    owner, held = Thing(), [Thing(), Thing()]
+    refs, kept = [weakref.ref(one) for one in held], held_weakly.emptied_with(owner, held)
+    sys.setprofile(trace)
+    del owner
+    sys.setprofile(None)
+    assert kept() is None
+    assert held == []
+    assert [ref() for ref in refs] == [None, None]
+    assert [event for event in seen if event.startswith("call")] == []
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(["hold", "drop", "die"]), st.integers(0, 5), st.integers(0, 2)), max_size=60
+    )
+)
+def test_each_is_held_as_long_as_its_owner_lives(moves: list[tuple[str, int, int]]) -> None:
+    """By whatever moves: under a number is what a mapping of living owners says, and nothing else lives."""
+    gone, owners = Thing(), {k: Thing() for k in range(3)}
+    table, model = HeldByOwner(gone), dict[int, tuple[int, weakref.ref[Thing]]]()
+    for _ in range(6):
+        table.reserve()
+    for move, number, owner in moves:
+        if move == "hold":
+            one = Thing()
+            table.hold([number], [one], owners[owner])
+            model[number] = owner, weakref.ref(one)
+            del one
+        elif move == "drop":
+            table.drop(number)
+            model.pop(number, None)
+        else:
+            lost = {k for k, (of, _) in model.items() if of == owner}
+            owners[owner] = Thing()  # the one before it dies
+            assert lost <= set(table.lost())
+            for k in lost:
+                ref = model.pop(k)[1]
+                assert ref() is None
+                table.drop(k)
+    for k in range(6):
+        assert table[k] is (model[k][1]() if k in model else gone)

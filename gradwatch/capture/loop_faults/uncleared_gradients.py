@@ -99,7 +99,7 @@ class UnclearedGradients:
     def look(self) -> None:
         """A backward is about to run: note which of these gradients are still there, as the step has left them."""
         used = self._used
-        if used is None or self._arrivals.count:
+        if used is None or self._arrivals.count or not self._params:  # none: the optimizer has died
             return
         grads = [param.grad for param in self._params]
         now = zip(map(id, grads), versions_of(grads), used.ids, used.versions, strict=True)

@@ -76,7 +76,7 @@ class Boundary:
         self._reset = reset
         self._in_backward = InBackward(capture, binder, pipeline, self._judging_failed)
         self._without_optimizer = LoopsWithoutOptimizer(
-            capture, binder, pipeline, notices, self._judging_failed
+            capture, binder, pipeline, notices, self._judging_failed, activity.is_step_thread
         )
         self._current = CurrentContexts(
             capture, contexts, binder, self._without_optimizer, self._judging_failed

@@ -53,7 +53,9 @@ class LoopsWithoutOptimizer:
         pipeline: StepPipeline,
         notices: Notices,
         failed: Callable[[Exception], None],
+        may_judge: Callable[[], bool],
     ) -> None:
+        self._may_judge = may_judge
         self._notices = notices
         self._capture = capture
         self._binder = binder
@@ -71,8 +73,11 @@ class LoopsWithoutOptimizer:
             capture, lambda: [(loop.captured, loop.probe_before) for loop in self._loops]
         )
         # torch's global hooks must not hold this object.
-        itself = weakref.WeakMethod(self._registered)
-        capture.coverage.announce(lambda *what: (call := itself()) is not None and call(*what))
+        registered, built = weakref.WeakMethod(self._registered), weakref.WeakMethod(self._built)
+        capture.coverage.announce(
+            lambda *what: (call := registered()) is not None and call(*what),
+            lambda: None if (call := built()) is None else call(),
+        )
         begins = backward_entry.listen(self._begins, self._loops, capture.slots.held_by_script)
         self._removes = [begins, clip_functions.listen(self._clipped)]
 
@@ -122,6 +127,11 @@ class LoopsWithoutOptimizer:
             if loop.still == FEW:
                 self._report_unowned()
 
+    def _built(self) -> None:
+        """A module is given something: a loop whose model is gone gives up its parameters, once its step is judged."""
+        if self._loops and self._may_judge() and self._capture.has_dead():
+            self._capture.drop_dead()
+
     def _report_unowned(self) -> None:
         """Report which parameters receive gradients and are trained by nothing, of those known by now."""
         slots = {
@@ -129,7 +139,7 @@ class LoopsWithoutOptimizer:
         }
         if slots:
             owned = in_any_optimizer()  # one that has not stepped yet is not known to the capture
-            slots = {slot for slot in slots if id(self._capture.params[slot]) not in owned}
+            slots = {slot for slot in slots if self._capture.slots.ids[slot] not in owned}
         names = tuple(self._capture.names[slot] for slot in sorted(slots))
         self._capture.trained_by_nothing(len(names))
         if names and any(captured.optimizer is not None for captured in self._capture.captures):
@@ -235,7 +245,7 @@ class LoopsWithoutOptimizer:
     def _stands(self, captured: OptimizerCapture) -> bool:
         pairs = zip(map(int, captured.slots), captured.params, strict=True)
         return bool(captured) and all(
-            slot in self._unowned and self._capture.params[slot] is param for slot, param in pairs
+            slot in self._unowned and self._capture.slots.ids[slot] == id(param) for slot, param in pairs
         )
 
     def _end(self, loop: _Loop) -> None:
