@@ -27,6 +27,8 @@ from gradwatch.records.snapshot import Sites
 
 ORDINARY = 50  # such steps before judging may be put off; beyond every warm-up of the shipped rules
 ORDINARY_AGAIN = 8  # after something unusual in an ordinary loop: no rule is warming up any more
+MOST_BACKOFF = 64
+"""Steps that are judged alone, at most, before several are tried together again."""
 
 
 class Clock(NamedTuple):
@@ -74,6 +76,30 @@ class OptimizerRules:
             modules = np.array([kind == "module" for kind in self.sites.kinds], np.bool_)
             self._overdue = series, sites, {columns: mask[modules] for columns, mask in sites.items()}
         return self._overdue[1:]
+
+    def judged_together(self, count: int, last: Record) -> None:
+        """So many ordinary steps were judged in one call, the `last` of them with this Record."""
+        self.block_backoff = 0
+        self.ordinary_steps += count
+        self.record = last
+
+    def tried_together_in_vain(self) -> None:
+        """Some step was not surely as usual: the next ones are judged alone, each time for longer."""
+        self.block_backoff = min(2 * self.block_backoff + 1, MOST_BACKOFF)
+        self.block_retry_in = self.block_backoff
+
+    def judged_alone(self) -> None:
+        """One of the steps that are judged alone before several are tried together again."""
+        self.block_retry_in -= 1
+
+    def count_ordinary(self, unusual: bool) -> None:
+        """One more ordinary step in a row, or an `unusual` one, after which fewer are needed in an ordinary loop."""
+        if unusual:
+            self.ordinary_steps = (
+                ORDINARY - ORDINARY_AGAIN if self.ordinary_steps >= ORDINARY - ORDINARY_AGAIN else 0
+            )
+        else:
+            self.ordinary_steps += 1
 
     def clip_in_backward(self, clipper: BackwardClipper | None, own: NDArray[np.intp]) -> None:
         """Clip inside the backward from now on; `own` are the sites of the capture's own parameters."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -56,6 +56,10 @@ class Measurement:
         """True if nothing about it is urgent: all gradients arrived, of the usual size; waits for a device."""
         usual = self.deferrable and self.captured.as_usual(self.window.raw, self.window.after)
         return usual and all(map(math.isfinite, self.values().values()))
+
+    def knows_ranks(self, extras: Extras, values: Mapping[str, float]) -> None:
+        """Take the columns and values of this step with those that the ranks have exchanged of it."""
+        self.extras, self.scalars, self.exchange = extras, dict(values), None
 
     def values(self) -> dict[str, float]:
         """The values that there is one of per step; waits for a device."""

@@ -33,8 +33,6 @@ from gradwatch.session.pipeline.record_publishing import Publishing
 
 FEWEST = 2
 """Steps that are worth it: one alone is judged at a glance."""
-MOST_BACKOFF = 64
-"""Steps that are judged alone, at most, before several are tried together again."""
 
 
 class OrdinarySteps:
@@ -70,7 +68,7 @@ class OrdinarySteps:
         if len(waiting) < FEWEST or not _nothing_else_asked(ctx, bound_rules) or self._statistics.ruined:
             return False
         if bound_rules.block_retry_in:
-            bound_rules.block_retry_in -= 1
+            bound_rules.judged_alone()
             return False
         measured, judged, before = self._alike(ctx, waiting), None, bound_rules.state
         if len(measured) >= FEWEST:
@@ -81,8 +79,7 @@ class OrdinarySteps:
             anew = [t for t, one in enumerate(measured) if one.begins_anew]
             judged = bound_rules.bound.evaluate_many(before, snapshots.snapshots, snapshots.norm, anew)
         if judged is None or len(judged.in_turn) < FEWEST:
-            bound_rules.block_backoff = min(2 * bound_rules.block_backoff + 1, MOST_BACKOFF)
-            bound_rules.block_retry_in = bound_rules.block_backoff
+            bound_rules.tried_together_in_vain()
             return False
         count = len(judged.in_turn)
         left = [
@@ -139,7 +136,7 @@ class OrdinarySteps:
         learned = self._ranks.learned(ctx.membership, shared, exchange)
         if learned is None:
             return False
-        one.extras, one.scalars, one.exchange = learned.extras, dict(learned.values), None
+        one.knows_ranks(learned.extras, learned.values)
         return True
 
     def _take(
@@ -151,8 +148,6 @@ class OrdinarySteps:
     ) -> None:
         """Keep what these steps have taught, and publish them; `left` is how each of them leaves its gradients."""
         captured, verdicts = bound_rules.captured, judged.verdicts[: len(left)]
-        bound_rules.block_backoff = 0
-        bound_rules.ordinary_steps += len(left)
         self._notices.unmeasured(self._capture.coverage.missing)
         self._checkpoints.check_if_due(bound_rules)
         for snapshot, _ in left:
@@ -164,7 +159,7 @@ class OrdinarySteps:
         ]
         if findings := self._recorded():
             records[-1] = replace(records[-1], findings=findings)
-        bound_rules.record = records[-1]
+        bound_rules.judged_together(len(left), records[-1])
         self._publishing.give_all(records, judged.in_turn)
         self._activity.judged()
 

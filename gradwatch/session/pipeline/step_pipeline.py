@@ -31,7 +31,7 @@ from gradwatch.records.snapshot import Snapshot
 from gradwatch.records.verdict import Verdict
 from gradwatch.session.actions.causes_by_norms import causes_by_norms
 from gradwatch.session.actions.localise_action import Causes, Usual
-from gradwatch.session.binding.optimizer_rules import ORDINARY, ORDINARY_AGAIN, OptimizerRules
+from gradwatch.session.binding.optimizer_rules import ORDINARY, OptimizerRules
 from gradwatch.session.binding.rule_bindings import RuleBindings
 from gradwatch.session.checkpoint_health import Checkpoints
 from gradwatch.session.logged_once import Notices
@@ -344,12 +344,8 @@ class StepPipeline:
             self._sources.capture.restore(captured)
         looked_twice = step.shared.window.raw.details
         unusual = verdict.events or verdict.acting or looked_twice or snapshot.provisional
-        if unusual or (bound_rules.state.active != NONE_ACTIVE and bound_rules.state.may_act):
-            bound_rules.ordinary_steps = (
-                ORDINARY - ORDINARY_AGAIN if bound_rules.ordinary_steps >= ORDINARY - ORDINARY_AGAIN else 0
-            )
-        else:
-            bound_rules.ordinary_steps += 1
+        acting = bound_rules.state.active != NONE_ACTIVE and bound_rules.state.may_act
+        bound_rules.count_ordinary(bool(unusual or acting))
         alone = step.ctx.needs_no_ranks or not step.ctx.exchanges
         ordinary = self._defers and bound_rules.ordinary_steps >= ORDINARY and alone
         captured.know_total(snapshot.total_norm, ordinary)
