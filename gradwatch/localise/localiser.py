@@ -25,7 +25,7 @@ from gradwatch.localise.hold.module_attributes import Refused
 from gradwatch.localise.hold.nonfinite_losses import NonFiniteLosses
 from gradwatch.localise.hold.recorded_call import Call
 from gradwatch.localise.hold.step_recorder import StepRecorder
-from gradwatch.localise.replay.fsdp2_all_gather import is_spread
+from gradwatch.localise.sharded.whole_parameters import is_spread
 from gradwatch.records.finding import GAINS, LOSS_SIDE, Finding
 from gradwatch.runtime.interruption import not_ours
 from gradwatch.taps import backward, step_hooks

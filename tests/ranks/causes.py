@@ -9,11 +9,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    FullyShardedDataParallel,
+    MixedPrecision,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from gradwatch.localise.replay import diagnosed_replay, fsdp2_all_gather
+from gradwatch.localise.replay import diagnosed_replay
+from gradwatch.localise.sharded import whole_parameters
 from tests.ranks.launch import fingerprint
 from tests.ranks.trials import watched, weights
 
@@ -80,6 +88,45 @@ def whole_flat(model: nn.Module) -> nn.Module:
     return FullyShardedDataParallel(model, device_id=torch.device("cpu"), use_orig_params=True)
 
 
+def blocks_flat(model: nn.Module) -> nn.Module:
+    """FSDP1 of two layers and of the root, computing in bfloat16."""
+    policy = MixedPrecision(param_dtype=torch.bfloat16)
+    how = {"device_id": torch.device("cpu"), "use_orig_params": True, "mixed_precision": policy}
+    model.a, model.head = (FullyShardedDataParallel(one, **how) for one in (model.a, model.head))
+    return FullyShardedDataParallel(model, **how)
+
+
+def flattened(model: nn.Module) -> nn.Module:
+    """FSDP1 that leaves no original parameters."""
+    return FullyShardedDataParallel(model, device_id=torch.device("cpu"))
+
+
+def parallel(model: nn.Module, mesh: Any = None) -> nn.Module:
+    """Tensor parallelism of two layers: one divides its inputs, the other its outputs."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (2,)) if mesh is None else mesh
+    divided = {
+        "a": RowwiseParallel(input_layouts=Replicate()),
+        "b": ColwiseParallel(output_layouts=Replicate()),
+    }
+    return parallelize_module(model, mesh, divided)
+
+
+def parallel_counting(model: nn.Module) -> nn.Module:
+    """The same, in a model that counts on its rank's part of a layer."""
+
+    def scaled(module: Any, args: Any, out: Tensor) -> Tensor:
+        return out * len(getattr(model.b.weight, "_local_tensor", model.b.weight))
+
+    model.head.register_forward_hook(scaled)
+    return parallel(model)
+
+
+def parallel_sharded(model: nn.Module) -> nn.Module:
+    """The same, and sharded by FSDP2 as well."""
+    mesh = dist.device_mesh.init_device_mesh("cpu", (1, 2), mesh_dim_names=("data", "tensor"))
+    return fully_shard(parallel(model, mesh["tensor"]), mesh=mesh["data"])
+
+
 def batch(step: int, rank: int, broken: bool = True) -> Tensor:
     """float32[4, 6]; at one step one sample of one rank is nothing but zeros."""
     generator = torch.Generator().manual_seed(100 * step + rank)
@@ -102,11 +149,14 @@ def train(model: nn.Module, optimizer: Any, rank: int, by_hand: bool) -> list[An
     return hashes
 
 
-def told(wrap: Wrap, text: str = "", broken: Callable[[int], None] | None = None) -> Callable[[int], Any]:
-    """A situation: what was found on this rank, and that nobody else noticed."""
+def told(
+    wrap: Wrap, text: str = "", broken: Callable[[int], None] | None = None, alike: bool = False
+) -> Callable[[int], Any]:
+    """A situation: what was found on this rank, and that nobody else noticed; `alike`: ranks get the same batches."""
 
     def situation(rank: int) -> dict[str, Any]:
         SEEN.clear()
+        rank = FAULTY if alike else rank
         bare = wrap(Net())
         expected = train(bare, torch.optim.AdamW(bare.parameters(), 0.01), rank, by_hand=True)
         model = wrap(Net())
@@ -147,7 +197,7 @@ def fails_on_one(rank: int) -> None:
 
 def has_no_room(rank: int) -> None:
     """One rank cannot hold the whole parameters."""
-    fsdp2_all_gather.HOST_BYTES = 8 if rank == FAULTY else 4 << 30
+    whole_parameters.HOST_BYTES = 8 if rank == FAULTY else 4 << 30
 
 
 def line() -> int:
@@ -165,5 +215,11 @@ SITUATIONS = {
     "fsdp2 hybrid": told(hybrid),
     "fsdp2 with a replay that fails": told(spread, broken=fails_on_one),
     "fsdp1": told(whole_flat),
+    "fsdp1 blocks, mixed": told(blocks_flat),
+    "fsdp1 flattened": told(flattened),
+    "fsdp1 with a replay that fails": told(whole_flat, broken=fails_on_one),
+    "tensor parallel": told(parallel, alike=True),
+    "tensor parallel, sharded": told(parallel_sharded, alike=True),
+    "tensor parallel, counting": told(parallel_counting, alike=True),
     "fsdp2 without room": told(spread, broken=has_no_room),
 }

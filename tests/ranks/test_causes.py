@@ -11,12 +11,22 @@ from gradwatch.records.finding import Finding
 from tests.ranks import causes
 
 JOB = "tests.ranks.causes"
-REPLAYED = ("ddp", "fsdp2", "fsdp2 block and root", "fsdp2 mixed", "fsdp2 hybrid")
+REPLAYED = (
+    "ddp",
+    "fsdp1",
+    "fsdp1 blocks, mixed",
+    "fsdp2",
+    "fsdp2 block and root",
+    "fsdp2 mixed",
+    "fsdp2 hybrid",
+)
 UNKNOWN = {
     "ddp with a replay that fails": "MemoryError",
     "fsdp2 with a replay that fails": "MemoryError",
     "fsdp2 without room": "no replay: on rank 1: its parameters, gathered, take",
-    "fsdp1": "the forward of FullyShardedDataParallel communicates with other ranks",
+    "fsdp1 flattened": "FSDP1 has flattened its parameters (`use_orig_params=True` leaves them)",
+    "tensor parallel, counting": "run again on whole parameters, its outputs are others",
+    "fsdp1 with a replay that fails": "MemoryError",
 }
 
 
@@ -38,6 +48,17 @@ def test_what_is_run_again_is_the_step_bit_by_bit(homes: dict[str, list[Any]], n
     """The outputs of the replay hash to those of the step, on whole parameters gathered from shards too; it is told."""
     assert [home["exact"] for home in homes[name]] == [[True], [True]]
     assert [home["deterministic"] for home in homes[name]] == [[True], [True]]
+
+
+@pytest.mark.parametrize("name", ["tensor parallel", "tensor parallel, sharded"])
+def test_parts_of_layers_are_put_together(homes: dict[str, list[Any]], name: str) -> None:
+    """The operation and the line on all ranks, which train on the same batch; whether it comes again is not known."""
+    first, second = homes[name]
+    assert first["found"] == second["found"]
+    (found,) = first["found"]
+    assert found[:3] == ["forward", "div", "unit"]
+    assert found[3].endswith(f"causes.py:{causes.line()}")
+    assert "whether the step comes again is not known" in first["notes"][0]
 
 
 @pytest.mark.parametrize("name", sorted(causes.SITUATIONS))

@@ -23,7 +23,8 @@ LEAF = 2**63  # AccumulateGrad is numbered beyond every operation
 
 
 def _kind(module: nn.Module) -> str:
-    """Its class, as the user wrote it: `fully_shard` makes an `FSDPNet` of a `Net`."""
+    """Its class, as the user wrote it: `fully_shard` makes an `FSDPNet` of a `Net`, and FSDP1 wraps it."""
+    module = getattr(module, "_fsdp_wrapped_module", module)
     bases = type(module).__bases__
     return (
         bases[1].__name__ if bases[0].__name__ == "FSDPModule" and len(bases) > 1 else type(module).__name__

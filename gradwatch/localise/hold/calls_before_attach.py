@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from gradwatch.localise.hold.inner_model import inner
 from gradwatch.localise.hold.model_recorder import MAX_BYTES, ModelRecorder
 from gradwatch.localise.hold.step_recorder import Family, Inherited, StepRecorder
-from gradwatch.localise.replay.fsdp2_all_gather import is_spread
+from gradwatch.localise.sharded.whole_parameters import is_spread
 from gradwatch.taps import backward, module_calls, module_tree
 
 

@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwatch.localise.replay.fsdp2_all_gather import spread, ungatherable
+from gradwatch.localise.sharded.fsdp1 import has_wrappers
+from gradwatch.localise.sharded.whole_parameters import are_spread, ungatherable
 from gradwatch.taps import module_tree
 
-TALKING = frozenset({"SyncBatchNorm", "FullyShardedDataParallel"})
+TALKING = frozenset({"SyncBatchNorm"})
 
 
 def shared(model: nn.Module, modules: Sequence[nn.Module] | None = None) -> str:
@@ -20,7 +21,8 @@ def shared(model: nn.Module, modules: Sequence[nn.Module] | None = None) -> str:
         for base in kind.__mro__:
             if base.__name__ in TALKING:
                 return f"the forward of {kind.__name__} communicates with other ranks"
-    return ungatherable(model) if spread(module_tree.parameters_in(modules)) else ""
+    sharded = has_wrappers(modules) or are_spread(module_tree.parameters_in(modules))
+    return ungatherable(model) if sharded else ""
 
 
 def inner(model: nn.Module) -> nn.Module:

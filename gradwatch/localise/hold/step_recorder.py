@@ -19,6 +19,7 @@ from gradwatch.localise.hold.criterion import beside
 from gradwatch.localise.hold.model_kinds import Kind, Kinds, kind_of
 from gradwatch.localise.hold.model_recorder import ModelRecorder, Outermost
 from gradwatch.localise.hold.recorded_call import Call
+from gradwatch.localise.sharded.fsdp1 import has_wrappers
 from gradwatch.taps import module_tree
 from gradwatch.taps.dynamo import anything_compiled, compiles
 
@@ -48,7 +49,9 @@ class Family:
         self._kind = kind_of(modules, kinds)
         self._whole = hold(model, self.outermost, self._kind, modules)
         self.model = self._whole.model  # gives the watched model, None once it has been freed
-        if not (self._kind.whole or self._whole.refused or anything_compiled()):
+        # What FSDP1 has put a wrapper around has its parameters within that alone.
+        self._flat = has_wrappers(modules)
+        if not (self._kind.whole or self._whole.refused or self._flat or anything_compiled()):
             parts = [hold(part, self.outermost, Kind(), None) for part in _within(model)]
             # One whose parameters FSDP2 gathers with those of its parent cannot be run without it, nor be called so.
             self._whole.parts = [part for part in parts if not part.refused]
@@ -93,7 +96,9 @@ class Family:
         self._level += 1
         self.sought = self._level < LEVELS
         refused = any(recording.refused for recording in self.recordings)
-        if not parts or len(parts) > WIDEST or refused or anything_compiled():  # whose calls no hook sees
+        if (
+            not parts or len(parts) > WIDEST or refused or self._flat or anything_compiled()
+        ):  # whose calls no hook sees
             self.sought = False
             return
         for recording in self.recordings:

@@ -27,7 +27,6 @@ from gradwatch.localise.loss.interpreter.source_tree import Body, tree_of
 from gradwatch.localise.loss.loop_scope import LoopScope
 from gradwatch.localise.loss.loss_statements import LossStatements, backwards_of, loss_statements, root_of
 from gradwatch.localise.loss.model_calls import Held, ModelCalls
-from gradwatch.localise.replay.fsdp2_all_gather import is_spread
 from gradwatch.localise.replay.operation_recorder import Recorder
 from gradwatch.localise.replay.state_restored import aliases, state_restored
 from gradwatch.localise.replay.step_replay import (
@@ -40,6 +39,7 @@ from gradwatch.localise.replay.step_replay import (
     within,
 )
 from gradwatch.localise.replay.tensor_sources import sources
+from gradwatch.localise.sharded.whole_parameters import is_spread
 from gradwatch.runtime.interruption import not_ours
 from gradwatch.taps.graph import around_backward
 from gradwatch.taps.process_totals import uncounted

@@ -24,8 +24,8 @@ from gradwatch.localise.hold.random_generators import CPU, NUMPY, PYTHON, Genera
 from gradwatch.localise.hold.recorded_call import Call
 from gradwatch.localise.replay.arguments_json import encode, missing
 from gradwatch.localise.replay.batch_at_fault import batch_size
-from gradwatch.localise.replay.fsdp2_all_gather import is_spread
 from gradwatch.localise.replay.step_replay import refuse
+from gradwatch.localise.sharded.whole_parameters import is_spread
 from gradwatch.reading.layouts import local
 from gradwatch.records.finding import Finding
 from gradwatch.runtime.json_numbers import utf8

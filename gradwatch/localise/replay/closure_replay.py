@@ -19,11 +19,11 @@ from gradwatch.localise.hold.inner_model import shared
 from gradwatch.localise.hold.model_recorder import MAX_BYTES
 from gradwatch.localise.hold.module_attributes import Refused, written_in_place
 from gradwatch.localise.hold.random_generators import Generators
-from gradwatch.localise.replay.fsdp2_all_gather import is_spread
 from gradwatch.localise.replay.operation_recorder import Recorder
 from gradwatch.localise.replay.state_restored import aliases, state_restored
 from gradwatch.localise.replay.step_replay import Trace, blame_backward, eager, unchecked
 from gradwatch.localise.replay.tensor_sources import sources
+from gradwatch.localise.sharded.whole_parameters import is_spread
 from gradwatch.taps.graph import around_backward
 from gradwatch.taps.process_totals import uncounted
 

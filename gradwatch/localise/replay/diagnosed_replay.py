@@ -13,13 +13,13 @@ from gradwatch.localise.diagnosis.deviation import Deviation
 from gradwatch.localise.diagnosis.diagnose import diagnose, warned
 from gradwatch.localise.diagnosis.module_gain import Profile
 from gradwatch.localise.diagnosis.multiplying_operation import with_operation
+from gradwatch.localise.diagnosis.tensor_values import tensors
 from gradwatch.localise.diagnosis.usual_levels import suspect
 from gradwatch.localise.hold.inner_model import inner
 from gradwatch.localise.hold.module_attributes import Refused
 from gradwatch.localise.hold.recorded_call import Call
 from gradwatch.localise.replay.batch_at_fault import batch_size
 from gradwatch.localise.replay.cause_among_ranks import RankAgreement
-from gradwatch.localise.replay.fsdp2_all_gather import gather, is_spread, refuse_gathering
 from gradwatch.localise.replay.gradient_shares import (
     CARRIED,
     OF_FEW,
@@ -38,6 +38,13 @@ from gradwatch.localise.replay.reproduction import (
     of_one_run,
 )
 from gradwatch.localise.replay.step_replay import CallListener, Trace, replay
+from gradwatch.localise.sharded.whole_parameters import (
+    are_spread,
+    computes_apart,
+    gather,
+    is_spread,
+    refuse_gathering,
+)
 from gradwatch.records.finding import GAINS, Finding
 from gradwatch.runtime.interruption import not_ours
 from gradwatch.taps.dynamo import anything_compiled
@@ -92,6 +99,8 @@ class DiagnosedReplay:
         """The finding, and whether the step comes again, or why that is not known."""
         if anything_compiled():
             return of_one_run(finding, outputs, COMPILED)
+        if any(map(computes_apart, self.models)) and not outputs.alike:
+            raise Refused("run again on whole parameters, its outputs are others, or they were not kept")
         if any(map(is_spread, self.models)):
             return of_one_run(finding, outputs, SHARDED)
         stray = next((trace.stray for trace in traces if trace.stray), "")
@@ -181,6 +190,9 @@ class DiagnosedReplay:
             self._check()
             if any(is_spread(model) and inner(model) not in spread for model, _ in self.held):
                 raise Refused("the loop calls parts of a model that is sharded over ranks")
+            given = (one for _, call in self.held for one in (call.args, call.kwargs, call.gradients))
+            if any(are_spread(tensors(one)) for one in given):
+                raise Refused("its inputs or its outputs are DTensors")
             refuse_gathering(spread)
         except Refused as refused:
             refusal = str(refused)

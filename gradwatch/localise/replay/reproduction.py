@@ -68,6 +68,11 @@ class Outputs(CallListener):
         return self.whole and bool(self.compared) and all(one.is_same for one in self.compared)
 
     @property
+    def alike(self) -> bool:
+        """True if every output came again, but for rounding."""
+        return self.whole and bool(self.compared) and self.other is None
+
+    @property
     @torch.no_grad()
     def other(self) -> Output | None:
         """The first output that is another, by more than rounding; None where there is none."""

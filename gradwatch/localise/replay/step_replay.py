@@ -27,10 +27,10 @@ from gradwatch.localise.hold.module_attributes import Refused, written_in_place
 from gradwatch.localise.hold.recorded_call import Call
 from gradwatch.localise.replay.backward_nodes import Culprit, Multiplier
 from gradwatch.localise.replay.forward_operations import Origin
-from gradwatch.localise.replay.fsdp2_all_gather import without_fsdp
 from gradwatch.localise.replay.operation_recorder import Recorder
 from gradwatch.localise.replay.state_restored import aliases, state_restored
 from gradwatch.localise.replay.tensor_sources import sources
+from gradwatch.localise.sharded.whole_parameters import without_sharding
 from gradwatch.records.finding import Frame, Operand
 from gradwatch.taps import dynamo, module_calls, nested_containers
 from gradwatch.taps.graph.node_numbers import next_number
@@ -210,7 +210,7 @@ def _again(
         listener.ended(replayed, _backward(trace, replayed, recorder))
 
     named = {f"model.{name}": tensor for name, tensor in given.items()}
-    with state_restored(model, max_bytes), without_fsdp(model), eager(), unchecked():
+    with state_restored(model, max_bytes), without_sharding(model), eager(), unchecked():
         torch.func.functional_call(_Step(model, run), named, ())
     trace.stray = recorder.stray
     return trace

@@ -1,4 +1,4 @@
-"""Parameters that FSDP2 has spread over ranks, put together for one replay.
+"""DTensors that FSDP2 or tensor parallelism has spread over ranks, put together for one replay.
 
 FSDP2's own forward gathers them layer by layer, and a rank that failed in the midst of it would leave the others
 waiting for ever. So they are gathered before anything is run, in a fixed order, by ranks that have agreed to; the
@@ -8,65 +8,34 @@ replay then runs the module inside, on whole parameters and without FSDP's hooks
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from gradwatch.localise.hold.module_attributes import Refused
-from gradwatch.taps import module_tree
-
-HOST_BYTES = 4 << 30  # of whole parameters, gathered on the host
-OF_FREE = 0.4  # of the free memory of a device: activations and gradients want as much again
-
-_Hook = Callable[..., Any]
+Hook = Callable[..., Any]
 
 
-def is_spread(model: nn.Module) -> bool:
-    """True if a parameter of it is a DTensor."""
-    return spread(module_tree.parameters(model))
+def ungatherable(model: nn.Module, parallelised: bool) -> str:
+    """Reason why gathered parameters cannot stand in for what its forward uses; "" where they can.
 
-
-def spread(params: Iterable[Tensor]) -> bool:
-    """True if one of these is a DTensor."""
-    params = list(params)
-    plain = set(map(type, params)) <= {nn.Parameter}  # nearly every model: by types alone
-    return not plain and any(map(_is_dtensor, params))
-
-
-def ungatherable(model: nn.Module) -> str:
-    """Reason why gathered parameters cannot stand in for what its forward uses; "" where they can."""
+    `parallelised`: modules of it compute on DTensors, whoever made these.
+    """
     states = [state for module in model.modules() if (state := _state(module)) is not None]
-    if not states:
-        return "its parameters are DTensors, and FSDP2 did not make them"
     held = [one for state in states for group in _groups(state) for one in group.fsdp_params]
-    if any(getattr(one, "is_dtensor", True) for one in held):
-        return "its parameters are also sharded for tensor parallelism"
+    made = {id(one.sharded_param) for one in held}
+    if not parallelised and any(getattr(one, "is_dtensor", True) for one in held):
+        return (
+            "its parameters are DTensors for tensor parallelism, which no hook of `parallelize_module` joins"
+        )
+    if not parallelised and any(is_dtensor(one) and id(one) not in made for one in model.parameters()):
+        return "parameters of it are DTensors, and neither FSDP2 nor `parallelize_module` made them"
     if any(getattr(one, "offload_to_cpu", False) for one in held):
         return "its parameters are offloaded to the host"
-    if {id(one.sharded_param) for one in held} < {id(p) for p in model.parameters() if _is_dtensor(p)}:
-        return "some of its parameters are DTensors that FSDP2 did not make"
     if any(not hasattr(state, name) for state in states for name in (*CASTS, *HANDLES)):
         return "FSDP2 in this torch version is not supported"
     return ""
-
-
-def refuse_gathering(models: Sequence[nn.Module]) -> None:
-    """Raise `Refused` where the whole parameters do not fit into memory."""
-    for device in {param.device for model in models for param in model.parameters()}:
-        params = [p for model in models for p in model.parameters() if p.device == device and _is_dtensor(p)]
-        wanted = sum(param.numel() * param.element_size() for param in params)
-        free = HOST_BYTES if device.type != "cuda" else int(OF_FREE * torch.cuda.mem_get_info(device)[0])
-        if wanted > free:
-            raise Refused(
-                f"its parameters, gathered, take {wanted >> 20} MiB, and {free >> 20} MiB is what there is"
-            )
-        try:
-            # What gathering takes is there.
-            torch.empty(wanted + (wanted >> 2), dtype=torch.uint8, device=device)
-        except RuntimeError as error:
-            raise Refused(f"no memory to gather its parameters: {error}") from error
 
 
 @torch.no_grad()
@@ -84,7 +53,7 @@ def gather(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _whole(param: Any) -> Tensor:
-    full: Tensor = param.full_tensor() if _is_dtensor(param) else param.detach()
+    full: Tensor = param.full_tensor() if is_dtensor(param) else param.detach()
     return full
 
 
@@ -117,11 +86,12 @@ def _alias_hooks(model: nn.Module, state: Any) -> list[Callable[[], None]]:
     for module in model.modules():
         for hooks, cast in ((module._forward_pre_hooks, before), (module._forward_hooks, after)):
             for number in ids & hooks.keys():
-                restores.append(_replaced(hooks, number, cast))
+                restores.append(replaced(hooks, number, cast))
     return restores
 
 
-def _replaced(hooks: dict[int, _Hook], number: int, other: _Hook) -> Callable[[], None]:
+def replaced(hooks: dict[int, Hook], number: int, other: Hook) -> Callable[[], None]:
+    """Put another hook in the place of one; the returned call puts that back."""
     original = hooks[number]
     hooks[number] = other  # in its place: the order of hooks is that of the dict
 
@@ -152,5 +122,6 @@ def _groups(state: Any) -> list[Any]:
     return [one for one in (groups if groups is not None else [state._fsdp_param_group]) if one is not None]
 
 
-def _is_dtensor(param: Tensor) -> bool:
+def is_dtensor(param: Tensor) -> bool:
+    """True for a parameter that is spread over ranks."""
     return hasattr(param, "full_tensor")

@@ -1,0 +1,1 @@
+"""Models whose parameters are sharded over ranks, made whole for one replay."""
