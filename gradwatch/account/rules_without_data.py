@@ -8,7 +8,10 @@ from typing import Any, NamedTuple
 from gradwatch.records.columns import (
     BATCH_HASH,
     CATALOGUE,
+    CLIP_RATIO,
+    CLIPPED_SCALE,
     COSTLY_COLUMNS,
+    IDLE_CLIPS,
     OBSERVED,
     OF_SCALER,
     SCALAR_COLUMNS,
@@ -26,7 +29,11 @@ NO_STATISTICS = "none of the tapped modules keeps a running mean and variance (B
 NO_CALL = "no tapped {} was called in training mode and outside `torch.compile`"
 NO_VALUES = NO_CALL.format("module") + "; {} of integers, quantized, or without values are not read"
 NO_OUTPUT, NO_INPUT = NO_VALUES.format("outputs"), NO_VALUES.format("inputs")
+NO_CLIP = "the script clipped no gradients by `torch.nn.utils.clip_grad_norm_` or `clip_grad_value_`"
 NEVER_CAME = {
+    CLIP_RATIO: "the script clipped no gradients by `torch.nn.utils.clip_grad_norm_`, or several times a step",
+    CLIPPED_SCALE: NO_CLIP,
+    IDLE_CLIPS: NO_CLIP,
     "loss": "no loss was observed (a backward started from C++ exposes none: pass it with `gw.observe(loss=…)`)",
     "loss_scale": "no GradScaler was seen",
     "scaler_skip": "no GradScaler was seen",
@@ -59,10 +66,14 @@ NO_STEP = "no step was taken"
 NO_STEP_OF_ITS_OWN = "the optimizer at whose steps it is judged took none"
 TURNS_TO_COME = "nothing that has had its turn has a value of {}, and not all had it yet (every: {})"
 OFF_STEP = "no step at which it is evaluated was reached (every: {})"
+NOT_LOOKED_AT = (
+    "what happens between two steps is looked at where a torch optimizer steps after the backward, and {}"
+)
 NOT_COMPARED = "ranks are not compared where no torch optimizer steps"
 NOT_READ = "columns of whole tensors are read just before the optimizer's step, and {}"
 NO_OPTIMIZER = "no torch optimizer steps here"
 INSIDE_BACKWARD = "here it steps inside the backward"
+SHARDED_GRADIENTS = "gradients that are sharded over ranks are not compared with those of the step before"
 SHARDED = "parameters are sharded over ranks, and {} of the whole is not made of its parts'"
 OFF_VALUE = "none was observed for a step at which it is evaluated (every: {})"
 NOT_OBSERVED = "`gw.observe({}=…)` gave no number before a step"

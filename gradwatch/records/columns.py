@@ -125,8 +125,8 @@ def _step(name: str, unit: str, means: str, sharded: Ranks, always: bool = False
     return ColumnInfo(name, "step", unit, means, "", sharded, "", always, "session.pipeline.extra_columns")
 
 
-def _loop(name: str, unit: str, means: str) -> ColumnInfo:
-    return _step(name, unit, means, "", always=True)._replace(measured="capture.loop_faults.loop_events")
+def _loop(name: str, unit: str, means: str, always: bool = True) -> ColumnInfo:
+    return _step(name, unit, means, "", always)._replace(measured="capture.loop_faults.loop_events")
 
 
 CATALOGUE: tuple[ColumnInfo, ...] = (
@@ -263,12 +263,14 @@ CATALOGUE: tuple[ColumnInfo, ...] = (
     _loop(
         IDLE_CLIPS,
         "clips",
-        "of the script's own, in a step with no other, before any gradient had arrived; absent before there were any",
+        "of the script's own, in a step with no other, before any gradient had arrived; absent before the first clip",
+        always=False,
     ),
     _loop(
         CLIPPED_SCALE,
         "1",
-        "the loss scale in the gradients that the script has clipped; absent before there was any",
+        "the loss scale in the gradients that the script has clipped; absent before the first clip of any",
+        always=False,
     ),
     _loop(
         SCALED_BY,
@@ -276,7 +278,12 @@ CATALOGUE: tuple[ColumnInfo, ...] = (
         "the factor that all gradients have in common, changed by no clip of torch's; absent where that did not begin "
         "after steps without",
     ),
-    _loop(CLIP_RATIO, "1", "the total norm ÷ `max_norm` of the script's own clip; above 1 it bites"),
+    _loop(
+        CLIP_RATIO,
+        "1",
+        "the total norm ÷ `max_norm` of the script's own clip; above 1 it bites",
+        always=False,
+    ),
     _step(OBSERVED_ONLY, "1", "no optimizer takes the step: it is observed, and never acted on", ""),
 )
 """Every column, in the order in which they are listed to users."""
@@ -293,6 +300,9 @@ def _of(of: Of) -> frozenset[str]:
 def _grouped(grouped: Grouped) -> frozenset[str]:
     return frozenset(one.name for one in CATALOGUE if one.grouped == grouped)
 
+
+OF_THE_LOOP = tuple(one.name for one in CATALOGUE if one.measured == "capture.loop_faults.loop_events")
+"""Columns of what the script's loop does between two steps of a torch optimizer."""
 
 SCALAR_COLUMNS = tuple(one.name for one in CATALOGUE if one.of == "step")
 """Columns with one value per step rather than one per site."""

@@ -326,3 +326,39 @@ rules:
         "spike": "warm-up not over: 0 of 5 samples",
         "joined": "its condition is not known without `spike` (warm-up not over: 0 of 5 samples)",
     }
+
+
+OF_CLIPS = {"clip-always-bites", "clip-never-bites", "clip-of-scaled", "clip-without-effect"}
+
+
+@pytest.mark.parametrize("clipped", ["never", "by norm", "by value"])
+def test_rules_about_clips_have_data_from_the_first_clip_on(clipped: str) -> None:
+    """Their silence says nothing about a loop that does not clip, or whose clips have no norm; the account says so."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with gradwatch.watch(model, optimizer, rules="default", sinks=[], strict=True) as gw:
+        for _ in range(5):
+            optimizer.zero_grad()
+            model(torch.randn(3, 4)).square().mean().backward()
+            if clipped == "by norm":
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            elif clipped == "by value":
+                nn.utils.clip_grad_value_(model.parameters(), 1.0)
+            optimizer.step()
+        no_data = session_of(gw).account().no_data
+    expected = {"never": OF_CLIPS, "by norm": set(), "by value": {"clip-always-bites", "clip-never-bites"}}
+    assert {rule for rule, why in no_data.items() if "clip" in why} == expected[clipped]
+
+
+def test_rules_about_the_loop_have_no_data_where_no_optimizer_steps() -> None:
+    """A loop that moves the weights itself is observed; what it does between its steps is not, which is said."""
+    model = nn.Linear(4, 1)
+    with gradwatch.watch(model, rules="default", sinks=[], strict=True) as gw:
+        for _ in range(5):
+            model.zero_grad()
+            model(torch.randn(3, 4)).square().mean().backward()
+            for param in model.parameters():
+                param.data.sub_(0.01 * param.grad)
+        no_data = session_of(gw).account().no_data
+    assert "no torch optimizer steps here" in no_data["no-zero-grad"]
+    assert "no torch optimizer steps here" in no_data["discarded-before-step"]

@@ -1,6 +1,7 @@
 """Events of a training loop between two steps of one optimizer, as columns of the step that ends them.
 
-A column is absent while there is nothing to report; once there was, it is 0 where there is nothing any more.
+A column is absent while there is nothing to report; once there was, it is 0 where there is nothing any more. Those
+about clips are 0 at the first clip, too: from then on their rules have data.
 """
 
 from __future__ import annotations
@@ -20,6 +21,9 @@ from gradwatch.reading.gradient_writes import State
 from gradwatch.records.columns import CLIP_RATIO, CLIPPED_SCALE, DISCARDED, IDLE_CLIPS, UNCLEARED
 from gradwatch.taps.clip_functions import Clip
 
+KEPT_UP = frozenset({CLIPPED_SCALE, IDLE_CLIPS, DISCARDED})
+"""Columns that are 0 at each step after one that had something to report."""
+
 
 class LoopEvents:
     """Events between two steps of an optimizer with K parameters: clips, loss scales removed, gradients cleared."""
@@ -32,6 +36,7 @@ class LoopEvents:
             False  # `at_step` has something to do even where no gradient differs from the last step's
         )
         self._arrivals = arrivals
+        self._clip_seen = False
         self._reported: set[str] = set()  # columns that had something to report
 
     def clipped(self, clip: Clip, arrived: bool) -> None:
@@ -68,6 +73,9 @@ class LoopEvents:
         if uncleared.under_way and (number := uncleared.found(calls, read)) is not None:
             facts[UNCLEARED] = number
         if clips.used or clips.idle:
+            if not self._clip_seen:
+                self._clip_seen = True
+                facts[CLIPPED_SCALE] = facts[IDLE_CLIPS] = 0.0
             if clips.ratio is not None:
                 facts[CLIP_RATIO] = clips.ratio
             if clips.scale is not None:
@@ -79,6 +87,6 @@ class LoopEvents:
             facts[DISCARDED] = float(np.count_nonzero(self._arrivals.counted()))
         for name in self._reported:
             facts.setdefault(name, 0.0)
-        self._reported |= facts.keys() & {CLIPPED_SCALE, IDLE_CLIPS, DISCARDED}
+        self._reported |= {name for name, value in facts.items() if name in KEPT_UP and value != 0.0}
         self.pending = bool(self._reported) or uncleared.suspected or uncleared.under_way
         return facts

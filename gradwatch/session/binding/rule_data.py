@@ -13,8 +13,10 @@ from gradwatch.account.rules_without_data import (
     NO_OPTIMIZER,
     NO_OUTPUT,
     NOT_COMPARED,
+    NOT_LOOKED_AT,
     NOT_READ,
     SHARDED,
+    SHARDED_GRADIENTS,
     Reads,
     of_condition,
 )
@@ -26,7 +28,15 @@ from gradwatch.engine.conditions.bound_condition import BoundCondition
 from gradwatch.engine.rule_plan import RulePlan
 from gradwatch.engine.snapshot_reader import Reader
 from gradwatch.engine.turns import InTurn, Turns
-from gradwatch.records.columns import ALWAYS, OTHER_RULES, RANK_COLUMNS, is_observed, is_scalar
+from gradwatch.records.columns import (
+    ALWAYS,
+    OF_THE_LOOP,
+    OTHER_RULES,
+    RANK_COLUMNS,
+    UNCLEARED,
+    is_observed,
+    is_scalar,
+)
 from gradwatch.records.snapshot import Snapshot
 from gradwatch.rules.rule_set import HistogramOf
 from gradwatch.session.optimizer_context import OptimizerContext
@@ -51,15 +61,18 @@ KIND: Mapping[HistogramOf, str] = {"gradients": "param", "activations": "module"
 
 
 def unread_columns(ctx: OptimizerContext) -> dict[str, str]:
-    """The columns of whole tensors that are not read here, with the reason."""
-    layout = None if ctx.membership is None else ctx.membership.layout
-    if ctx.captured.inside_backward:
-        return dict.fromkeys(column_reader.COLUMNS, NOT_READ.format(INSIDE_BACKWARD))
-    if ctx.captured.without_optimizer:
-        return dict.fromkeys(column_reader.COLUMNS, NOT_READ.format(NO_OPTIMIZER))
+    """The columns of whole tensors, and of the loop, that are not read here, with the reason."""
+    layout, captured = None if ctx.membership is None else ctx.membership.layout, ctx.captured
+    if captured.inside_backward or captured.without_optimizer:
+        why = INSIDE_BACKWARD if captured.inside_backward else NO_OPTIMIZER
+        return {
+            **dict.fromkeys(column_reader.COLUMNS, NOT_READ.format(why)),
+            **dict.fromkeys(OF_THE_LOOP, NOT_LOOKED_AT.format(why)),
+        }
+    unread = {UNCLEARED: SHARDED_GRADIENTS} if captured.distributed else {}
     if layout is not None and layout.pooled:
-        return {name: SHARDED.format(name) for name in column_reader.COLUMNS.difference(REDUCED_COLUMNS)}
-    return {}
+        unread |= {name: SHARDED.format(name) for name in column_reader.COLUMNS.difference(REDUCED_COLUMNS)}
+    return unread
 
 
 def of_ranks(engine: Engine) -> dict[str, Reads]:
@@ -92,7 +105,7 @@ def reads_of(bound: BoundEngine, unread: Mapping[str, str] = NOTHING_UNREAD) -> 
         one.rule.id: Reads(
             one.series.column,
             one.rule.every,
-            one.series.column in ALWAYS,
+            one.series.column in ALWAYS and one.series.column not in unread,
             one.detector.finiteness,
             unread.get(one.series.column, ""),
             due=functools.partial(_due, one, bound.turns),
