@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gradwatch
-from gradwatch.capture.weights import weight_health
+from gradwatch.capture.weights import unoptimized_weights, weight_health
 from gradwatch.capture.weights.weight_health import FACTOR, UNREADABLE, Weights
 from gradwatch.checkpoint import read_tag
 from gradwatch.reading import device
@@ -203,6 +203,10 @@ def test_weights_that_no_optimizer_moves_are_in_a_checkpoint_too(tmp_path: Path)
         with torch.no_grad():
             first.bias[0] = 0.0
         assert gw.healthy
+        first.weight.data[0, 0] = math.nan  # which no version shows
+        assert not gw.healthy
+        first.weight.data[0, 0] = 0.0
+        assert gw.healthy
         extra = nn.Linear(2, 2)
         training.model[1].register_module("extra", extra)
         with torch.no_grad():
@@ -210,6 +214,21 @@ def test_weights_that_no_optimizer_moves_are_in_a_checkpoint_too(tmp_path: Path)
         assert not gw.healthy
         training.step()
         assert not gw.healthy
+
+
+def test_of_many_frozen_weights_some_are_read_at_each_look(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those that no version shows to be written to are all read in as many looks as their size asks for."""
+    weights = {f"{k}": torch.zeros(10) for k in range(6)}
+    monkeypatch.setattr(unoptimized_weights, "READ_AGAIN", 20)
+    found = unoptimized_weights.UnoptimizedWeights(weights.items)
+    assert found.check() == ()
+    for one in weights.values():
+        one.data[0] = math.nan
+    named = [found.check()[0].split(": ")[1] for _ in range(3)]
+    assert named == ["0, 1", "0, 1, 2 and 1 more", "0, 1, 2 and 3 more"]
+    for one in weights.values():
+        one.data[0] = 0.0
+    assert found.check() == ()
 
 
 def test_what_starts_at_zero_may_grow() -> None:
