@@ -29,9 +29,9 @@ NO_STATISTICS = "none of the tapped modules keeps a running mean and variance (B
 NO_CALL = "no tapped {} was called in training mode and outside `torch.compile`"
 NO_VALUES = NO_CALL.format("module") + "; {} of integers, quantized, or without values are not read"
 NO_OUTPUT, NO_INPUT = NO_VALUES.format("outputs"), NO_VALUES.format("inputs")
-NO_CLIP = "the script clipped no gradients by `torch.nn.utils.clip_grad_norm_` or `clip_grad_value_`"
+NO_CLIP = "no clip was seen"  # of torch's own functions
 NEVER_CAME = {
-    CLIP_RATIO: "the script clipped no gradients by `torch.nn.utils.clip_grad_norm_`, or several times a step",
+    CLIP_RATIO: "no clip by norm was seen",
     CLIPPED_SCALE: NO_CLIP,
     IDLE_CLIPS: NO_CLIP,
     "loss": "no loss was observed (a backward started from C++ exposes none: pass it with `gw.observe(loss=…)`)",

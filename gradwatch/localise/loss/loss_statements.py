@@ -81,7 +81,7 @@ def loss_statements(
     """
     if isinstance(tree, ast.Lambda):
         return
-    path = path_to(tree.body, line)
+    path = path_to(tree.body, line, root)
     inner = max((k for k, (owner, _, _) in enumerate(path) if isinstance(owner, LOOPS)), default=0)
     path = path[inner:]
     ordered: list[tuple[tuple[ast.With, ...], ast.stmt]] = []

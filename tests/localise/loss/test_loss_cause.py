@@ -156,3 +156,23 @@ def test_the_backward_of_the_branch_that_ran() -> None:
     finding = watched(nn.Linear(4, 3, bias=False), branches)
     assert finding.frame is not None
     assert (finding.op, finding.frame.source.endswith("# fault")) == ("sqrt", True)
+
+
+def one_line(net: nn.Module, optimizer: torch.optim.Optimizer, bad: bool) -> None:
+    """A step whose loss and `backward` share a line."""
+    x = torch.randn(6, 4)
+    if bad:
+        x[1] = 0
+    optimizer.zero_grad()
+    # fmt: off
+    loss = net(x).square().sum(1).sqrt().mean(); loss.backward()  # noqa: E702
+    # fmt: on
+    optimizer.step()
+
+
+def test_a_loss_on_the_line_of_its_backward() -> None:
+    """What stands before `backward` on its line is run again as well."""
+    finding = watched(nn.Linear(4, 3, bias=False), one_line)
+    assert finding.frame is not None
+    assert finding.op == "sqrt"
+    assert finding.frame.source.startswith("loss = net(x)")

@@ -104,20 +104,30 @@ def own_nodes(tree: ast.AST) -> Iterator[ast.AST]:
             yield from own_nodes(node)
 
 
-def path_to(body: list[ast.stmt], line: int) -> list[tuple[ast.stmt | None, list[ast.stmt], int]]:
-    """From the outermost statement on that line to the innermost: (owner, its list of statements, place in it)."""
+def path_to(
+    body: list[ast.stmt], line: int, part: ast.expr
+) -> list[tuple[ast.stmt | None, list[ast.stmt], int]]:
+    """From the outermost statement on that line to the innermost: (owner, its list of statements, place in it).
+
+    Of several on one line it is the one that `part` is of, else the first.
+    """
     owner: ast.stmt | None = None
     found: list[tuple[ast.stmt | None, list[ast.stmt], int]] = []
     while True:
-        place = next((k for k, one in enumerate(body) if covers(one, line)), None)
-        if place is None:
+        places = [k for k, one in enumerate(body) if covers(one, line)]
+        if not places:
             return found
+        place = next((k for k in places if len(places) > 1 and _is_part(part, body[k])), places[0])
         found.append((owner, body, place))
         owner = body[place]
         inner = next((one for one in bodies(owner) if any(covers(each, line) for each in one)), None)
         if inner is None or isinstance(owner, (ast.FunctionDef, ast.ClassDef, ast.AsyncFunctionDef)):
             return found
         body = inner
+
+
+def _is_part(part: ast.expr, statement: ast.stmt) -> bool:
+    return any(node is part for node in ast.walk(statement))
 
 
 def covers(statement: ast.stmt | ast.expr, line: int) -> bool:
