@@ -7,7 +7,6 @@ are read once, at the end of the last backward.
 from __future__ import annotations
 
 import operator
-import weakref
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from threading import get_ident
 
@@ -29,7 +28,15 @@ from gradwatch.capture.window_norms import WindowNorms, is_finite, root_of_squar
 from gradwatch.reading.cpu import CpuNorms
 from gradwatch.reading.device import CopiedNumber, DeviceNorms, Number
 from gradwatch.reading.foreach import multiply
-from gradwatch.reading.gradient_writes import Reading, State, replaced, versions_of
+from gradwatch.reading.gradient_writes import (
+    Reading,
+    State,
+    Storage,
+    lies_in,
+    replaced,
+    storages_of,
+    versions_of,
+)
 from gradwatch.reading.layouts import parts, unsummed
 from gradwatch.reading.loss_scale_removal import unscaled
 from gradwatch.reading.training_threads import TrainingThreads
@@ -122,7 +129,7 @@ class OptimizerCapture:
         self._after: Reading | None = None
         self.kept: list[Tensor | None] | None = None  # a second walk finds them faster while they are held
         self._assumed = False  # the versions at the read were taken to be those foreseen
-        self._held: list[weakref.ref[Tensor] | None] = []  # of gradients too large to be held until the step
+        self._storages: list[Storage | None] = []  # of gradients too large to be held until the step
         self._left_alone = False  # no code changed a gradient between the end of backward and the last step
         # Norms that gradwatch's hooks have taken inside the backward: they need not be read again.
         self.norms_from_hooks: Callable[[Grads], Mapping[int, float]] | None = None
@@ -210,7 +217,7 @@ class OptimizerCapture:
         if self.unread or self._norms is None:
             return self.backwards > 0 or self._set_by_hand
         return not (self.known_scalings or self.distributed) and replaced(
-            self.kept or self._held, self.params
+            self.kept or self._storages, self.params
         )
 
     @property
@@ -348,9 +355,7 @@ class OptimizerCapture:
             current = self.arrivals.count - self.arrivals.cleared
             self._versions = self.pruning.versions(current) if self._assumed else versions_of(grads)
             self.kept = grads if self._keeps else None
-            self._held = (
-                [] if self._keeps else [None if grad is None else weakref.ref(grad) for grad in grads]
-            )
+            self._storages = [] if self._keeps else storages_of(grads)
             known = NOTHING if self.norms_from_hooks is None else self.norms_from_hooks(grads)
             loss = None if self.on_cpu else self.losses.total()
             self._norms = self._reader.read(grads, 1.0, known, loss)
@@ -375,7 +380,7 @@ class OptimizerCapture:
         with self._reading.held:
             grads = parts(self.params) if self.distributed else list(map(_grad, self.params))
             ids, versions = list(map(id, grads)), versions_of(grads)
-            if self._held:
+            if self._storages:
                 self._mark_replaced(grads)
             unread = self._norms is None or self._read_at != self.arrivals.count
             if unread:
@@ -413,8 +418,8 @@ class OptimizerCapture:
 
     def _mark_replaced(self, grads: Grads) -> None:
         """Mark gradients that others have taken the place of, which may have the ids of those that are gone."""
-        for k, (held, grad) in enumerate(zip(self._held, grads, strict=True)):
-            if held is not None and grad is not None and held() is not grad:
+        for k, (storage, grad) in enumerate(zip(self._storages, grads, strict=True)):
+            if storage is not None and grad is not None and not lies_in(storage, grad):
                 self._ids[k] = GONE
 
     def _closed(self, grads: Grads, state: State, after: Reading, unread: bool, scale: Number) -> WindowNorms:
@@ -489,7 +494,7 @@ class OptimizerCapture:
         self.losses.clear()
         self._read_at = 0
         self._norms = self.kept = None
-        self._held = []
+        self._storages = []
         self.known_scalings.clear()
 
     def resume(self) -> None:
@@ -521,7 +526,7 @@ class OptimizerCapture:
         """
         raw = self._norms
         assert raw is not None
-        left: Grads = self.kept or [None if ref is None else ref() for ref in self._held]
+        left: Grads = self.kept or self._left_in_place()
         gone = self.distributed and self.kept is None
         with self._reading.held:  # one read of a capture at a time: they share a buffer
             self._after = after = None if gone else self._reader.left(left, self._versions, raw)
@@ -538,6 +543,14 @@ class OptimizerCapture:
             applied_known=after is not None,
             loss=self.losses.total(),
         )
+
+    def _left_in_place(self) -> Grads:
+        """The gradients that were not held since they were read, those that are still there."""
+        pairs = zip(self._storages, self.grads(), strict=False)
+        return [
+            grad if storage is not None and grad is not None and lies_in(storage, grad) else None
+            for storage, grad in pairs
+        ]
 
     def divide_applied(self, window: WindowNorms, divisor: Number) -> None:
         """The optimizer itself will divide the gradients of this window: a clip, not a loss scale."""
@@ -587,7 +600,7 @@ class OptimizerCapture:
         self.released, self._emptied = True, []
         self.params, self.slots, self.position, self.watched_ids = [], np.zeros(0, np.intp), {}, []
         self._norms = self._after = self._last = self.kept = None
-        self.frozen, self._held = [], []
+        self.frozen, self._storages = [], []
         self.arrivals.release()
         self.loop_events.uncleared.release()
 

@@ -15,8 +15,10 @@ import math
 import operator
 import weakref
 from collections.abc import Callable, Container, Sequence
+from typing import TypeAlias
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -25,6 +27,7 @@ from gradwatch.reading.cpu import CpuNorms
 from gradwatch.reading.device import DeviceNorms
 from gradwatch.reading.row_sums import UNDERFLOW
 from gradwatch.reading.row_sums_by_blas import norms_of_rows, silently
+from gradwatch.runtime.interruption import not_ours
 
 Reading = CpuNorms | DeviceNorms
 State = tuple[list[int], list[int], Reading]
@@ -64,7 +67,39 @@ def grown_alike(pattern: list[int], versions: list[int], since: bool) -> bool:
     return len(grown) == 1 and min(grown) > 0
 
 
-def replaced(known: Sequence[Tensor | weakref.ref[Tensor] | None], params: Sequence[Tensor]) -> bool:
+Storage: TypeAlias = "weakref.ref[torch.UntypedStorage]"
+_storage: Callable[[Tensor], torch.UntypedStorage] = Tensor.untyped_storage
+
+
+def storages_of(grads: Sequence[Tensor | None]) -> list[Storage | None]:
+    """Weak references to where the numbers of gradients are; None where there is none, or no storage (sparse).
+
+    Unlike a weak reference to the tensor they do not stop `swap_tensors`, and unlike `id()` they tell a gradient from
+    a later one at the same address.
+    """
+    try:
+        return list(map(weakref.ref, map(_storage, grads)))  # type: ignore[arg-type]
+    except (TypeError, NotImplementedError, RuntimeError):
+        return [_storage_of(grad) for grad in grads]
+
+
+def _storage_of(grad: Tensor | None) -> Storage | None:
+    if grad is None or grad.layout is not torch.strided:
+        return None
+    try:
+        return weakref.ref(grad.untyped_storage())
+    except (NotImplementedError, RuntimeError) as error:  # a subclass that has none
+        if not_ours(error):
+            raise
+        return None
+
+
+def lies_in(storage: Storage, grad: Tensor) -> bool:
+    """True if the numbers of a gradient are where they were when `storage` was taken of it."""
+    return _storage(grad) is storage()
+
+
+def replaced(known: Sequence[Tensor | Storage | None], params: Sequence[Tensor]) -> bool:
     """True if other tensors stand in `.grad` than those `known`, as far as a look at some (up to 2 × `LOOKS`) tells.
 
     A loop that combines the gradients of several backwards (conflicting tasks made to agree) puts new ones there.
@@ -72,9 +107,11 @@ def replaced(known: Sequence[Tensor | weakref.ref[Tensor] | None], params: Seque
     if len(known) != len(params):
         return False
     for k in range(0, len(known), max(1, len(known) // LOOKS)):
-        held = known[k]
-        was = held() if isinstance(held, weakref.ref) else held
-        if was is not params[k].grad:
+        was, grad = known[k], params[k].grad
+        if isinstance(was, weakref.ref):
+            if grad is None or not lies_in(was, grad):
+                return True
+        elif was is not grad:
             return True
     return False
 

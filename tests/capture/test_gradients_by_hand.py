@@ -185,3 +185,34 @@ def test_a_gradient_that_lies_where_the_last_one_did_arrives_after_a_swap(
             model(torch.ones(1, 4)).sum().backward()
             optimizer.step()
     assert [record.snapshot.calls[:2].tolist() for record in kept.records] == [[1, 1]] * 4
+
+
+@pytest.mark.parametrize("without_optimizer", [False, True])
+def test_gradients_that_are_not_held_may_be_swapped(
+    monkeypatch: pytest.MonkeyPatch, without_optimizer: bool
+) -> None:
+    """Of a large model nothing of ours refers to a gradient, nor stops `Module.to` between backward and step."""
+    monkeypatch.setattr(optimizer_capture, "KEPT", 0)
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    given, kept = {}, Kept()
+    for watched in (False, True):
+        torch.manual_seed(0)
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        gw = gradwatch.watch(model, rules="observe-only", sinks=[kept], strict=True) if watched else None
+        for step in range(6):
+            model(torch.randn(3, 4)).square().sum().backward()
+            if step % 2:
+                model.double().float()
+            if without_optimizer:
+                with torch.no_grad():
+                    for param in model.parameters():
+                        param -= 0.1 * param.grad
+            else:
+                optimizer.step()
+            model.zero_grad()
+        given[watched] = torch.cat([param.detach().flatten() for param in model.parameters()])
+        if gw is not None:
+            gw.close()
+    assert torch.equal(given[False], given[True])
+    assert len(kept.records) == 6
