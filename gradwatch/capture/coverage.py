@@ -30,6 +30,7 @@ from gradwatch.taps.dynamo import untraced
 
 Replaced = Callable[[nn.Module, str, Any], bool]
 """A module is about to get a value under a name; True where that changes no share of what is measured."""
+NO_VALUES = "(on the meta device, so it has no values)"
 RECOUNT = 1000  # steps between counts that nothing asked for
 BLIND = 16  # the same while something is not measured
 
@@ -182,7 +183,7 @@ class Coverage:
             return self.ratio
         wanted = [(name, param) for name, param in named_parameters(models) if param.requires_grad]
         self.missing = tuple(
-            name if parameter_names.has_values(param) else f"{name} (on the meta device, so it has no values)"
+            name if parameter_names.has_values(param) else f"{name} {NO_VALUES}"
             for name, param in wanted
             if not (parameter_names.has_values(param) and self._measured(param, stepped))
         )

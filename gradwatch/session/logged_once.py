@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 
+from gradwatch.capture.coverage import NO_VALUES
 from gradwatch.engine.unmatched_rules import described
 from gradwatch.errors import AttachError
 from gradwatch.records.snapshot import Sites
@@ -18,6 +19,7 @@ BLIND = (
     "parameters were added to the model and belong to no watched optimizer, so their gradients are not measured; "
     "give them to the optimizer (add_param_group, or a new one)"
 )
+VALUELESS = "nothing is measured of parameters without values: {}; give the model a device (`to_empty`) before training"
 OFF = (
     "{}: switched off, because they match nothing in this model; all other rules stay active; `optional: true` "
     "in the rule "
@@ -89,7 +91,9 @@ class Notices:
     def unmeasured(self, missing: Sequence[str]) -> None:
         """The parameters that nothing measures as of this step; said again only after there were none."""
         if missing and not self._incomplete:
-            self.say("coverage", AttachError(f"{BLIND}: {shortened(missing)}"))
+            unowned = [name for name in missing if not name.endswith(NO_VALUES)]
+            said = f"{BLIND}: {shortened(unowned)}" if unowned else VALUELESS.format(shortened(missing))
+            self.say("coverage", AttachError(said))
         self._incomplete = bool(missing)
 
     def no_loss(self, reason: str) -> None:

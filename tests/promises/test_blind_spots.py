@@ -163,6 +163,24 @@ def test_the_default_device_is_nobody_s_business(tmp_path: Path) -> None:
     assert len(records) == 4
 
 
+def test_parameters_without_values_are_said_to_have_none(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A part of the model that is left on the meta device belongs to no optimizer, and could not be measured in one."""
+    model, optimizer = build()
+    with torch.device("meta"):
+        model.register_module("later", torch.nn.Linear(2, 2))
+    head = torch.nn.Sequential(*list(model)[:-1])
+    with gradwatch.watch(model, optimizer, run_dir=tmp_path):
+        for _ in range(3):
+            optimizer.zero_grad()
+            head(X).pow(2).mean().backward()
+            optimizer.step()
+    said = capsys.readouterr().err
+    assert "nothing is measured of parameters without values: later.weight" in said
+    assert "belong to no watched optimizer" not in said
+
+
 @pytest.mark.parametrize("calm", [False, True], ids=["young", "calm"])
 def test_a_gradient_spoilt_after_backward_is_skipped(calm: bool, tmp_path: Path) -> None:
     """NaN written into `.grad` between backward and step (hand-written averaging does) is a non-finite gradient."""

@@ -225,6 +225,19 @@ def test_frozen_parameters_are_no_fall(tmp_path: Path) -> None:
     ]
 
 
+def test_another_optimizer_in_the_place_of_one_that_is_gone_has_other_parameters(tmp_path: Path) -> None:
+    """Nothing has joined or left an optimizer: the one of a model that lives on is gone, and another model came."""
+    (model, optimizer), (other, _), sink = build(), build(), Kept()
+    with gradwatch.watch(model, optimizer, sinks=[sink], run_dir=tmp_path, strict=True) as gw:
+        trained(gw, model, optimizer, 60)
+        del optimizer
+        gw.add([other])
+        trained(gw, other, torch.optim.SGD(other.parameters(), 1e-7), 10)
+    (told,) = events_of(sink, "rebaselined")
+    count = len(list(other.parameters()))
+    assert told.summary.startswith(f"the optimizer has other parameters, {count} in the place of {count}: ")
+
+
 def test_an_optimizer_made_anew_over_the_same_parameters_begins_nothing_anew(tmp_path: Path) -> None:
     """Nothing that is judged is made of others than before."""
     model, optimizer = build()

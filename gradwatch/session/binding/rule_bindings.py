@@ -268,6 +268,8 @@ def changed_parameters(before: Sites, now: Sites) -> str:
         {name: None for name, kind in zip(sites.names, sites.kinds, strict=True) if kind == "param"}
         for sites in (before, now)
     )
+    if was and has and was.keys().isdisjoint(has):  # or it is another optimizer, after one that is gone
+        return f"the optimizer has other parameters, {len(has)} in the place of {len(was)}: {shortened(list(has))}"
     joined, left = [name for name in has if name not in was], [name for name in was if name not in has]
     changes = {"joined": joined, "left": left}.items()
     return "; ".join(
