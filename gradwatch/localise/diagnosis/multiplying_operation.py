@@ -1,8 +1,8 @@
 """The one operation that multiplies a gradient which explodes, where its gain explains by how much that is off.
 
 An operation may multiply by a thousand at every step: a loss scale, a square root of small numbers that a square
-follows. So one is named only where it alone multiplies by about as much as the gradients are off their usual level, and
-where what it made is still there at the end of the way.
+follows. So one is named only where it alone multiplies by about as much as the gradients are off their usual level, by
+far more than on any day or in few rows, and where what it made is still there at the end of the way.
 
 What multiplies may also stand between the model's last layer and its outputs, or in the loop behind these: the gradient
 at the outputs tells.
@@ -21,6 +21,9 @@ from gradwatch.records.finding import Finding, Frame, Layer
 
 ALIKE = 10.0
 """Factor between the gain of an operation and how far the gradients are off: what is left is the gain of any day."""
+
+ALIKE_OF_FEW = 100.0
+"""The same where it multiplies few rows, and so not at every step."""
 
 LOST = 30.0
 """Factor by which what an operation made may have shrunk on its way, if it is what made the gradient large."""
@@ -80,15 +83,15 @@ def only_multiplier(multipliers: Iterable[Multiplier], factor: float, arrived: f
 
     `arrived` is the norm of the gradient at the end of the way that is looked at.
     """
-    near = [
-        one
-        for one in multipliers
-        if one.passage.gain >= NO_EVERYDAY_GAIN
-        and factor / ALIKE <= one.passage.gain <= factor * ALIKE
-        and arrived >= one.passage.made / LOST
-    ]
+    near = [one for one in multipliers if _explains(one, factor) and arrived >= one.passage.made / LOST]
     places = {(one.node.frames[:1], one.node.op) for one in near}
     return near[0] if len(places) == 1 and near[0].node.frames else None
+
+
+def _explains(one: Multiplier, factor: float) -> bool:
+    gain, few_rows = one.passage.gain, one.passage.few_rows
+    alike = ALIKE_OF_FEW if few_rows else ALIKE
+    return (few_rows or gain >= NO_EVERYDAY_GAIN) and factor / alike <= gain <= factor * alike
 
 
 def naming(finding: Finding, one: Multiplier, caller: Sequence[Frame], factor: float) -> Finding:

@@ -21,12 +21,22 @@ MULTIPLIES = 10.0
 """Gain below which a node is not kept."""
 
 
+STANDS_OUT = 100.0
+"""Times the median gain of all rows that the gain of the row is which stands out."""
+
+FEWEST_ROWS = 8
+
+
 class Passage(NamedTuple):
-    """A gradient on its way through a node: its L2 norm as `given` and as `made`, and the `gain`."""
+    """A gradient on its way through a node: its L2 norm as `given` and as `made`, and the `gain`.
+
+    `few_rows`: it multiplies few rows by far more than the others, so that it does not do so at every step.
+    """
 
     given: float
     made: float
     gain: float
+    few_rows: bool = False
 
 
 def passage(node: Node, made: Sequence[Tensor | None], given: Sequence[Tensor | None]) -> Passage | None:
@@ -42,7 +52,29 @@ def passage(node: Node, made: Sequence[Tensor | None], given: Sequence[Tensor | 
     (length, largest), (at_first, largest_first) = _sizes(onward), _sizes(came)
     if not (at_first > 0 and largest_first > 0 and math.isfinite(length)):
         return None
-    return Passage(at_first, length, min(length / at_first, largest / largest_first))
+    gain = min(length / at_first, largest / largest_first)
+    return Passage(at_first, length, gain, gain >= MULTIPLIES and _few_rows_stand_out(came, onward))
+
+
+@torch.no_grad()
+def _few_rows_stand_out(came: Sequence[Tensor], onward: Sequence[Tensor]) -> bool:
+    """True where at most an eighth of the rows, but some, have a gain that stands out."""
+    sizes = {one.shape[:1] for one in (*came, *onward)}
+    rows = next(iter(sizes))
+    if len(sizes) > 1 or not rows or rows[0] < FEWEST_ROWS:
+        return False
+    gains = _row_lengths(onward) / _row_lengths(came)
+    known = gains[torch.isfinite(gains)]
+    if len(known) < FEWEST_ROWS:
+        return False
+    large = int((known >= STANDS_OUT * known.median()).sum())
+    return 0 < large <= len(known) // FEWEST_ROWS
+
+
+def _row_lengths(grads: Sequence[Tensor]) -> Tensor:
+    """The L2 norm of each row of all of them together."""
+    rows = (dense(one).reshape(len(one), -1).double() for one in grads)
+    return torch.stack([one.square().sum(1) for one in rows]).sum(0).sqrt()
 
 
 def multiplies_by_a_number(node: Node) -> bool:

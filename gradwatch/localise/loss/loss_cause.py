@@ -106,6 +106,9 @@ def _cause(
     if origin is None and trace.culprits:
         culprit = trace.culprits[0]
         infinite = culprit.infinity if trace.infinity is not None else None
+        before = None if infinite is None else _computed_before(infinite, trace, scope, failed, effort)
+        if before is not None:
+            return before
         if infinite is not None and _is_at(infinite, culprit):
             infinite = None  # the culprit says it all
         origin = culprit.made or infinite
@@ -116,11 +119,21 @@ def _cause(
             note = f"the loss is {loss}; the backward of {culprit.op} multiplied what this left"
     if origin is None:
         return None
+    before = _computed_before(origin, trace, scope, failed, effort)
+    if before is not None:
+        return before
+    return from_origin(origin, trace, "replay", 0).noted(note)
+
+
+def _computed_before(
+    origin: Origin, trace: Trace, scope: LoopScope, failed: Callable[[BaseException], None], effort: Effort
+) -> Finding | None:
+    """The operation that made a tensor of the loop not finite, which no gradient flows to; None where none is known."""
     read = origin if origin.external else origin.given
     kind, name = trace.sources.get(read.source, ("", "")) if read is not None and read.external else ("", "")
-    if kind == "tensor":
-        defined, name = constant_origin(scope, name, failed, effort)
-        if defined is not None and not defined.intended:
-            return from_origin(defined, trace, "replay", 0).amended(note=f"`{name}` was computed there")
-    found = from_origin(origin, trace, "replay", 0)
-    return found.noted(note)
+    if kind != "tensor":
+        return None
+    defined, name = constant_origin(scope, name, failed, effort)
+    if defined is None or defined.intended:
+        return None
+    return from_origin(defined, trace, "replay", 0).amended(note=f"`{name}` was computed there")

@@ -25,6 +25,7 @@ Statements: TypeAlias = tuple[tuple[tuple[ast.With, ...], ast.stmt], ...]
 """Statements in their order, in each case with the `with` blocks around it."""
 LOOPS = (ast.For, ast.While, ast.AsyncFor)
 BACKWARDS = 4  # calls of `backward` that may have been the last one
+DEFINITIONS = 4  # of a name that is made of itself
 REARMOST = 6  # statements at which a loss may begin, where no call of the model is among them
 
 
@@ -137,20 +138,32 @@ def depending(statements: Statements, called: Collection[int]) -> Statements:
 
 
 def definition_of(tree: Body, name: str, line: int) -> tuple[ast.stmt, ...]:
-    """The last statement above a line that assigns a name, and nothing else; () where another one changes it since."""
-    above = [
-        node
-        for node in own_nodes(tree)
-        if isinstance(node, ast.stmt)
-        and node.lineno <= line
-        and name in changed(node)
-        and not _is_compound(node)
-    ]
-    if not above:
-        return ()
-    last = max(above, key=lambda one: one.lineno)
-    alone = isinstance(last, ast.Assign) and len(last.targets) == 1 and isinstance(last.targets[0], ast.Name)
-    return (last,) if alone else ()
+    """The last statement above a line that assigns a name, and nothing else; () where another one changes it since.
+
+    With those before it as far as each is made of the same name (`w = 1 / n`, then `w = w / w.sum()`).
+    """
+    found: list[ast.stmt] = []
+    while len(found) < DEFINITIONS:
+        above = [
+            node
+            for node in own_nodes(tree)
+            if isinstance(node, ast.stmt)
+            and (node.lineno < found[0].lineno if found else node.lineno <= line)
+            and name in changed(node)
+            and not _is_compound(node)
+        ]
+        if not above:
+            return ()
+        last = max(above, key=lambda one: one.lineno)
+        alone = (
+            isinstance(last, ast.Assign) and len(last.targets) == 1 and isinstance(last.targets[0], ast.Name)
+        )
+        if not alone:
+            return ()
+        found.insert(0, last)
+        if name not in loaded(last):
+            return tuple(found)
+    return ()
 
 
 def _is_compound(node: ast.stmt) -> bool:

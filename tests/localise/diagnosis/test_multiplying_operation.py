@@ -67,6 +67,14 @@ def custom(net: nn.Module, x: Tensor, y: Tensor, by: float) -> Tensor:
     return (Scaled.apply(net(x), by) - y).square().mean()  # custom
 
 
+def cosines(net: nn.Module, x: Tensor, y: Tensor, by: float) -> Tensor:
+    """An angle near 0 in one row: a gain of some hundred, which a layer may have on any day."""
+    cosine = torch.tanh(net(x)[:, 0]) * 0.9
+    if by > 1:
+        cosine = torch.where(torch.arange(len(x)) == 3, cosine - cosine.detach() + 1 - 1e-7, cosine)
+    return torch.acos(cosine.clamp(-1 + 6e-8, 1 - 6e-8)).mean()  # cosines
+
+
 def weighted(net: nn.Module, x: Tensor, y: Tensor, by: float) -> Tensor:
     """A loss that is multiplied by a number."""
     return (net(x) - y).square().mean() * by
@@ -104,12 +112,14 @@ class Fault(NamedTuple):
     mark: str = ""
     at_outputs: bool = False
     says: str = ""
+    op: str = "Scaled"
 
 
 FAULTS = {
     "in-the-model": Fault(squared, after="enter", mark="enter"),
     "at-its-end": Fault(squared, after="head", mark="head"),
     "in-the-loss": Fault(custom, mark="custom"),
+    "in-one-row": Fault(cosines, mark="cosines", op="acos"),
     "in-a-double-backward": Fault(penalised, mark="penalised"),
     "weight-of-the-loss": Fault(weighted, at_outputs=True, says="the loss is at ×"),
     "label": Fault(labelled, at_outputs=True, says="the loss is at ×"),
@@ -146,7 +156,7 @@ def test_where_it_began(name: str, tmp_path: Path) -> None:
     assert (replayed.op != "", replayed.at_outputs) == (fault.mark != "", fault.at_outputs), replayed
     assert fault.says in sentence(replayed)
     if fault.mark:
-        assert "gradients that explode in the backward of Scaled" in sentence(replayed)
+        assert f"gradients that explode in the backward of {fault.op}" in sentence(replayed)
         suggestion = suggestion_for(replayed)
         assert suggestion is not None
         assert suggestion.id == "multiplying-operation"
@@ -201,6 +211,22 @@ MADE: dict[str, tuple[Callable[[Tensor], Tensor], float | None]] = {
     "log": (torch.log, 1e6),
     "weights": (lambda x: x * torch.full((1000,), 50.0), 50.0),
 }
+
+
+def test_few_rows_stand_out() -> None:
+    """One of 32 whose slope is large; not half of them, nor all."""
+    for large, stands_out in ((1, True), (16, False), (32, False)):
+        x = torch.ones(32, 3)
+        x[:large] = 1e-4
+        made = torch.log(x.requires_grad_().clone())
+        node, found = made.grad_fn, []
+        assert node is not None
+        node.register_hook(
+            lambda onward, came, node=node, found=found: found.append(passage(node, onward, came))
+        )
+        made.mean().backward()
+        assert found[0] is not None
+        assert found[0].few_rows is stands_out
 
 
 @pytest.mark.parametrize("name", MADE)
