@@ -24,6 +24,8 @@ from gradwatch.detectors.detector import (
     rule_keys,
 )
 from gradwatch.detectors.drift import Drift
+from gradwatch.detectors.exploded import Exploded
+from gradwatch.detectors.fade import Fade
 from gradwatch.detectors.grown import Grown
 from gradwatch.detectors.jump import Jump
 from gradwatch.detectors.learning_rate import LrJump
@@ -34,7 +36,7 @@ from gradwatch.detectors.rank_outlier import RankMismatch, RankOutlier
 from gradwatch.detectors.recent_extremes import AboveRecentMax, BelowRecentMin
 from gradwatch.detectors.same_batch import SameBatch
 from gradwatch.detectors.scaled import Scaled
-from gradwatch.detectors.share_and_depth import DepthRatio, Drop
+from gradwatch.detectors.share_and_depth import DepthRatio, Drop, Rise
 from gradwatch.detectors.spike import LossSpike, Spike
 from gradwatch.detectors.thresholds import Above, Below, Dead, UpdateRatio
 
@@ -53,6 +55,8 @@ __all__ = [
     "Detector",
     "Drift",
     "Drop",
+    "Exploded",
+    "Fade",
     "Grown",
     "Jump",
     "LossNonFinite",
@@ -63,6 +67,7 @@ __all__ = [
     "NormOverflow",
     "RankMismatch",
     "RankOutlier",
+    "Rise",
     "SameBatch",
     "Sample",
     "ScaleCollapse",

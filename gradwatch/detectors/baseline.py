@@ -144,18 +144,14 @@ def common_paces(
     n: NDArray[np.int32], least: int, half_life: float, enough: int, count: int
 ) -> tuple[list[np.float32], list[NDArray[np.int32]]] | None:
     """The weights of the next `count` samples, and the counts after each, as `common_pace` gives them in turn."""
-    weights: list[np.float32] = []
-    counts: list[NDArray[np.int32]] = []
-    for left in range(count, 0, -1):
-        pace = common_pace(n, least, half_life, enough)
-        if pace is None:
-            return None
-        weight, after = pace
-        if after is n:  # and so for all that follow
-            return weights + [weight] * left, counts + [n] * left
-        weights.append(weight)
-        counts.append(n := after)
-    return weights, counts
+    low = int(np.minimum.reduce(n))
+    if low < enough and (low < least or low != int(np.maximum.reduce(n))):
+        return None
+    steady, young = gain(half_life), max(0, min(count, enough - low))
+    weights = [np.float32(max(steady, 1.0 / (low + k + 1.0))) for k in range(young)]
+    counts = [n + np.int32(k + 1) for k in range(young)]
+    after = counts[-1] if young else n
+    return weights + [_steady_weight(half_life)] * (count - young), counts + [after] * (count - young)
 
 
 @cache

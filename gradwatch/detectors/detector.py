@@ -268,6 +268,17 @@ class Detector:
         """
         return False
 
+    def advance_scalars(self, state: State, steps: Sequence[Mapping[str, float]]) -> tuple[int, State]:
+        """As `advance` of steps with these one-per-step values in turn, of which a series is the only input.
+
+        Returns the number of the first that surely breach nowhere, and the state then. Here: those that are
+        indifferent. A kind that reads several such values overrides it.
+        """
+        for count, values in enumerate(steps):
+            if not self.indifferent(state, values.get):
+                return count, state
+        return len(steps), state
+
     def limit(self, state: State) -> NDArray[np.float64] | None:
         """float64[K]: the value whose score is exactly the threshold (inf while warming up), or None."""
         return None

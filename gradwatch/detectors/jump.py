@@ -7,7 +7,7 @@ so far needs none: healthy runs were seen to jump by a factor of 1,100 (REINFORC
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple, cast
 
@@ -130,16 +130,17 @@ class Jump(Detector):
             jump.loss if is_known <= jump.loss[0] else np.array([is_known]),
         )
 
-    def indifferent(self, state: State, scalar: Callable[[str], float | None]) -> bool:
-        """True if neither the total norm nor the loss is larger than any before, and nothing earlier is confirmed."""
-        jump, total, loss = cast(JumpState, state), scalar(self.of), scalar("loss")
-        return (
-            total is not None
-            and jump.n[0] >= LEAST
-            and 0 < total <= jump.largest[0]
-            and (loss is None or abs(loss) <= jump.loss[0])
-            and scalar(CONFIRMED_JUMP) is None
-        )
+    def advance_scalars(self, state: State, steps: Sequence[Mapping[str, float]]) -> tuple[int, State]:
+        """Count those where neither total norm nor loss is the largest yet, and nothing earlier is confirmed."""
+        jump, count = cast(JumpState, state), 0
+        if len(jump.n) == 1 and jump.n[0] >= LEAST:
+            largest, largest_loss = jump.largest.item(), jump.loss.item()
+            for values in steps:
+                total, loss = values.get(self.of, math.nan), values.get("loss", 0.0)
+                if not (0 < total <= largest and abs(loss) <= largest_loss) or CONFIRMED_JUMP in values:
+                    break
+                count += 1
+        return count, state
 
     def rebaseline(self, state: State, mask: BoolArray, keep_judging: bool) -> JumpState:
         """Start over; what was the largest stays so across a change that keeps judging."""

@@ -1,4 +1,4 @@
-"""One site against the others: a share of the whole that shrinks, and norms that fade with depth."""
+"""One site against the others: a norm that falls or rises while theirs do not, and norms that fade with depth."""
 
 from __future__ import annotations
 
@@ -37,36 +37,35 @@ from gradwatch.records.snapshot import BoolArray, FloatArray
 ZERO_NORM = 1e-30
 """A norm of exactly zero counts as this, so that a gradient that vanishes completely is a fall too."""
 STEP = 0.5
-"""Largest deviation in nats that the share's baseline learns from."""
+"""Largest deviation in nats from the others that a usual norm learns from."""
+OTHERS = 3.0
+"""A third of a change at least is the parameter's own: the others' alone, where these are few, is none."""
 _FALL, _RISE = np.float32(-STEP), np.float32(STEP)
+_UNKNOWN = np.float32(np.nan)
 
 
 class ShareState(NamedTuple):
-    """`n` samples learned (int32, counted only as far as it matters); `b` the usual ln share of K series."""
+    """`n` samples learned (int32, counted only as far as it matters); `b` the usual ln norm of K series."""
 
     n: NDArray[np.int32]
     b: Array32
 
 
-@register_detector
 @dataclass(frozen=True, slots=True)
-class Drop(Exceeding):
-    """A parameter's share of the model falls: vanishing that an absolute bound cannot see.
+class _Share(Exceeding):
+    """The change of a parameter's norm beyond that of the others; `SIGN` +1: how far it rises, -1: how far it falls.
 
-    y = ln norm_i - median_j ln norm_j over the selected tensors (a norm of 0 counts as 1e-30); b +=
-    a·clip(y - b, ±0.5) with a = max(1 - 2^(-1/half_life), 1/(n + 1)), clipped after the warm-up. The score
-    is exp(b - y), how many times smaller than usual; default: 100 times for 20 samples. Immune to the whole
-    model converging, because the median falls too. Use `below` for a rail, `depth_ratio` for fading over
-    depth.
+    d = x - b with x = ln norm; m = the median of d over the selected tensors, of two in the middle the one less in the
+    way of `SIGN`; b += a·(m + clip(d - m, ±0.5)) with a = max(1 - 2^(-1/half_life), 1/(n + 1)); b += a·d while warming
+    up. What counts is ±(d - m), but no more than three times ±d: a change of the others alone is none of its own.
     """
 
-    __pydantic_config__: ClassVar = STRICT
-    kind: ClassVar[str] = "drop"
     takes_logs: ClassVar[bool] = True
     default_for: ClassVar[int] = 20
     has_baseline: ClassVar[bool] = True
     elementwise: ClassVar[bool] = False
     scopes: ClassVar[tuple[Scope, ...]] = ("param", "group")
+    SIGN: ClassVar[int] = -1
 
     of: Literal["norm", "rms", "norm_local"] = "norm"
     above: Positive = 100.0
@@ -84,73 +83,95 @@ class Drop(Exceeding):
         return ShareState(np.zeros(size, np.int32), np.zeros(size, np.float32))
 
     def score(self, state: State, sample: Sample) -> NDArray[np.float64]:
-        """exp(b - y); NaN while warming up, and for a missing or non-finite sample."""
-        return self._factor(cast(ShareState, state), share_of(sample))
+        """The factor; NaN while warming up, and for a missing or non-finite sample."""
+        before = cast(ShareState, state)
+        d = _log_of(sample) - before.b
+        return self._factor(before, d, self._middle(before, d))
 
     def learn(self, state: State, sample: Sample) -> ShareState:
-        """Move the usual share toward the present one, by at most 0.5 nats' worth after the warm-up."""
+        """Move the usual norms with that in the middle, and toward the present ones, after the warm-up by a bound."""
         before = cast(ShareState, state)
-        return self._absorb(before, share_of(sample) - before.b)
+        d = _log_of(sample) - before.b
+        return self._absorb(before, np.where(sample.values > 0, d, _UNKNOWN), self._middle(before, d))
 
     def advance(self, state: State, sample: Sample) -> tuple[FloatArray | None, State]:
         """As `score` and `learn`; no exponentials while nothing is near the threshold."""
-        before, y = cast(ShareState, state), share_of(sample)
-        d = y - before.b
-        after = self._absorb(before, d)
-        # fmin: a sample that is missing does not fall.
-        if not -float(np.fmin.reduce(d)) >= self.log_surely_below:
+        before = cast(ShareState, state)
+        d = _log_of(sample) - before.b
+        middle = self._middle(before, d)
+        after = self._absorb(before, np.where(sample.values > 0, d, _UNKNOWN), middle)
+        # fmin and fmax: a sample that is missing changes by nothing.
+        furthest = np.fmax.reduce(d) if self.SIGN > 0 else np.fmin.reduce(d)
+        if not self.SIGN * (float(furthest) - float(middle)) >= self.log_surely_below:
             return None, after
-        return self._factor(before, y), after
+        return self._factor(before, d, middle), after
 
     def advance_logs(self, state: State, x: Array32) -> tuple[FloatArray | None, State]:
         """As `advance`, with neither masks nor exponentials while nothing is near the threshold."""
-        before, y = cast(ShareState, state), x - _median(x)
-        enough = mature(self.half_life, self.warmup)
+        before = cast(ShareState, state)
+        d, enough = x - before.b, mature(self.half_life, self.warmup)
         pace = common_pace(before.n, self.warmup, self.half_life, enough)
-        d = y - before.b
         if pace is None:
-            return self._factor(before, y), self._absorb(before, d)
-        low, high = float(np.minimum.reduce(d)), float(np.maximum.reduce(d))
-        score = None if -low < self.log_surely_below else self._factor(before, y)
-        if low < -STEP or high > STEP:
-            np.clip(d, _FALL, _RISE, out=d)
-        d *= pace[0]
-        d += before.b
-        return score, ShareState(pace[1], d)
+            middle = self._middle(before, d)
+            return self._factor(before, d, middle), self._absorb(before, d, middle)
+        middle = self._middle_of_known(d)
+        furthest = np.maximum.reduce(d) if self.SIGN > 0 else np.minimum.reduce(d)
+        near = self.SIGN * (float(furthest) - float(middle)) >= self.log_surely_below
+        score = self._factor(before, d, middle) if near else None
+        return score, ShareState(pace[1], _moved(before.b, d, middle, pace[0], d))
 
     def advance_many_logs(self, state: State, x: Array32) -> tuple[int, State]:
-        """As `advance_logs` of each in turn; only what depends on the sample before is done for one at a time."""
+        """As `advance_logs` of each in turn, up to one that comes near the threshold."""
         before = cast(ShareState, state)
         enough = mature(self.half_life, self.warmup)
         paces = common_paces(before.n, self.warmup, self.half_life, enough, len(x))
         if paces is None:
             return Exceeding.advance_many_logs(self, state, x)
-        shares, found, b = x - _medians(x)[:, None], np.empty_like(x), before.b
-        low = np.empty(len(x), np.float32)
-        for t, (new, weight, usual) in enumerate(zip(shares, paces[0], found, strict=True)):
+        found, b, place, size = np.empty_like(x), before.b, self._place(x.shape[1]), len(x)
+        furthest, middles = np.empty(size, np.float32), np.empty(size, np.float32)
+        extreme = np.maximum.reduce if self.SIGN > 0 else np.minimum.reduce
+        for t, (new, weight, usual) in enumerate(zip(x, paces[0], found, strict=True)):
             d = new - b
-            low[t] = np.minimum.reduce(d)
-            np.maximum(d, _FALL, out=d)
-            np.minimum(d, _RISE, out=d)
-            d *= weight
-            np.add(d, b, out=usual)
+            furthest[t] = extreme(d)
+            middles[t] = middle = np.partition(d, place)[place]
+            np.subtract(d, middle, out=usual)  # as `_moved`, without a call at every step
+            np.maximum(usual, _FALL, out=usual)
+            np.minimum(usual, _RISE, out=usual)
+            usual += middle
+            usual *= weight
+            usual += b
             b = usual
+        change = self.SIGN * (furthest.astype(np.float64) - middles.astype(np.float64))
         # What comes closer is judged by itself.
-        below = leading(-low.astype(np.float64) < self.log_surely_below)
+        below = leading(change < self.log_surely_below)
         return below, ShareState(paces[1][below - 1], found[below - 1].copy()) if below else state
 
-    def _factor(self, state: ShareState, y: Array32) -> NDArray[np.float64]:
-        fall = np.minimum(state.b.astype(np.float64) - y, LARGEST_EXPONENT)
-        return np.where(state.n >= self.warmup, np.exp(fall), np.nan)
+    def _place(self, count: int) -> int:
+        """The place of the middle among so many in order."""
+        return (count - 1) // 2 if self.SIGN > 0 else count // 2
 
-    def _absorb(self, before: ShareState, d: Array32) -> ShareState:
-        """Learn deviations d[K] from the usual share; NaN = nothing."""
+    def _middle_of_known(self, d: Array32) -> np.float32:
+        place = self._place(len(d))
+        return cast(np.float32, np.partition(d, place)[place])
+
+    def _middle(self, state: ShareState, d: Array32) -> np.float32:
+        """The median of d[K] as above, of those that are known and past the warm-up; NaN where none is."""
+        known = d[~np.isnan(d) & (state.n >= self.warmup)]
+        return self._middle_of_known(known) if len(known) else _UNKNOWN
+
+    def _factor(self, state: ShareState, d: Array32, middle: np.float32) -> NDArray[np.float64]:
+        own = d.astype(np.float64) * self.SIGN
+        change = np.minimum(own - self.SIGN * float(middle), OTHERS * own)
+        return np.where(state.n >= self.warmup, np.exp(np.minimum(change, LARGEST_EXPONENT)), np.nan)
+
+    def _absorb(self, before: ShareState, d: Array32, middle: np.float32) -> ShareState:
+        """Learn deviations d[K] from the usual norms; NaN = nothing."""
         n, b = before
-        enough = mature(self.half_life, self.warmup)
         known = ~np.isnan(d)
-        d = np.where(n >= self.warmup, np.clip(d, np.float32(-STEP), np.float32(STEP)), d)
         a = np.maximum(gain(self.half_life), 1.0 / (n + 1.0)).astype(np.float32)
-        return ShareState(np.minimum(n + known, enough).astype(np.int32), np.where(known, b + a * d, b))
+        moved = np.where(n >= self.warmup, _moved(b, d, middle, a, np.empty_like(d)), b + a * d)
+        enough = mature(self.half_life, self.warmup)
+        return ShareState(np.minimum(n + known, enough).astype(np.int32), np.where(known, moved, b))
 
     def rebaseline(self, state: State, mask: BoolArray, keep_judging: bool) -> ShareState:
         """Start over, unless it is to keep judging: a share hardly depends on changes of the whole."""
@@ -160,37 +181,58 @@ class Drop(Exceeding):
         return ShareState(np.where(mask, 0, n).astype(np.int32), np.where(mask, np.float32(0), b))
 
 
-def share_of(sample: Sample) -> Array32:
-    """y[K] = ln norm_i - median_j ln norm_j in nats, float32; NaN where missing or not finite."""
+@register_detector
+@dataclass(frozen=True, slots=True)
+class Drop(_Share):
+    """A parameter's norm falls, and the others' do not: vanishing that an absolute bound cannot see.
+
+    d = ln norm - b (a norm of 0 counts as 1e-30) and m = the median of d over the selected tensors (of two in the
+    middle the larger); b += a·(m + clip(d - m, ±0.5)) with a = max(1 - 2^(-1/half_life), 1/(n + 1)), b += a·d
+    while warming up; a norm of 0 is not learned. The score is exp(min(m - d, -3 d)), how many times the norm has
+    fallen beyond the others, to a third at least by itself; default: 100 times for 20 samples. Immune to the
+    whole model converging, because the median falls too. Use `below` for a rail, `depth_ratio` for fading over
+    depth, `fade` for the whole model.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+    kind: ClassVar[str] = "drop"
+
+
+@register_detector
+@dataclass(frozen=True, slots=True)
+class Rise(_Share):
+    """A parameter's norm rises, and the others' do not: one layer that grows slowly.
+
+    As `drop`, upward: the score is exp(min(d - m, 3 d)), how many times the norm has risen beyond the others; of two
+    deviations in the middle m is the smaller. Default: ten times for 20 samples.
+    """
+
+    __pydantic_config__: ClassVar = STRICT
+    kind: ClassVar[str] = "rise"
+    SIGN: ClassVar[int] = 1
+
+    above: Positive = 10.0
+
+
+def _log_of(sample: Sample) -> Array32:
+    """ln norm as float32[K], of 0 that of 1e-30; NaN where missing, negative or not finite."""
     values = sample.values
     if float(values.min()) > 0 and float(values.max()) < math.inf and bool(sample.present.all()):
-        x = np.log(values).astype(np.float32, copy=False)
-        return x - _median(x)
+        return np.log(values).astype(np.float32, copy=False)
     usable = sample.present & (values >= 0) & (values < math.inf)
-    x = np.log(np.maximum(values, ZERO_NORM)).astype(np.float32, copy=False)
-    middle = _median(x[usable]) if usable.any() else np.float32(np.nan)
-    return np.where(usable, x - middle, np.float32(np.nan))
+    x = np.log(np.maximum(np.where(usable, values, ZERO_NORM), ZERO_NORM))
+    return np.where(usable, x, np.nan).astype(np.float32)
 
 
-def _median(x: Array32) -> np.float32:
-    """As np.median of finite values, without its checks, which cost more than the median at this size."""
-    half, x = len(x) // 2, x.copy()
-    x.partition(half)
-    high = float(x[half])
-    # The mean of two float32 is exact as a float, but for one rounding.
-    return np.float32(high if len(x) % 2 else (float(np.maximum.reduce(x[:half])) + high) / 2)
-
-
-def _medians(x: Array32) -> Array32:
-    """float32[T]: of each of x[T, K] what `_median` says."""
-    half, size = x.shape[1] // 2, x.shape[1]
-    x = x.copy()
-    x.partition(half, axis=1)
-    high = x[:, half].astype(np.float64)
-    if size % 2:
-        return high.astype(np.float32)
-    low: NDArray[np.float64] = np.maximum.reduce(x[:, :half], axis=1).astype(np.float64)
-    return ((low + high) / 2).astype(np.float32)
+def _moved(b: Array32, d: Array32, middle: np.float32, weight: np.float32 | Array32, out: Array32) -> Array32:
+    """b + weight·(m + clip(d - m, ±0.5)), written to `out`; d may be it."""
+    np.subtract(d, middle, out=out)
+    np.maximum(out, _FALL, out=out)
+    np.minimum(out, _RISE, out=out)
+    out += middle
+    out *= weight
+    out += b
+    return out
 
 
 @register_detector

@@ -65,27 +65,46 @@ class Drift:
         return math.exp(self.f - self.s) if self.n > self.warmup else NAN
 
 
-class Drop:
-    """How far a site's share of the median fell below its usual share; takes all sites at once."""
+class Share:
+    """How far a site's norm rose (sign 1) or fell (-1) beyond the others'; takes all sites at once."""
 
-    def __init__(self, size: int, half_life: int = 100, warmup: int = 40) -> None:
-        self.a, self.warmup, self.n, self.b = gain(half_life), warmup, [0] * size, [0.0] * size
+    def __init__(self, size: int, sign: int, half_life: int = 100, warmup: int = 40) -> None:
+        self.sign, self.a, self.warmup = sign, gain(half_life), warmup
+        self.n, self.b = [0] * size, [0.0] * size
 
     def __call__(self, values: Sequence[float | None]) -> list[float]:
-        """exp(b - y) for each site."""
-        known = {
-            i: math.log(max(v, 1e-30)) for i, v in enumerate(values) if v is not None and 0 <= v < math.inf
+        """exp of ±(d - m), at most of three times ±d, for each site."""
+        d = {
+            i: math.log(max(v, 1e-30)) - self.b[i]
+            for i, v in enumerate(values)
+            if v is not None and 0 <= v < math.inf
         }
+        judged = sorted(one for i, one in d.items() if self.n[i] >= self.warmup)
         scores = [NAN] * len(values)
-        middle = statistics.median(known.values()) if known else NAN
-        for i, x in known.items():
-            y, d = x - middle, x - middle - self.b[i]
+        for i, one in d.items():
+            moved = one
             if self.n[i] >= self.warmup:
-                scores[i] = math.exp(self.b[i] - y)
-                d = max(-0.5, min(0.5, d))
-            self.b[i] += max(self.a, 1 / (self.n[i] + 1)) * d
-            self.n[i] += 1
+                middle = judged[(len(judged) - 1) // 2 if self.sign > 0 else len(judged) // 2]
+                scores[i] = math.exp(min(self.sign * (one - middle), 3 * self.sign * one))
+                moved = middle + max(-0.5, min(0.5, one - middle))
+            if values[i]:
+                self.b[i] += max(self.a, 1 / (self.n[i] + 1)) * moved
+                self.n[i] += 1
         return scores
+
+
+class Fade:
+    """How many times further the norm has fallen below its long-term mean than the loss below its own."""
+
+    def __init__(self, fast: int = 10, slow: int = 500, warmup: int = 100) -> None:
+        self.norm, self.loss = Drift(fast, slow, warmup), Drift(fast, slow, 0)
+
+    def __call__(self, norm: float | None, loss: float | None) -> float:
+        """The factor, this sample included; without a norm none of the two is learned."""
+        if norm is None or not math.isfinite(norm) or norm <= 0:
+            return NAN
+        fall, explained = self.norm(norm), self.loss(loss)
+        return 1 / fall / max(1.0, 1.0 if math.isnan(explained) else 1 / explained)
 
 
 class Stale:

@@ -20,9 +20,12 @@ from gradwatch.detectors import (
     Detector,
     Drift,
     Drop,
+    Exploded,
+    Fade,
     LossSpike,
     Never,
     NonFinite,
+    Rise,
     Sample,
     ScaleCollapse,
     Spike,
@@ -51,6 +54,8 @@ VARIANTS: list[Detector] = [
     DepthRatio(above=1e3, ends=2),
     Drift(fast=2, slow=5, warmup=2),
     Drop(half_life=3, warmup=2, clear_below=10.0),
+    Rise(half_life=3, warmup=2),
+    Fade(fast=2, slow=5, warmup=2),
     ScaleCollapse(halvings=2, within=7, settle=3),
 ]
 
@@ -172,11 +177,11 @@ def test_drift_is_its_formula(series: list[float | None]) -> None:
 
 
 @settings(max_examples=examples(30))
-@given(st.integers(0, 10**6), st.integers(1, 9))
-def test_drop_is_its_formula(seed: int, size: int) -> None:
-    """Shares of the median, with zeros, NaN and holes."""
+@given(st.integers(0, 10**6), st.integers(1, 9), st.sampled_from([Rise, Drop]))
+def test_rise_and_drop_are_their_formula(seed: int, size: int, kind: type[Rise] | type[Drop]) -> None:
+    """Changes beyond the median's, with zeros, NaN and holes."""
     rng = np.random.default_rng(seed)
-    detector, slow = Drop(warmup=10, half_life=20), reference.Drop(size, 20, 10)
+    detector, slow = kind(warmup=10, half_life=20), reference.Share(size, kind.SIGN, 20, 10)
     state = detector.init(size)
     for _ in range(60):
         row: list[float | None] = np.exp(rng.normal(0, 2, size)).tolist()
@@ -186,6 +191,110 @@ def test_drop_is_its_formula(seed: int, size: int) -> None:
         sample = sample_of(row)
         assert_close(detector.score(state, sample).tolist(), slow(as_float32(row)), 2e-3)
         state = detector.learn(state, sample)
+
+
+@pytest.mark.parametrize("kind", [Rise, Drop])
+@pytest.mark.parametrize("size", [2, 3, 8])
+def test_of_few_tensors_the_one_that_changes_is_named(kind: type[Rise] | type[Drop], size: int) -> None:
+    """A change of one by 50 counts in full; the others, whose share it changes, have no more than a threefold one."""
+    detector = kind(warmup=50)
+    usual = np.geomspace(1, 100, size)
+    for place in range(size):
+        state = detector.init(size)
+        for _ in range(100):
+            state = detector.learn(state, sample_of(usual.tolist()))
+        changed = usual * np.where(np.arange(size) == place, 50.0**kind.SIGN, 1.05**kind.SIGN)
+        score = detector.score(state, sample_of(changed.tolist()))
+        assert score[place] > 45
+        assert np.delete(score, place).max() < 3
+
+
+@pytest.mark.parametrize("kind", [Rise, Drop])
+def test_a_change_of_all_is_none_of_one(kind: type[Rise] | type[Drop]) -> None:
+    """A model whose norms all become a hundred times larger or smaller."""
+    for factor in (0.01, 100.0):
+        detector, row = kind(warmup=50), np.geomspace(1, 100, 5)
+        state = detector.init(5)
+        for _ in range(100):
+            state = detector.learn(state, sample_of(row.tolist()))
+        assert detector.score(state, sample_of((factor * row).tolist())).max() < 1.01
+
+
+values_of_two_series = st.lists(
+    st.tuples(
+        st.one_of(st.floats(1e-6, 1e6), st.sampled_from([0.0, math.nan, math.inf, None])),
+        st.one_of(st.floats(1e-6, 1e6), st.sampled_from([0.0, -1.0, math.nan, math.inf])),
+    ),
+    min_size=1,
+    max_size=70,
+)
+
+
+@settings(max_examples=examples(50))
+@given(values_of_two_series)
+def test_fade_is_its_formula(series: list[tuple[float | None, float]]) -> None:
+    """The fall of the norm beyond that of the loss; many steps at once are what each is in turn."""
+    detector, slow = Fade(warmup=5), reference.Fade(warmup=5)
+    state = other = detector.init(1)
+    for norm, loss in series:
+        told = {"loss": loss} if norm is None else {"total_norm": norm, "loss": loss}
+        here = norm is not None
+        sample = Sample(np.array([norm if here else 7.0]), np.array([here]), {"loss": np.array([loss])})
+        score = float(detector.score(state, sample)[0])
+        assert_close([score], [slow(norm, loss)], 1e-9)
+        state = detector.learn(state, sample)
+        below, after = detector.advance_scalars(other, [told])
+        assert below or score > 0.99 * detector.above
+        other = after if below else detector.learn(other, sample)
+        assert [one.tobytes() for one in other] == [one.tobytes() for one in state]
+
+
+@settings(max_examples=examples(50))
+@given(values_of_two_series)
+def test_exploded_is_its_formula(series: list[tuple[float | None, float]]) -> None:
+    """The norm over the smallest loss so far; many steps at once are what each is in turn."""
+    detector, least = Exploded(), math.inf
+    state = other = detector.init(1)
+    for norm, loss in series:
+        here = norm is not None
+        told = {"loss": loss} if norm is None else {"total_norm": norm, "loss": loss}
+        sample = Sample(np.array([norm if here else 7.0]), np.array([here]), {"loss": np.array([loss])})
+        if norm is not None and math.isfinite(norm) and math.isfinite(loss):
+            least = min(least, max(1.0, abs(loss)), 10.0)
+        scale = least if least < math.inf else 1.0
+        expected = math.nan if norm is None else math.inf if math.isnan(norm) else norm / scale
+        score = detector.score(state, sample)
+        assert_close(score.tolist(), [expected], 1e-12)
+        state = detector.learn(state, sample)
+        below, after = detector.advance_scalars(other, [told])
+        assert below == int(expected <= detector.threshold)
+        other = after if below else detector.learn(other, sample)
+        assert other.loss.tobytes() == state.loss.tobytes()
+
+
+def test_a_summed_loss_has_large_gradients_and_has_not_exploded() -> None:
+    """A norm of 5,000 beside a loss of 800: none; of 50,000, or beside a loss of 2, also of one that has grown: one."""
+    for losses, norm, found in (
+        ([800.0], 5e3, False),
+        ([2.0], 5e3, True),
+        ([2.0, 800.0], 5e3, True),
+        ([800.0], 5e4, True),
+    ):
+        detector = Exploded()
+        steps = [{"total_norm": 1.0, "loss": loss} for loss in losses]
+        below, _ = detector.advance_scalars(
+            detector.init(1), [*steps, {"total_norm": norm, "loss": losses[-1]}]
+        )
+        assert (below <= len(losses)) is found
+
+
+def test_a_loss_that_falls_explains_a_norm_that_does() -> None:
+    """Both at a hundredth: no fade; the norm alone, or with a loss that is negative: one."""
+    for loss, found in ((0.01, False), (1.0, True), (-1.0, True)):
+        detector = Fade()
+        _, state = detector.advance_scalars(detector.init(1), [{"total_norm": 1.0, "loss": 1.0}] * 300)
+        below, _ = detector.advance_scalars(state, [{"total_norm": 0.01, "loss": loss}] * 50)
+        assert (below < 50) is found
 
 
 @settings(max_examples=examples(30))

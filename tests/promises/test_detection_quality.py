@@ -43,6 +43,8 @@ def run(shape: Shape, seed: int, fault: Fault | None = None) -> OptimizerRules:
     for step in range(STEPS):
         norms = np.exp(level + shape(step, rng) + rng.normal(0, 0.15, SIZE))
         known: dict[str, Any] = {"scalars": {"lr": 1e-3, "loss": 2.0 + 0.1 * float(rng.normal())}}
+        if shape is HEALTHY["converging"]:  # what takes the gradients down
+            known["scalars"]["loss"] *= math.exp(shape(step, rng))
         known["columns"] = {
             "update_ratio": everywhere(1e-3 * np.exp(rng.normal(0, 0.3, SIZE))),
             "weight_norm": everywhere(np.ones(SIZE)),
@@ -83,6 +85,11 @@ def creeping(step: int, norms: np.ndarray, known: dict[str, Any]) -> Any:
     return (norms * 1.03 ** (step - ONSET)).tolist()
 
 
+def dwindling(step: int, norms: np.ndarray, known: dict[str, Any]) -> Any:
+    """Everything falls by 2 % a step, and the loss does not."""
+    return (norms * 0.98 ** (step - ONSET)).tolist()
+
+
 def fading(step: int, norms: np.ndarray, known: dict[str, Any]) -> Any:
     """The first four parameters get 100,000 times less."""
     return np.where(np.arange(SIZE) < 4, norms * 1e-5, norms).tolist()
@@ -112,6 +119,7 @@ def overshooting(step: int, norms: np.ndarray, known: dict[str, Any]) -> Any:
         (exploded, "total-norm-spike-severe", 8, None),
         (exploded, "exploded", 25, None),
         (creeping, "drift", 120, None),
+        (dwindling, "total-norm-fade", 199, None),
         (fading, "vanishing-by-share", 25, "layers.0.weight"),
         (fading, "vanishing-by-depth", 60, "layers.0.weight"),
         (detached, "stale", 3, "layers.4.weight"),

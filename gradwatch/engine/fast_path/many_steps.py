@@ -357,17 +357,21 @@ class FastBlock:
 
     def _one_by_one(self, bank: BankInput, state: State, first: int, end: int) -> tuple[int, State]:
         """As `_learned`, of a kind that does not learn from logarithms alone."""
-        for t in range(first, end):
-            scalars: Mapping[str, float] = self._scalars[t]
-            if bank.scalar and bank.scalar not in scalars:
+        t = first
+        while t < end:
+            if bank.scalar and bank.scalar not in self._scalars[t]:
+                t += 1
                 continue
-            if bank.one_value and bank.detector.indifferent(state, scalars.get):
-                continue
+            if bank.one_value:
+                passed, state = bank.detector.advance_scalars(state, self._scalars[t:end])
+                t += passed
+                if passed:
+                    continue
             sample = bank.bank.sample(self._reader(t))
-            if sample is None:
-                continue
-            score, after = bank.detector.advance(state, sample)
-            if score is not None and bank.idle_may_breach(score):
-                return t, state
-            state = after
+            if sample is not None:
+                score, after = bank.detector.advance(state, sample)
+                if score is not None and bank.idle_may_breach(score):
+                    return t, state
+                state = after
+            t += 1
         return end, state

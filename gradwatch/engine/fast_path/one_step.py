@@ -221,8 +221,9 @@ class FastPath:
                 not wanted
                 and bank_input.one_value
                 and bank_input.select is None
-                and detector.indifferent(before, scalars.get)
+                and (passed := detector.advance_scalars(before, (scalars,)))[0]
             ):
+                after[number] = passed[1]
                 continue
             elif (
                 not wanted

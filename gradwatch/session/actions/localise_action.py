@@ -35,9 +35,20 @@ Usual = Callable[[], Mapping[str, float]]
 
 SUSPICIONS: dict[str, Suspicion] = {
     **dict.fromkeys(
-        ("spike", "above", "above_recent_max", "drift", "jump", "norm_overflow", "update_ratio"), "exploding"
+        (
+            "spike",
+            "above",
+            "above_recent_max",
+            "drift",
+            "exploded",
+            "jump",
+            "norm_overflow",
+            "rise",
+            "update_ratio",
+        ),
+        "exploding",
     ),
-    **dict.fromkeys(("below", "below_recent_min", "drop", "depth_ratio"), "vanishing"),
+    **dict.fromkeys(("below", "below_recent_min", "depth_ratio", "drop", "fade"), "vanishing"),
 }
 """What a kind of detector fires for, where it is not a number that is not finite."""
 

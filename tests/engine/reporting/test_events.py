@@ -60,6 +60,8 @@ FAULTS: dict[str, Fault] = {
     "depth_ratio": norms(1e-6, 2.0, 2.0, 2.0),
     "drift": lambda i: {"norms": [2.0 * 1.3**i] * SIZE},
     "drop": norms(1e-6, 2.0, 2.0, 2.0),
+    "exploded": norms(1e6, 2.0, 2.0, 2.0),
+    "fade": lambda i: {"norms": [0.002] * SIZE},
     "grown": lambda i: {"coef": np.full(2 * SIZE, 5.0, np.float32)},
     "jump": norms(1e6, 2.0, 2.0, 2.0),
     "loss_nonfinite": scalar("loss", math.nan),
@@ -70,6 +72,7 @@ FAULTS: dict[str, Fault] = {
     "norm_overflow": column("norm_overflow", 1.0),
     "rank_mismatch": lambda i: {"columns": {"rank_mismatch": by_rank(0.0, 1.0, 0.0, 0.0)}},
     "rank_outlier": lambda i: {"columns": {"rank_norm": by_rank(2.0, 1e6, 2.0, 2.0)}},
+    "rise": norms(1e6, 2.0, 2.0, 2.0),
     "same_batch": scalar("batch_hash", 7.0),
     "scaled": scalar("scaled_by", 0.5),
     "scale_collapse": lambda i: {"loss_scale": 65536.0 * 0.5**i},
@@ -119,7 +122,12 @@ def run(detector: Detector, fault: Fault, ruleset: RuleSet | None = None) -> lis
 
 def detector_of(kind: str) -> Detector:
     """A detector of this kind, as it is by default."""
-    required = {"above": {"threshold": 50.0}, "below": {"threshold": 0.5}, "converged": {"half_life": 1}}
+    required = {
+        "above": {"threshold": 50.0},
+        "below": {"threshold": 0.5},
+        "converged": {"half_life": 1},
+        "fade": {"warmup": 20},
+    }
     return DETECTORS[kind](**required.get(kind, {}))
 
 
