@@ -26,7 +26,6 @@ from gradwatch.detectors.detector import (
 from gradwatch.detectors.drift import Drift
 from gradwatch.detectors.exploded import Exploded
 from gradwatch.detectors.fade import Fade
-from gradwatch.detectors.grown import Grown
 from gradwatch.detectors.jump import Jump
 from gradwatch.detectors.learning_rate import LrJump
 from gradwatch.detectors.loss_scale import ScaleCollapse
@@ -35,7 +34,7 @@ from gradwatch.detectors.nonfinite import LossNonFinite, NonFinite, NormOverflow
 from gradwatch.detectors.rank_outlier import RankMismatch, RankOutlier
 from gradwatch.detectors.recent_extremes import AboveRecentMax, BelowRecentMin
 from gradwatch.detectors.same_batch import SameBatch
-from gradwatch.detectors.scaled import Scaled
+from gradwatch.detectors.scaled import Grown, Scaled
 from gradwatch.detectors.share_and_depth import DepthRatio, Drop, Rise
 from gradwatch.detectors.spike import LossSpike, Spike
 from gradwatch.detectors.thresholds import Above, Below, Dead, UpdateRatio
