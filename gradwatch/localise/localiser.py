@@ -11,11 +11,11 @@ from __future__ import annotations
 import contextlib
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradwatch.localise.diagnosis.deviation import Deviation
@@ -105,6 +105,8 @@ class Localiser:
         self._last: tuple[int, Finding] | None = None
         self._incidents: dict[str, int] = {}
         self._agreement: RankAgreement | None = None
+        # Parameters of models that are sharded over ranks, by the id of the model, while a cause is sought.
+        self._whole: dict[int, Mapping[str, Tensor]] = {}
         self.add(models)
         self._removes = [
             step_hooks.listen(after=self._recordings.step_taken),
@@ -225,6 +227,7 @@ class Localiser:
             self._failed("localise", error)
             finding = Finding("unknown", "replay", note=f"localising failed: {type(error).__name__}: {error}")
         finding = self._with_batch(finding)  # this rank's own, before all are told of one
+        self._whole.clear()
         if agreement is not None:
             finding = self._agreed(agreement, finding)
         if finding.found and finding.phase not in LOSS_SIDE:
@@ -322,7 +325,9 @@ class Localiser:
         from gradwatch.localise.replay.diagnosed_replay import DiagnosedReplay
 
         refusal = self.refusal(held)
-        step = DiagnosedReplay(self.models(), held, refusal, self._agreement, self._fault, self._max_bytes)
+        step = DiagnosedReplay(
+            self.models(), held, refusal, self._agreement, self._fault, self._max_bytes, self._whole
+        )
         if ask.suspicion == "nonfinite":
             return step.nonfinite()
         exploding = ask.suspicion == "exploding"
@@ -343,7 +348,7 @@ class Localiser:
                 loops = [] if self._losses is None else [self._losses.at_step()]
                 models, factor = self.models(), off.furthest
                 finding = multiplier_in_loop(
-                    finding, loops, models, held, self._fault, self._max_bytes, factor
+                    finding, loops, models, held, self._fault, self._max_bytes, self._whole, factor
                 )
             except Exception as error:
                 self._failed("localise", error)
@@ -355,7 +360,9 @@ class Localiser:
             from gradwatch.localise.loss.loss_cause import cause_in_loop
 
             loops = [] if self._losses is None else [*self._losses.found, self._losses.at_step()]
-            return cause_in_loop(finding, loops, self.models(), held, self._fault, self._max_bytes)
+            return cause_in_loop(
+                finding, loops, self.models(), held, self._fault, self._max_bytes, self._whole
+            )
         except Exception as error:
             self._failed("localise", error)
             return finding
@@ -419,11 +426,13 @@ class Localiser:
         from gradwatch.localise.replay.step_replay import replay
 
         models = self.models()
-        if finding.by != "replay" or self._recordings.refused or any(map(is_spread, models)):
+        gathered = all(id(model) in self._whole for model in models if is_spread(model))
+        if finding.by != "replay" or self._recordings.refused or not gathered:
             return None
+        whole = dict(self._whole)
 
         def again(model: nn.Module, call: Call, listener: CallListener) -> None:
-            replay([(model, call)], models, self._fault, None, self._max_bytes, None, listener)
+            replay([(model, call)], models, self._fault, None, self._max_bytes, whole, listener)
 
         return again
 

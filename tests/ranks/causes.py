@@ -136,13 +136,26 @@ def batch(step: int, rank: int, broken: bool = True) -> Tensor:
     return x
 
 
-def train(model: nn.Module, optimizer: Any, rank: int, by_hand: bool) -> list[Any]:
-    """Hashes of the weights after every step; by hand: the broken step is left out."""
+class Plain(Net):
+    """The same without the fault."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unit = nn.Tanh()
+
+
+def train(model: nn.Module, optimizer: Any, rank: int, by_hand: bool, in_loss: bool = False) -> list[Any]:
+    """Hashes of the weights after every step; by hand: the broken step is left out. `in_loss`: the loss is a root."""
     torch.manual_seed(7 + rank)
     hashes = []
     for step in range(STEPS):
         optimizer.zero_grad()
-        model(batch(step, rank)).square().mean().backward()
+        out = model(batch(step, rank)).squeeze(1)
+        goal = out.detach() if in_loss and step == AT and rank == FAULTY else torch.zeros(())
+        loss = (out - goal).square().mean()
+        if in_loss:
+            loss = loss.sqrt()  # in the loss
+        loss.backward()
         if not (by_hand and step == AT):
             optimizer.step()
         hashes.append([weights(model), float(torch.rand(()))])
@@ -150,21 +163,29 @@ def train(model: nn.Module, optimizer: Any, rank: int, by_hand: bool) -> list[An
 
 
 def told(
-    wrap: Wrap, text: str = "", broken: Callable[[int], None] | None = None, alike: bool = False
+    wrap: Wrap,
+    text: str = "",
+    broken: Callable[[int], None] | None = None,
+    alike: bool = False,
+    in_loss: bool = False,
 ) -> Callable[[int], Any]:
-    """A situation: what was found on this rank, and that nobody else noticed; `alike`: ranks get the same batches."""
+    """A situation: what was found on this rank, and that nobody else noticed; `alike`: ranks get the same batches.
+
+    `in_loss`: the fault is in the loop.
+    """
 
     def situation(rank: int) -> dict[str, Any]:
         SEEN.clear()
         rank = FAULTY if alike else rank
-        bare = wrap(Net())
-        expected = train(bare, torch.optim.AdamW(bare.parameters(), 0.01), rank, by_hand=True)
-        model = wrap(Net())
+        kind = Plain if in_loss else Net
+        bare = wrap(kind())
+        expected = train(bare, torch.optim.AdamW(bare.parameters(), 0.01), rank, True, in_loss)
+        model = wrap(kind())
         optimizer = torch.optim.AdamW(model.parameters(), 0.01)
         if broken is not None:
             broken(rank)
         with watched(model, optimizer, text, strict=broken is None) as (gw, collector):
-            hashes = train(model, optimizer, rank, by_hand=False)
+            hashes = train(model, optimizer, rank, False, in_loss)
             errors = gw.health.errors()
         diagnosed_replay.replay = REPLAY
         bits = SEEN[STEPS:]
@@ -175,6 +196,7 @@ def told(
             "found": [(one.phase, one.op, one.module, one.where, one.rank, one.step) for one in findings],
             "notes": [one.note for one in findings],
             "by": [one.by for one in findings],
+            "samples": [list(one.samples) for one in findings],
             "deterministic": [one.deterministic for one in findings],
             "errors": errors,
         }
@@ -200,10 +222,10 @@ def has_no_room(rank: int) -> None:
     whole_parameters.HOST_BYTES = 8 if rank == FAULTY else 4 << 30
 
 
-def line() -> int:
+def line(of: Any = Unit, mark: str = "# fault") -> int:
     """Where the fault stands."""
-    lines, first = inspect.getsourcelines(Unit)
-    return first + next(n for n, text in enumerate(lines) if "# fault" in text)
+    lines, first = inspect.getsourcelines(of)
+    return first + next(n for n, text in enumerate(lines) if mark in text)
 
 
 SITUATIONS = {
@@ -218,6 +240,9 @@ SITUATIONS = {
     "fsdp1 blocks, mixed": told(blocks_flat),
     "fsdp1 flattened": told(flattened),
     "fsdp1 with a replay that fails": told(whole_flat, broken=fails_on_one),
+    "ddp, in the loss": told(DistributedDataParallel, in_loss=True),
+    "fsdp1, in the loss": told(whole_flat, in_loss=True),
+    "fsdp2, in the loss": told(spread, in_loss=True),
     "tensor parallel": told(parallel, alike=True),
     "tensor parallel, sharded": told(parallel_sharded, alike=True),
     "tensor parallel, counting": told(parallel_counting, alike=True),

@@ -40,6 +40,7 @@ def test_all_ranks_tell_the_cause_of_the_rank_at_fault(homes: dict[str, list[Any
     assert found[3].endswith(f"causes.py:{causes.line()}")
     assert found[4:] == [causes.FAULTY, causes.AT]
     assert first["by"] == ["replay"]
+    assert first["samples"] == [[2]]
     assert "on rank 1, not on rank 0" in first["notes"][0]
 
 
@@ -59,6 +60,17 @@ def test_parts_of_layers_are_put_together(homes: dict[str, list[Any]], name: str
     assert found[:3] == ["forward", "div", "unit"]
     assert found[3].endswith(f"causes.py:{causes.line()}")
     assert "whether the step comes again is not known" in first["notes"][0]
+
+
+@pytest.mark.parametrize("name", ["ddp, in the loss", "fsdp1, in the loss", "fsdp2, in the loss"])
+def test_loss_code_is_run_again_on_whole_parameters(homes: dict[str, list[Any]], name: str) -> None:
+    """The operation and the line of the loop, of the rank at fault."""
+    first, second = homes[name]
+    assert first["found"] == second["found"], first["notes"]
+    (found,) = first["found"]
+    assert found[:3] == ["backward", "sqrt", ""], first["notes"]
+    assert found[3].endswith(f"causes.py:{causes.line(causes.train, '# in the loss')}")
+    assert found[4:] == [causes.FAULTY, causes.AT]
 
 
 @pytest.mark.parametrize("name", sorted(causes.SITUATIONS))

@@ -13,7 +13,7 @@ from gradwatch.localise.hold.recorded_call import Call
 from gradwatch.localise.loss.constants import constant_origin
 from gradwatch.localise.loss.interpreter.effort import Effort, TooMuchError
 from gradwatch.localise.loss.loop_scope import LoopAtBackward, LoopScope
-from gradwatch.localise.loss.loss_rerun import run_loss_again
+from gradwatch.localise.loss.loss_rerun import Whole, run_loss_again
 from gradwatch.localise.loss.model_calls import Held
 from gradwatch.localise.replay.backward_nodes import Culprit
 from gradwatch.localise.replay.forward_operations import Origin, key_of
@@ -30,15 +30,17 @@ def cause_in_loop(
     held: Held,
     failed: Callable[[BaseException], None],
     max_bytes: int,
+    whole: Whole,
 ) -> Finding:
     """A better Finding, or the same one with the reason why there is none.
 
-    `loops` are those at the backwards of this step whose loss was not finite, and the one that takes the step.
+    `loops` are those at the backwards of this step whose loss was not finite, and the one that takes the step. `whole`
+    has the parameters of models that are sharded over ranks, by the id of the model.
     """
     why, effort = "", Effort()
     for calls, functions in tried(held, loops):
         try:
-            trace, scope, made = run_loss_again(functions, models, calls, failed, max_bytes, effort)
+            trace, scope, made = run_loss_again(functions, models, calls, failed, max_bytes, effort, whole)
         except TooMuchError as refusal:  # so would the others
             why = str(refusal)
             break

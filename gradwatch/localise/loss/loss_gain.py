@@ -11,7 +11,7 @@ from gradwatch.localise.hold.module_attributes import Refused
 from gradwatch.localise.loss.interpreter.effort import Effort, TooMuchError
 from gradwatch.localise.loss.loop_scope import LoopAtBackward
 from gradwatch.localise.loss.loss_cause import tried
-from gradwatch.localise.loss.loss_rerun import run_loss_again
+from gradwatch.localise.loss.loss_rerun import Whole, run_loss_again
 from gradwatch.localise.loss.model_calls import Held
 from gradwatch.records.finding import Finding
 
@@ -23,6 +23,7 @@ def multiplier_in_loop(
     held: Held,
     failed: Callable[[BaseException], None],
     max_bytes: int,
+    whole: Whole,
     factor: float,
 ) -> Finding:
     """The finding with the operation of the loop at fault, or the same one with the reason why none is named.
@@ -32,7 +33,9 @@ def multiplier_in_loop(
     why, effort = "", Effort()
     for calls, functions in tried(held, loops):
         try:
-            trace, _, _ = run_loss_again(functions, models, calls, failed, max_bytes, effort, measures=True)
+            trace, _, _ = run_loss_again(
+                functions, models, calls, failed, max_bytes, effort, whole, measures=True
+            )
         except TooMuchError as refusal:  # so would the others
             why = str(refusal)
             break

@@ -9,7 +9,7 @@ from __future__ import annotations
 import ast
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -39,11 +39,12 @@ from gradwatch.localise.replay.step_replay import (
     within,
 )
 from gradwatch.localise.replay.tensor_sources import sources
-from gradwatch.localise.sharded.whole_parameters import is_spread
+from gradwatch.localise.sharded.whole_parameters import is_spread, without_sharding
 from gradwatch.runtime.interruption import not_ours
 from gradwatch.taps.graph import around_backward
 from gradwatch.taps.process_totals import uncounted
 
+Whole: TypeAlias = Mapping[int, Mapping[str, Tensor]]
 NO_LOSS = "no `backward()` of the loop is known"
 
 
@@ -67,12 +68,13 @@ def run_loss_again(
     failed: Callable[[BaseException], None],
     max_bytes: int,
     effort: Effort,
+    whole: Whole,
     measures: bool = False,
 ) -> tuple[Trace, LoopScope, Sequence[Call]]:
     """Run the loss code of a step again, from the functions that were under way. Raises `Refused` where it cannot.
 
-    The trace, the function with the loss in it, and the calls of models. `measures`: look at by how much each node of
-    the backward multiplies.
+    The trace, the function with the loss in it, and the calls of models. `whole` has the parameters of models that are
+    sharded over ranks, by the id of the model. `measures`: look at by how much each node of the backward multiplies.
     """
     why = ""
     for scope, statements in _candidates(loop, held):
@@ -80,7 +82,7 @@ def run_loss_again(
             if isinstance(statements, Refused):
                 raise statements
             effort.begin_try()
-            run = _Run(scope, statements, models, held, failed, effort, measures)
+            run = _Run(scope, statements, models, held, failed, effort, whole, measures)
             return run.run(max_bytes), scope, run.calls.made
         except TooMuchError:  # so would the others
             raise
@@ -145,14 +147,15 @@ class _Run:
         held: Held,
         failed: Callable[[BaseException], None],
         effort: Effort,
+        whole: Whole,
         measures: bool,
     ) -> None:
         lines = InterpretedLines()
         self._statements = statements
         self._whole = _outermost([*models, *(inner(model) for model, _ in held)])
-        if any(is_spread(model) or shared(model) for model in self._whole):
+        if any((is_spread(model) and id(model) not in whole) or shared(model) for model in self._whole):
             raise Refused("the models communicate with other ranks")
-        self._stand_ins = _stand_ins(self._whole, held)
+        self._stand_ins = _stand_ins(self._whole, held, whole)
         self._trace = Trace(sources=_sources(scope, models, held, self._stand_ins))
         self._recorder = Recorder(self._whole, failed, lines, measures)
         self._recorder.expect(tensor for model in self._whole for tensor in written_in_place(model)[0])
@@ -164,8 +167,12 @@ class _Run:
     def run(self, max_bytes: int) -> Trace:
         """Run them, and compare the gradients that come of it."""
         everything = _Everything(self._whole, self._forward_and_backward)
-        with state_restored(everything, max_bytes), eager(), unchecked():
-            torch.func.functional_call(everything, self._stand_ins, ())
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(state_restored(everything, max_bytes))
+            for model in self._whole:
+                stack.enter_context(without_sharding(model))
+            with eager(), unchecked():
+                torch.func.functional_call(everything, self._stand_ins, ())
         self.calls.verify()
         self._trace.stray = self._recorder.stray
         return self._trace
@@ -224,15 +231,16 @@ def _outermost(models: Sequence[nn.Module]) -> list[nn.Module]:
     ]
 
 
-def _stand_ins(whole: Sequence[nn.Module], held: Held) -> dict[str, Tensor]:
+def _stand_ins(models: Sequence[nn.Module], held: Held, whole: Whole) -> dict[str, Tensor]:
     """Parameters and buffers of all models, the buffers as they were at the first call of each."""
     first: dict[int, Call] = {}
     for model, call in held:
         first.setdefault(id(inner(model)), call)
     given: dict[str, Tensor] = {}
-    for number, model in enumerate(whole):
+    for number, model in enumerate(models):
         buffers = first[id(model)].buffers if id(model) in first else {}
-        given |= {f"models.{number}.{name}": one for name, one in aliases(model, buffers).items()}
+        found = aliases(model, buffers, whole.get(id(model)))
+        given |= {f"models.{number}.{name}": one for name, one in found.items()}
     return given
 
 

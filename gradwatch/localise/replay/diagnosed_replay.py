@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
@@ -65,6 +65,8 @@ class DiagnosedReplay:
     agreement: RankAgreement | None
     fault: Callable[[BaseException], None]
     max_bytes: int
+    whole: dict[int, Mapping[str, Tensor]] = field(default_factory=dict)
+    """The parameters of models that are sharded over ranks, once gathered, by the id of the model."""
 
     def nonfinite(self) -> Finding:
         """The operation that made the first NaN or Inf, or an output that is irreproducible. Raises Refused."""
@@ -172,8 +174,10 @@ class DiagnosedReplay:
     def _run(
         self, profile: Profile | None, listener: CallListener | None = None, measures: bool = False
     ) -> list[Trace]:
-        whole = self._gathered()
-        return replay(self.held, self.models, self.fault, profile, self.max_bytes, whole, listener, measures)
+        self.whole.update(self._gathered())
+        return replay(
+            self.held, self.models, self.fault, profile, self.max_bytes, self.whole, listener, measures
+        )
 
     def _gathered(self) -> dict[int, dict[str, Tensor]]:
         """The whole parameters of models that are spread over ranks, if all ranks can run their step again."""
