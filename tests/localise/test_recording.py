@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatc
 
 import gradwatch
 from gradwatch.localise.replay import live_recording, step_replay
-from gradwatch.localise.replay.backward_nodes import BackwardTracer
+from gradwatch.localise.replay.first_nonfinite_in_backward import BackwardTracer
 from gradwatch.sinks.log import LogSink
 from gradwatch.taps import module_calls
 from tests.localise.models import Faulty, SqrtAtZero

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from gradwatch.localise.replay.backward_nodes import Culprit
-from gradwatch.localise.replay.forward_operations import Origin
+from gradwatch.localise.replay.first_nonfinite_in_backward import Culprit
+from gradwatch.localise.replay.first_nonfinite_in_forward import Origin
 from gradwatch.localise.replay.step_replay import Trace
 from gradwatch.records.finding import By, Finding, Phase
 

@@ -16,7 +16,7 @@ from gradwatch.localise.loss.interpreter.source_tree import tree_of
 from gradwatch.localise.loss.loop_scope import LoopScope
 from gradwatch.localise.loss.loss_statements import definition_of
 from gradwatch.localise.loss.same_values import same_values
-from gradwatch.localise.replay.forward_operations import Origin, key_of
+from gradwatch.localise.replay.first_nonfinite_in_forward import Origin, key_of
 from gradwatch.localise.replay.operation_recorder import Recorder
 from gradwatch.localise.replay.state_restored import state_restored
 from gradwatch.runtime.interruption import not_ours

@@ -15,8 +15,8 @@ from gradwatch.localise.loss.interpreter.effort import Effort, TooMuchError
 from gradwatch.localise.loss.loop_scope import LoopAtBackward, LoopScope
 from gradwatch.localise.loss.loss_rerun import Whole, run_loss_again
 from gradwatch.localise.loss.model_calls import Held
-from gradwatch.localise.replay.backward_nodes import Culprit
-from gradwatch.localise.replay.forward_operations import Origin, key_of
+from gradwatch.localise.replay.first_nonfinite_in_backward import Culprit
+from gradwatch.localise.replay.first_nonfinite_in_forward import Origin, key_of
 from gradwatch.localise.replay.step_replay import Trace
 from gradwatch.records.finding import Finding
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from gradwatch.localise.diagnosis.interpreted_lines import InterpretedLines
 from gradwatch.localise.diagnosis.module_attribution import ModuleAttribution
 from gradwatch.localise.diagnosis.torch_functions import Calls
-from gradwatch.localise.replay.backward_nodes import BackwardTracer, Culprit, Multiplier
-from gradwatch.localise.replay.forward_operations import ForwardTracer, Origin
+from gradwatch.localise.replay.first_nonfinite_in_backward import BackwardTracer, Culprit, Multiplier
+from gradwatch.localise.replay.first_nonfinite_in_forward import ForwardTracer, Origin
 from gradwatch.taps.dispatch_modes import beneath, enter, leave_dispatch, leave_function
 from gradwatch.taps.graph.anomaly import AnomalyMode
 

@@ -25,8 +25,8 @@ from gradwatch.localise.hold.inner_model import inner
 from gradwatch.localise.hold.model_recorder import MAX_BYTES
 from gradwatch.localise.hold.module_attributes import Refused, written_in_place
 from gradwatch.localise.hold.recorded_call import Call
-from gradwatch.localise.replay.backward_nodes import Culprit, Multiplier
-from gradwatch.localise.replay.forward_operations import Origin
+from gradwatch.localise.replay.first_nonfinite_in_backward import Culprit, Multiplier
+from gradwatch.localise.replay.first_nonfinite_in_forward import Origin
 from gradwatch.localise.replay.operation_recorder import Recorder
 from gradwatch.localise.replay.state_restored import aliases, state_restored
 from gradwatch.localise.replay.tensor_sources import sources

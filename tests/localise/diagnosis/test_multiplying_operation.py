@@ -15,7 +15,7 @@ from gradwatch.incidents.explanation import sentence
 from gradwatch.incidents.suggestions import suggestion_for
 from gradwatch.localise.diagnosis.multiplying_operation import only_multiplier
 from gradwatch.localise.diagnosis.node_gain import Passage, passage
-from gradwatch.localise.replay.backward_nodes import Culprit, Multiplier
+from gradwatch.localise.replay.first_nonfinite_in_backward import Culprit, Multiplier
 from gradwatch.records.finding import Finding, Frame
 from gradwatch.rules.files import parse_rules
 from tests.support.kept import Kept

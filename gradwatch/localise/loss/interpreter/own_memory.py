@@ -14,7 +14,7 @@ from gradwatch.localise.diagnosis.tensor_values import tensors
 from gradwatch.localise.hold.module_attributes import Refused
 from gradwatch.localise.loss.interpreter import purity
 from gradwatch.localise.loss.interpreter.effort import Effort
-from gradwatch.localise.replay.forward_operations import key_of
+from gradwatch.localise.replay.first_nonfinite_in_forward import key_of
 
 WRITES = "loss code writes in place into a tensor that it did not make"
 

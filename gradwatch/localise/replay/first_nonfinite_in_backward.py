@@ -21,7 +21,7 @@ from gradwatch.localise.diagnosis.module_attribution import ModuleAttribution
 from gradwatch.localise.diagnosis.node_gain import MULTIPLIES, Passage, passage
 from gradwatch.localise.diagnosis.operation_names import of_node
 from gradwatch.localise.diagnosis.tensor_values import describe, finite
-from gradwatch.localise.replay.forward_operations import Origin
+from gradwatch.localise.replay.first_nonfinite_in_forward import Origin
 from gradwatch.records.finding import Frame, Operand
 from gradwatch.runtime.interruption import not_ours
 from gradwatch.taps.dispatch_modes import dispatch_disabled
