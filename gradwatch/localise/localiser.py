@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradwatch.localise.diagnosis.deviation import Deviation
+from gradwatch.localise.diagnosis.deviation import TWICE, Deviation
 from gradwatch.localise.hold.calls_before_attach import PreAttachRecorder
 from gradwatch.localise.hold.inner_model import inner
 from gradwatch.localise.hold.module_attributes import Refused
@@ -43,10 +43,6 @@ IN_LOOP = ("unknown", *LOSS_SIDE, "input")
 """Where what the calls of the models show may have begun in the loop itself."""
 TRIES = 3  # localisations of one incident that found nothing, before it is left alone
 NOT_KEPT = "{count} earlier micro-batches were not kept (max_bytes)"
-TWICE = (
-    "a gradient is differentiated again in this step (`create_graph=True`): what comes to the layers so does not come "
-    "by way of the model's outputs, and norms do not show where it began"
-)
 NOT_SEEN = "no call of the model, as `model(...)`, was seen whose outputs got a gradient since the last step"
 
 

@@ -62,7 +62,8 @@ class CallDocument:
     """One forward call of the step: `model` is the position of what was called in `Document.models`.
 
     `args` and `kwargs` are trees (see above). `outputs` is how many tensors it returned, `gradients` the tensors that
-    reached them, by position; `autocast` (enabled, dtype) by kind of device.
+    reached them, by position; `autocast` (enabled, dtype) by kind of device. `twice`: such a gradient was kept with its
+    graph, to be differentiated again.
     """
 
     model: int
@@ -75,6 +76,7 @@ class CallDocument:
     training: bool = True
     caller: Frame | None = None
     batch: Batch | None = None
+    twice: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,11 @@ from dataclasses import dataclass, field
 
 from gradwatch.records.finding import AS_USUAL
 
+TWICE = (
+    "a gradient is differentiated again in this step (`create_graph=True`): what comes to the layers so does not come "
+    "by way of the model's outputs, and norms do not show where it began"
+)
+
 
 @dataclass(frozen=True, slots=True)
 class Deviation:

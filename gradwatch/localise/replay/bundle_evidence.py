@@ -237,6 +237,7 @@ def _call(
             for device, (enabled, dtype) in call.autocast.items()
         },
         training=call.training,
+        twice=call.twice,
         caller=next(iter(frame_of(call.caller)), None),
         batch=fingerprint(call.args, call.kwargs, call.indices) if _intact(call) else None,
     )

@@ -26,7 +26,7 @@ from gradwatch.incidents.bundle.incident_json import (
     GeneratorStates,
     ModelDocument,
 )
-from gradwatch.localise.diagnosis.deviation import Deviation
+from gradwatch.localise.diagnosis.deviation import TWICE, Deviation
 from gradwatch.localise.diagnosis.diagnose import diagnose
 from gradwatch.localise.diagnosis.module_gain import Profile
 from gradwatch.localise.diagnosis.python_frames import OURS, TORCH
@@ -177,9 +177,12 @@ class Rerun:
     ) -> Finding:
         if self.document.suspicion == "nonfinite":
             return diagnose(replay(held, models, faults.append, None, max_bytes))
+        exploding = self.document.suspicion == "exploding"
+        if any(saved.twice for saved in self._ran):
+            return Finding("exploding" if exploding else "vanishing", "replay", note=TWICE)
         profile = Profile(models, faults.append)
         traces = replay(held, models, faults.append, profile, max_bytes)
-        return diagnosed_gain(traces, profile, self.document.suspicion == "exploding", Deviation())
+        return diagnosed_gain(traces, profile, exploding, Deviation())
 
     def _signed(self, finding: Finding) -> Finding:
         incident, calls = self.document.incident, self._ran

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from gradwatch.cli import main
 from gradwatch.errors import GradwatchError
 from gradwatch.incidents.bundle.bundle_reader import BundleError, read_document, read_tensors
+from gradwatch.localise.diagnosis.deviation import TWICE
 from gradwatch.localise.hold.inner_model import inner
 from gradwatch.localise.replay.bundle_evidence import NO_GRADIENT
 from gradwatch.localise.replay.bundle_replay import Rerun, load_weights
@@ -213,27 +214,32 @@ def test_a_gradient_that_did_not_fit_needs_the_loss(tmp_path: Path) -> None:
     assert (found.phase, found.op) == ("backward", "sqrt")
 
 
-def test_explosions_are_profiled_again(tmp_path: Path) -> None:
-    """A rule about norms: the module with the largest gain, from the bundle as in the loop."""
-
-    class Loud(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.quiet, self.loud, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
-
-        def forward(self, x: Tensor) -> Tensor:
-            h = self.quiet(x)
-            out: Tensor = self.last(self.loud(h * (1e6 if bool(x[0, 0] == BAD) else 1.0)))
-            return out
-
-    text = """
+LOUD = """
 version: 1
 rules:
   loud:
     detect: {kind: above, of: total_norm, threshold: 1e5}
     do: [localise, snapshot: {batch: true, parameters: true}]
 """
-    run = Run(tmp_path, parse_rules(text), model=Loud())
+
+
+class Loud(nn.Module):
+    """Multiplies between two layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.quiet, self.loud, self.last = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """At the bad step."""
+        h = self.quiet(x)
+        out: Tensor = self.last(self.loud(h * (1e6 if bool(x[0, 0] == BAD) else 1.0)))
+        return out
+
+
+def test_explosions_are_profiled_again(tmp_path: Path) -> None:
+    """A rule about norms: the module with the largest gain, from the bundle as in the loop."""
+    run = Run(tmp_path, parse_rules(LOUD), model=Loud())
     told = run.document.incident.finding
     assert told is not None
     assert told.phase == "exploding"
@@ -241,6 +247,23 @@ rules:
     found = again(run.only, Loud())
     assert (found.phase, found.module) == (told.phase, told.module)
     assert str(found.profile) == str(told.profile)  # NaN where nobody knows
+
+
+def test_a_double_backward_has_no_place_by_layers(tmp_path: Path) -> None:
+    """A slope that is a part of the loss comes to layers past the outputs: the bundle knows, as the loop did."""
+
+    def with_slope(model: nn.Module, x: Tensor) -> Tensor:
+        x.requires_grad_()
+        out: Tensor = model(x)
+        (slope,) = torch.autograd.grad(out.sum(), x, create_graph=True)
+        return out + slope.square().sum()
+
+    run = Run(tmp_path, parse_rules(LOUD), model=Loud(), call=with_slope)
+    told = run.document.incident.finding
+    assert told is not None
+    for found in (told, again(run.only, Loud())):
+        assert (found.phase, found.module, found.begins) == ("exploding", "", "")
+        assert TWICE in found.note
 
 
 def test_nothing_is_run_without_a_script(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
