@@ -18,13 +18,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradwatch.localise.diagnosis.deviation import TWICE, Deviation
+from gradwatch.localise.diagnosis.deviation import Deviation
 from gradwatch.localise.hold.calls_before_attach import PreAttachRecorder
 from gradwatch.localise.hold.inner_model import inner
 from gradwatch.localise.hold.module_attributes import Refused
 from gradwatch.localise.hold.nonfinite_losses import NonFiniteLosses
 from gradwatch.localise.hold.recorded_call import Call
 from gradwatch.localise.hold.step_recorder import StepRecorder
+from gradwatch.localise.loss.loop_causes import LoopCauses
 from gradwatch.localise.sharded.whole_parameters import is_spread
 from gradwatch.records.finding import GAINS, LOSS_SIDE, Finding
 from gradwatch.runtime.interruption import not_ours
@@ -91,6 +92,7 @@ class Localiser:
         self._models: list[weakref.ref[nn.Module]] = []
         self._recordings = StepRecorder(failed, max_bytes)
         self._losses = NonFiniteLosses(failed) if hold else None
+        self._loop = LoopCauses(self._losses, failed, max_bytes)
         self._live: list[Live | Raising] = []  # the recording of coming steps, if there is one
         self._ask = Ask()
         self._recorded: list[tuple[int, Finding]] = []  # steps taken when the recording ended
@@ -266,7 +268,7 @@ class Localiser:
         if self._recorded and ask.way != "detect_anomaly" and independent:
             return self._recorded.pop()[1]  # the step under judgement is one that was recorded
         if ask.after_backward:
-            return Finding("after_backward", "norms", note=self._written_at())
+            return Finding("after_backward", "norms", note=self._loop.written_at())
         if ask.way != "replay":
             return self._later(ask, "")
         started = time.perf_counter()
@@ -282,7 +284,7 @@ class Localiser:
                 raise
             return self._later(ask, f"no replay: the step run again raised {type(error).__name__}: {error}")
         if finding.phase in IN_LOOP and ask.suspicion == "nonfinite":
-            finding = self._of_loop(held, finding)
+            finding = self._loop.of_nonfinite(finding, self.models(), held, self._whole)
         if finding.phase in ("unknown", *LOSS_SIDE) and ask.suspicion == "nonfinite":
             dropped = self._recordings.dropped
             more = NOT_KEPT.format(count=dropped) if dropped else ""
@@ -291,16 +293,6 @@ class Localiser:
             finding = finding.noted(NOT_KEPT.format(count=self._recordings.dropped))
         spent = time.perf_counter() - started
         return finding.noted(f"the replay took {spent:.2f} s")
-
-    def _written_at(self) -> str:
-        """The lines of the loop between its last backward and here that write to gradients."""
-        try:
-            from gradwatch.localise.loss.gradient_writes import written_at
-
-            return written_at()
-        except Exception as error:
-            self._fault(error)
-            return ""
 
     def _of_closure(self) -> Finding | None:
         """The exact path, if the step is one; None where it is not, or finds nothing."""
@@ -330,38 +322,7 @@ class Localiser:
         finding, self._made = step.growing(exploding, ask.off)
         if not any(call.twice for _, call in held):
             finding = with_activations(finding, ask.off, exploding)
-        return self._multiplied_in_loop(held, finding, ask.off)
-
-    def _multiplied_in_loop(
-        self, held: list[tuple[nn.Module, Call]], finding: Finding, off: Deviation
-    ) -> Finding:
-        """The operation of the loop's own code, run again, where a backward in it made the gradient too large."""
-        twice = finding.phase in GAINS and any(call.twice for _, call in held)
-        if finding.phase == "exploding" and (finding.at_outputs or twice) and off.loss_is_as_usual:
-            try:  # a loss that is too large has large gradients
-                from gradwatch.localise.loss.loss_gain import multiplier_in_loop
-
-                loops = [] if self._losses is None else [self._losses.at_step()]
-                models, factor = self.models(), off.furthest
-                finding = multiplier_in_loop(
-                    finding, loops, models, held, self._fault, self._max_bytes, self._whole, factor
-                )
-            except Exception as error:
-                self._failed("localise", error)
-        return finding.noted(TWICE) if twice and not finding.op else finding
-
-    def _of_loop(self, held: list[tuple[nn.Module, Call]], finding: Finding) -> Finding:
-        """The cause in the loop's own code, run again, where the calls of the models do not show it."""
-        try:
-            from gradwatch.localise.loss.loss_cause import cause_in_loop
-
-            loops = [] if self._losses is None else [*self._losses.found, self._losses.at_step()]
-            return cause_in_loop(
-                finding, loops, self.models(), held, self._fault, self._max_bytes, self._whole
-            )
-        except Exception as error:
-            self._failed("localise", error)
-            return finding
+        return self._loop.of_multiplied(finding, self.models(), held, self._whole, ask.off)
 
     def _agreed(self, agreement: RankAgreement, own: Finding) -> Finding:
         """The Finding that the ranks agree on; where one knows the cause, the next steps need not be recorded."""
