@@ -34,6 +34,7 @@ from gradwatch.reading.gradient_writes import (
     Storage,
     lies_in,
     replaced,
+    replaced_in,
     storages_of,
     versions_of,
 )
@@ -418,9 +419,8 @@ class OptimizerCapture:
 
     def _mark_replaced(self, grads: Grads) -> None:
         """Mark gradients that others have taken the place of, which may have the ids of those that are gone."""
-        for k, (storage, grad) in enumerate(zip(self._storages, grads, strict=True)):
-            if storage is not None and grad is not None and not lies_in(storage, grad):
-                self._ids[k] = GONE
+        for k in replaced_in(self._storages, grads):
+            self._ids[k] = GONE
 
     def _closed(self, grads: Grads, state: State, after: Reading, unread: bool, scale: Number) -> WindowNorms:
         """The window whose gradients have this state, and these norms `after` what other code made of them."""
@@ -547,10 +547,7 @@ class OptimizerCapture:
     def _left_in_place(self) -> Grads:
         """The gradients that were not held since they were read, those that are still there."""
         pairs = zip(self._storages, self.grads(), strict=False)
-        return [
-            grad if storage is not None and grad is not None and lies_in(storage, grad) else None
-            for storage, grad in pairs
-        ]
+        return [grad if storage is not None and lies_in(storage, grad) else None for storage, grad in pairs]
 
     def divide_applied(self, window: WindowNorms, divisor: Number) -> None:
         """The optimizer itself will divide the gradients of this window: a clip, not a loss scale."""

@@ -27,7 +27,6 @@ from gradwatch.reading.cpu import CpuNorms
 from gradwatch.reading.device import DeviceNorms
 from gradwatch.reading.row_sums import UNDERFLOW
 from gradwatch.reading.row_sums_by_blas import norms_of_rows, silently
-from gradwatch.runtime.interruption import not_ours
 
 Reading = CpuNorms | DeviceNorms
 State = tuple[list[int], list[int], Reading]
@@ -69,34 +68,39 @@ def grown_alike(pattern: list[int], versions: list[int], since: bool) -> bool:
 
 Storage: TypeAlias = "weakref.ref[torch.UntypedStorage]"
 _storage: Callable[[Tensor], torch.UntypedStorage] = Tensor.untyped_storage
+_ref, _strided = weakref.ref, torch.strided
 
 
 def storages_of(grads: Sequence[Tensor | None]) -> list[Storage | None]:
-    """Weak references to where the numbers of gradients are; None where there is none, or no storage (sparse).
+    """Weak references to where the numbers of gradients are; None where there is none, or none of its own.
 
     Unlike a weak reference to the tensor they do not stop `swap_tensors`, and unlike `id()` they tell a gradient from
     a later one at the same address.
     """
-    try:
-        return list(map(weakref.ref, map(_storage, grads)))  # type: ignore[arg-type]
-    except (TypeError, NotImplementedError, RuntimeError):
-        return [_storage_of(grad) for grad in grads]
+    found: list[Storage | None] = []
+    for grad in grads:  # a comprehension is a call more, in caches that a backward has left cold
+        if type(grad) is Tensor and grad.layout is _strided:
+            found.append(_ref(_storage(grad)))
+        else:
+            found.append(None)
+    return found
 
 
-def _storage_of(grad: Tensor | None) -> Storage | None:
-    if grad is None or grad.layout is not torch.strided:
-        return None
-    try:
-        return weakref.ref(grad.untyped_storage())
-    except (NotImplementedError, RuntimeError) as error:  # a subclass that has none
-        if not_ours(error):
-            raise
-        return None
-
-
-def lies_in(storage: Storage, grad: Tensor) -> bool:
+def lies_in(storage: Storage, grad: Tensor | None) -> bool:
     """True if the numbers of a gradient are where they were when `storage` was taken of it."""
-    return _storage(grad) is storage()
+    return type(grad) is Tensor and grad.layout is _strided and _storage(grad) is storage()
+
+
+def replaced_in(storages: Sequence[Storage | None], grads: Sequence[Tensor | None]) -> list[int]:
+    """Positions where another gradient lies than when these were taken, as far as that is known."""
+    found = []
+    for k, storage in enumerate(storages):
+        grad = grads[k]
+        if storage is not None and grad is not None:
+            plain = type(grad) is Tensor and grad.layout is _strided
+            if not (plain and _storage(grad) is storage()):
+                found.append(k)
+    return found
 
 
 def replaced(known: Sequence[Tensor | Storage | None], params: Sequence[Tensor]) -> bool:
@@ -108,10 +112,9 @@ def replaced(known: Sequence[Tensor | Storage | None], params: Sequence[Tensor])
         return False
     for k in range(0, len(known), max(1, len(known) // LOOKS)):
         was, grad = known[k], params[k].grad
-        if isinstance(was, weakref.ref):
-            if grad is None or not lies_in(was, grad):
-                return True
-        elif was is not grad:
+        there = type(grad) is Tensor and grad.layout is _strided  # of others it may not be known
+        same = lies_in(was, grad) if isinstance(was, weakref.ref) else was is grad
+        if not same and (there or was is not None):
             return True
     return False
 
