@@ -19,13 +19,19 @@ from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.parameter_names import fallback_name, shape_of
 from gradwatch.capture.watched_parameters import GONE, Slots
 from gradwatch.records.snapshot import Sites
-from gradwatch.runtime.held_weakly import died
+from gradwatch.runtime.held_weakly import died, noted
 from gradwatch.runtime.locks import ForkSafeLock
 from gradwatch.taps import module_tree
 from gradwatch.taps.optimizers.param_groups import params_of
 
 # By name: to walk torch's module from cold caches costs microseconds.
 _numel: Callable[[torch.Tensor], int] = torch.Tensor.numel
+
+
+class _Nothing:
+    """The owner of what no optimizer and, as far as is known, no model has: it is gone at once."""
+
+    __slots__ = ("__weakref__",)
 
 
 class Waiting(Protocol):
@@ -52,6 +58,7 @@ class Captures:
         self.arranging = ForkSafeLock()  # held while captures are made or replaced, and rules bound to them
         self.stepped_inside: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._last_death: weakref.ref[Any] | None = None  # of those after which nothing was found freed
+        self._left_to_nothing: weakref.ref[Any] | None = None  # parameters may be of a model all the same
         self.replaced = False  # a capture was replaced: some of its parameters may have no optimizer now
         self.before_drop: Callable[[], None] = _nothing  # parameters are about to be released
         self.in_no_optimizer: int | None = None  # parameters that get gradients and are trained by nothing
@@ -237,7 +244,9 @@ class Captures:
                 return True
             if captured.without_optimizer and self.slots.watched.any_gone:
                 return True
-        return bool(self.freed()) or (bool(self.slots.held_by_script) and self._script_dropped_some())
+        if self._left_to_nothing is not None or self.freed():
+            return True
+        return bool(self.slots.held_by_script) and self._script_dropped_some()
 
     def freed(self) -> list[int]:
         """The slots of parameters that were freed with their model, or optimizer; others may have their `id` by now."""
@@ -263,6 +272,23 @@ class Captures:
         if freed:
             self._leave(freed)
 
+    def make_way(self, module: nn.Module, name: str, value: Any) -> None:
+        """Hold what makes way for `value` in a module only as long as its optimizer lives, if it has one.
+
+        Where a model has it elsewhere, too, that holds it from the next `drop_dead` on.
+        """
+        stays = set(map(id, module_tree.parameters(value))) if isinstance(value, nn.Module) else {id(value)}
+        for param in module_tree.parameters_at(module, name):
+            slot = self.slots.of.get(id(param))
+            if slot is None or id(param) in stays or any(slot in loop.position for loop in self._loops):
+                continue
+            optimizers = (one.optimizer() for one in self.captures if one.optimizer and slot in one.position)
+            owner = next((optimizer for optimizer in optimizers if optimizer is not None), _Nothing())
+            if isinstance(owner, _Nothing):
+                self._left_to_nothing = noted(owner)
+            self.params.hold([slot], [param], owner)
+            del owner
+
     def _script_dropped_some(self) -> bool:
         """True if the script refers no more to any tensor that a loop without an optimizer or a module had."""
         gone = self.slots.dropped_by_script([one.position for one in self._loops if one.params])
@@ -278,7 +304,7 @@ class Captures:
     def drop_dead(self) -> None:
         """Let go of parameters that belong to no living optimizer and to no model any more."""
         self.before_drop()
-        self.replaced, self.slots.unowned = False, None
+        self.replaced, self.slots.unowned, self._left_to_nothing = False, None, None
         modules = self.slots.alive_modules()
         here = module_tree.parameters_in(modules)
         wanted = set(map(id, here))

@@ -259,6 +259,10 @@ class Agent:
             ready = [pair for pair in ready if not any(other.owns(pair[0]) for other in others)]
         if not (ready or any(by_hand)):
             return None
+        if own is not None and ready:
+            # First: what comes takes up the places of what is gone, and what outlives the model that named it is named
+            # by another. Without an optimizer it may be the successor of what is gone.
+            own.drop_dead()
         roots, loose = by_hand
         if ready and not self._are_named(own, ready):
             roots, loose = discover(self.registered, ready, self._numbered, self._forwards.root_of)

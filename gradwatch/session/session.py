@@ -342,9 +342,6 @@ class Session:
             return
         capture = attached.capture
         mark = capture.spent.begin()
-        # First: what comes takes up the places of what is gone. Without an optimizer it may be its successor.
-        if optimizers and capture.has_dead():
-            capture.drop_dead()
         if models:
             attached.add(models)
         capture.join(optimizers, loose)
@@ -362,7 +359,7 @@ class Session:
             self.attached.causes.inherit(pre_attach, joining)
 
     def drop_dead(self) -> None:
-        """A backward is about to run: free the parameters of optimizers and models that are gone."""
+        """Hold no parameter of optimizers and models that are gone: a backward is about to run, or others join."""
         if self.attached is not None and self.attached.capture.has_dead():
             self.attached.capture.drop_dead()
 

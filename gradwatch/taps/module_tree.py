@@ -48,6 +48,15 @@ def parameters_in(walked: Iterable[nn.Module]) -> list[nn.Parameter]:
     return list(found.values())
 
 
+def parameters_at(module: nn.Module, name: str) -> list[nn.Parameter]:
+    """The parameters that stand in a module under a name, or below it."""
+    for held in (module._parameters, module._modules):
+        one = held.get(name) if isinstance(held, dict) else None  # a scripted module holds another kind
+        if one is not None:
+            return parameters(one) if isinstance(one, nn.Module) else [one]
+    return []
+
+
 def lists_itself(root: nn.Module) -> bool:
     """True if the class of `root` says by methods of its own which parameters it has, and what they are called."""
     kind = type(root)

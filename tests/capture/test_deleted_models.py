@@ -200,3 +200,82 @@ def test_optimizers_that_step_inside_backward_hold_no_deleted_model(gw: Any) -> 
     own.clear()
     del model, param
     assert alive(refs) == 0
+
+
+class Backbone(nn.Module):
+    """A frozen part and a head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.frozen = made().requires_grad_(False)
+        self.head = nn.Linear(1, 1)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        """The head of what the frozen part makes."""
+        return self.head(self.frozen(x))
+
+
+def assign(model: Any) -> None:
+    """A checkpoint takes the place of every parameter."""
+    trained = [param.requires_grad for param in model.parameters()]
+    model.load_state_dict({k: value.clone() for k, value in model.state_dict().items()}, assign=True)
+    for param, wants in zip(model.parameters(), trained, strict=True):
+        param.requires_grad_(wants)
+
+
+def put_anew(model: Any) -> None:
+    """Other layers take the place of those of the model."""
+    model[0], model[2] = nn.Linear(3, 5), nn.Linear(5, 1)
+
+
+@pytest.mark.parametrize("replace", [assign, put_anew])
+def test_what_is_replaced_in_a_model_is_freed_with_its_optimizer(
+    gw: Any, kept: Kept, replace: Callable[[nn.Module], None]
+) -> None:
+    """The optimizer has the old parameters until another takes its place; no backward need run."""
+    model, given = made(), []
+    gw.add([model])
+    for _ in range(3):
+        optimizer: Any = adam(model)
+        given += [step(model, optimizer) for _ in range(2)]
+        refs = refs_of(model)
+        replace(model)
+        assert alive(refs) == 4
+        del optimizer
+        assert alive(refs) == 0
+    gw.flush()
+    assert [record.snapshot.total_norm for record in kept.records[1:]] == pytest.approx(given, rel=1e-5)
+    assert {record.snapshot.coverage for record in kept.records} == {1.0}
+
+
+def test_frozen_weights_that_are_replaced_are_freed_at_once(gw: Any) -> None:
+    """No optimizer has them, and none need die for it; those in their place are looked at."""
+    model: Any = Backbone()
+    gw.add([model])
+    optimizer = adam(model.head)
+    step(model, optimizer)
+    for replace in (assign, lambda frozen: setattr(model, "frozen", made().requires_grad_(False))):
+        refs = refs_of(model.frozen)
+        replace(model.frozen)
+        assert alive(refs) == 0
+        step(model, optimizer)
+    assert gw.healthy
+    model.frozen[0].weight[0] = torch.nan
+    assert not gw.healthy
+
+
+def test_frozen_weights_that_come_back_are_watched(gw: Any) -> None:
+    """A layer is taken out of its place and put back, or wrapped by what takes the place."""
+    model: Any = Backbone()
+    gw.add([model])
+    optimizer = adam(model.head)
+    step(model, optimizer)
+    layer = model.frozen
+    model.frozen = nn.Linear(3, 1)
+    model.frozen = layer
+    model.frozen = nn.Sequential(layer)
+    step(model, optimizer)
+    assert gw.status()["coverage"] == 1.0
+    assert gw.healthy
+    layer[0].weight[0] = torch.nan
+    assert not gw.healthy

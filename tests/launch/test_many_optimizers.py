@@ -147,3 +147,25 @@ def test_a_slot_taken_again_is_of_its_new_parameter(told: tuple[dict[str, Any], 
         found[tuple(sorted(sizes.values()))] = sizes
     assert sorted(found) == [(1, 3, 3, 24), (1, 4, 4, 32), (1, 32, 32, 256)]
     assert all(sizes["0.weight"] == inputs for (*_, inputs), sizes in found.items())
+
+
+def test_what_outlives_its_model_and_optimizer_is_named_by_what_is_left(tmp_path: Path) -> None:
+    """A backbone trained on by itself: its names are its own from the first step on, each of 12 times."""
+    script = """
+for _ in range(12):
+    model = nn.Sequential(nn.Sequential(nn.Linear(8, 4), nn.Tanh()), nn.Linear(4, 1))
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.randn(16, 8)).square().mean().backward()
+    optimizer.step()
+    backbone = model[0]
+    del model, optimizer
+    optimizer = torch.optim.SGD(backbone.parameters(), 0.1)
+    backbone(torch.randn(16, 8)).square().mean().backward()
+    optimizer.step()
+    del backbone, optimizer
+"""
+    ended(run(tmp_path, NET + script))
+    (journal,) = read_journal(tmp_path / "runs" / "r")
+    records = [one.record.snapshot for one in journal.records()]
+    assert [record.sites.names for record in records[1::2]] == [("0.weight", "0.bias")] * 12
+    assert not any(record.provisional for record in records)

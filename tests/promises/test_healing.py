@@ -292,6 +292,6 @@ def test_registration_hooks_leave_with_the_watch() -> None:
     )
     before = [len(each) for each in hooks]
     job = Job(2, "observe-only")
-    assert [len(each) for each in hooks] == [before[0] + 2, before[1] + 1]
+    assert [len(each) for each in hooks] == [each + 1 for each in before]
     job.gw.close()
     assert [len(each) for each in hooks] == before

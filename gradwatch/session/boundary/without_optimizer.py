@@ -147,11 +147,12 @@ class LoopsWithoutOptimizer:
 
     def _registered(self, module: nn.Module, name: str, value: Any) -> bool:
         """A watched module is about to get a value under a name; True if nothing else need take notice of it."""
-        if not self._loops:
-            return False
         try:
             with self._capture.arranging.held:
-                return self._replaced.registered(module, name, value)
+                if self._loops and self._replaced.registered(module, name, value):
+                    return True
+                self._capture.make_way(module, name, value)
+                return False
         except Exception as error:
             self._failed(error)
             return False
