@@ -71,6 +71,7 @@ class Agent:
         self._lock = ForkSafeLock()
         self._waiting: dict[int, tuple[weakref.ref[Optimizer], int]] = {}  # made, not looked at yet
         self._seen: dict[int, weakref.ref[Optimizer]] = {}
+        self._copies: dict[int, weakref.ref[Optimizer]] = {}  # not met yet: many a copy never trains
         self._prune_at = _MANY
         # Held while one thread attaches: what it took out of `_waiting` is not watched yet. A lock, not a flag: no
         # exception that is sent can keep it from being released.
@@ -84,6 +85,7 @@ class Agent:
         self._forwards = FirstForwards(self.registered, self._lock, _calls_wanted)
         self._without_optimizer = WithoutOptimizer(self.registered)
         optimizer_init.listen(self._made)
+        optimizer_init.listen_filled(self._filled)
         backward_entry.listen(self._about_to_run)
         clip_functions.listen(self._about_to_clip)
         grad_scaler.listen_scale(self._scaled)
@@ -113,6 +115,23 @@ class Agent:
             return
         self._waiting[id(optimizer)] = weakref.ref(optimizer), self.registered.clock
 
+    def _filled(self, optimizer: Optimizer | None) -> None:
+        """A copy is being made, or one unpickled, if it is not known: met at its first clip or step."""
+        if optimizer is None or self._knows(optimizer) or id(optimizer) in self._waiting:
+            return
+        self._copies[id(optimizer)] = weakref.ref(optimizer)
+
+    def _copy_of(self, clip: Clip) -> Optimizer | None:
+        """A copy that was not met yet, if gradients of its parameters are about to be clipped."""
+        clipped, found = set(map(id, clip.params or ())), None
+        for key, ref in list(self._copies.items()):
+            optimizer = ref()
+            if optimizer is None or self._knows(optimizer):
+                self._copies.pop(key, None)
+            elif not clipped.isdisjoint(map(id, params_of(optimizer))):
+                found = optimizer
+        return found
+
     def _about_to_run(self, call: BackwardCall) -> None:
         if not call.accumulates or call.nested:
             return
@@ -125,9 +144,10 @@ class Agent:
 
     def _about_to_clip(self, clip: Clip) -> None:
         attaching = self._attaching.locked()
-        if not (self._waiting or attaching):
+        copy = self._copy_of(clip) if self._copies else None
+        if not (self._waiting or attaching or copy):
             return
-        watch = self.attach_waiting()
+        watch = self.attach_waiting(copy)
         if watch is None and attaching:  # it has waited for another thread's
             watch = next(iter(_watches), None)
         if watch is not None:

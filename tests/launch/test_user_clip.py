@@ -75,3 +75,34 @@ def test_a_policy_that_cannot_be_carried_out_is_said_once(tmp_path: Path) -> Non
     assert len(done.stdout.splitlines()) == 6
     assert len([line for line in done.stderr.splitlines() if "autoclip would keep" in line]) == 2, done.stderr
     assert "not armed: clip:total" in done.stderr.splitlines()[-1]
+
+
+COPIES = """
+import copy, pickle, torch
+from torch.nn.utils import clip_grad_norm_
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = torch.nn.Linear(4, 3)
+pair = model, torch.optim.Adam(model.parameters(), lr=0.1)
+kept = [copy.deepcopy(pair)]  # never trained
+for again in (copy.deepcopy, copy.deepcopy, lambda pair: pickle.loads(pickle.dumps(pair))):
+    model, optimizer = pair = again(pair)
+    for step in range(2):
+        optimizer.zero_grad()
+        model(torch.ones(2, 4)).square().mean().backward()
+        print("norm", float(torch.cat([p.grad.double().flatten() for p in model.parameters()]).norm()))
+        clip_grad_norm_(model.parameters(), 0.1)
+        optimizer.step()
+"""
+
+
+def test_a_copied_optimizer_is_known_before_its_first_clip(tmp_path: Path) -> None:
+    """With its model, or unpickled: total norms equal the script's own, unclipped; one only kept is not met."""
+    done = run(tmp_path, COPIES)
+    assert done.returncode == 0, done.stderr
+    truth = [float(line.split()[1]) for line in done.stdout.splitlines()]
+    (journal,) = read_journal(tmp_path / "runs" / "r")
+    snapshots = [recorded.record.snapshot for recorded in journal.records()]
+    assert [snapshot.total_norm for snapshot in snapshots] == pytest.approx(truth, rel=1e-5)
+    assert [snapshot.total_norm_applied for snapshot in snapshots] == pytest.approx([0.1] * 6, rel=1e-3)
+    assert "3 optimizers" in done.stderr

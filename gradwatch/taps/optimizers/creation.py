@@ -24,6 +24,9 @@ def _count(optimizer: Optimizer | None) -> None:
 
 
 _init = Patch(Optimizer, "__init__", _make)
+_states: Patch[Callable[[Optimizer | None], object]] = Patch(
+    Optimizer, "__setstate__", lambda layer: OnLookup(Optimizer, "__setstate__", layer)
+)
 
 
 def listen(about_to_make: Callable[[Optimizer | None], object]) -> Callable[[], None]:
@@ -31,6 +34,14 @@ def listen(about_to_make: Callable[[Optimizer | None], object]) -> Callable[[], 
 
     The optimizer has no parameters yet; it is None where a subclass names the class, as `Optimizer.__init__(self, …)`,
     to call it. The listener must not raise. Not noticed: `super(Optimizer, …)`, copies and unpickled optimizers, which
-    are not initialised.
+    are not initialised (`listen_filled`).
     """
     return _init.listen(about_to_make)
+
+
+def listen_filled(about_to_fill: Callable[[Optimizer | None], object]) -> Callable[[], None]:
+    """Call `about_to_fill(optimizer)` before one is given its state: a copy, unpickled, or by `load_state_dict`.
+
+    Otherwise as `listen`.
+    """
+    return _states.listen(about_to_fill)
