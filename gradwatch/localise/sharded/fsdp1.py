@@ -29,12 +29,11 @@ def is_wrapper(module: nn.Module) -> bool:
 
 def has_wrappers(modules: Iterable[nn.Module]) -> bool:
     """True if FSDP1 put one of these around another one."""
-    return any(
-        base.__name__ == KIND
-        for kind in set(map(type, modules))
-        for base in kind.__mro__
-        if kind is not nn.Module
-    )
+    for kind in set(map(type, modules)):  # no generator: asked of every model that joins, in cold caches
+        for base in kind.__mro__:
+            if base.__name__ == KIND:
+                return True
+    return False
 
 
 def ungatherable(model: nn.Module) -> str:
