@@ -139,7 +139,7 @@ def from_culprit(trace: Trace, by: By, number: int) -> Finding:
     if culprit.double:
         note = "; ".join(filter(None, (DOUBLE, note)))
     return Finding(
-        "backward",
+        "number" if culprit.number else "backward",
         by,
         module=culprit.module[0],
         module_type=culprit.module[1],

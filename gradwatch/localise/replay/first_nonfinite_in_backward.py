@@ -35,8 +35,8 @@ class Culprit:
     """A node that was given finite gradients and made one that is not.
 
     `made`: where a tensor that its forward saved, and that was not finite, came from; `infinity` the same of one that
-    is infinite on purpose, as far as one can tell. `double`: a backward made this node, whose gradient is
-    differentiated again.
+    is infinite on purpose, as far as one can tell. `number`: its operation was given a number that is not finite.
+    `double`: a backward made this node, whose gradient is differentiated again.
     """
 
     op: str
@@ -49,6 +49,7 @@ class Culprit:
     function: str = ""
     made: Origin | None = None
     infinity: Origin | None = None
+    number: bool = False
     double: bool = False
 
 
@@ -142,7 +143,8 @@ class BackwardTracer:
 
     def _culprit(self, node: Node, made: tuple[Tensor | None, ...], given: tuple[Any, ...]) -> Culprit:
         name, kept = node.name(), list(saved(node))
-        origins = [self._origin_of(tensor) for _, tensor in kept if not finite((tensor,))]
+        infinite = [tensor for _, tensor in kept if not finite((tensor,))]
+        origins = list(map(self._origin_of, infinite))
         broken = [grad for grad in made if grad is not None and not finite((grad,))]
         came = [describe("gradient in", grad) for grad in given if grad is not None]
         return Culprit(
@@ -159,6 +161,10 @@ class BackwardTracer:
             function=self._function(node._sequence_nr()),
             made=_first(one for one in origins if one and not one.intended),
             infinity=_first(one for one in origins if one and one.intended),
+            # No operation has made or read it.
+            number=any(
+                one is None and not tensor.dim() for one, tensor in zip(origins, infinite, strict=True)
+            ),
             double=any(first <= node._sequence_nr() < end for first, end in self._differentiated),
         )
 

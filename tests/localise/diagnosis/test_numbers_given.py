@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -155,3 +156,16 @@ def test_a_product_with_a_masked_logit_is_the_loss_code_s(tmp_path: Path) -> Non
 
     finding = found(masked, entropy, tmp_path)
     assert (finding.phase, finding.op, finding.module) == ("forward", "mul", ""), finding
+
+
+def plain(_: Logits, h: Tensor) -> Tensor:
+    """Outputs that are finite."""
+    return h
+
+
+@pytest.mark.parametrize("number", [math.inf, -math.inf, math.nan])
+def test_a_number_that_loss_code_was_given_is_named_as_that(number: float, tmp_path: Path) -> None:
+    """A finite loss is multiplied by it: the backward of that did nothing wrong."""
+    finding = found(plain, lambda outputs: squared(outputs) * number, tmp_path)
+    assert (finding.phase, finding.op, finding.module) == ("number", "mul", ""), finding
+    assert finding.frames[0].file == __file__
