@@ -274,15 +274,15 @@ class Attached:
             self._services.fitting, self.rules.ruleset, self.rule_bindings.inactive, self.sites
         )
 
-    def add(self, models: Iterable[nn.Module]) -> None:
-        """Watch further models."""
+    def add(self, models: Iterable[nn.Module]) -> list[nn.Module]:
+        """Watch further models; those of them that were not watched yet."""
         self.capture.release_freed()
         added = self.capture.slots.add_models(models)
         if self.capture.slots.watched.undecided:
             self._notices.undecided(self.capture.slots.watched.undecided)
         if added and self.causes is not None:
             self.causes.add(added)
-        self.keep_containers(added)
+        return added
 
     def keep_containers(self, models: Iterable[nn.Module]) -> None:
         """Hold those that may have been made for the call: they would be gone after it, and the session with them."""

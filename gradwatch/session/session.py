@@ -141,7 +141,8 @@ class Session:
         LIVE.add(self)
         # After: the backward that finds the models gone is none of this session's.
         self._uncount = count_backwards()
-        attached.keep_containers(models)
+        if self.origin != "launcher":  # which finds models of the script, and lives on without them
+            attached.keep_containers(models)
         attached.bind_before_backward()
 
     def _abandon(self, attached: Attached) -> None:
@@ -328,7 +329,7 @@ class Session:
     def add(self, models: Iterable[nn.Module]) -> None:
         """Watch further models in the same run; their optimizers are adopted at their first step."""
         if self.attached is not None:
-            self.attached.add(models)
+            self.attached.keep_containers(self.attached.add(models))
 
     def join(
         self,

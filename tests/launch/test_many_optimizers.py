@@ -169,3 +169,23 @@ for _ in range(12):
     records = [one.record.snapshot for one in journal.records()]
     assert [record.sites.names for record in records[1::2]] == [("0.weight", "0.bias")] * 12
     assert not any(record.provisional for record in records)
+
+
+def test_a_list_of_layers_is_freed_with_its_optimizer(tmp_path: Path) -> None:
+    """A ModuleList that is the model itself: not held, and of the next one nothing is missing."""
+    script = """
+for _ in range(3):
+    layers = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 1)])
+    optimizer = torch.optim.SGD(layers.parameters(), 0.1)
+    for _ in range(2):
+        optimizer.zero_grad()
+        layers[1](torch.tanh(layers[0](torch.randn(8, 4)))).square().mean().backward()
+        optimizer.step()
+    alive = [weakref.ref(layers), *map(weakref.ref, layers.parameters())]
+    del layers, optimizer
+    print(sum(one() is not None for one in alive))
+"""
+    assert ended(run(tmp_path, NET + script)) == "0\n" * 3
+    (journal,) = read_journal(tmp_path / "runs" / "r")
+    records = [one.record.snapshot for one in journal.records()]
+    assert {record.sites.names for record in records} == {("0.weight", "0.bias", "1.weight", "1.bias")}
