@@ -404,6 +404,18 @@ def first_crossed(detectors: Sequence[Detector]) -> Detector:
     return choose(detectors, key=lambda one: float(one.fires_at))
 
 
+def advance_one(detector: Detector, state: State, sample: Sample) -> tuple[FloatArray | None, State]:
+    """`advance` of a kind that reads several one-per-step values: by `advance_scalars`, where that is certain."""
+    if len(sample.values) == 1 and sample.present[0]:
+        beside = {name: values.item() for name, values in sample.aux.items()}
+        passed, after = detector.advance_scalars(
+            state, ({detector.columns[0]: sample.values.item(), **beside},)
+        )
+        if passed:
+            return None, after
+    return detector.score(state, sample), detector.learn(state, sample)
+
+
 def may_breach(detector: Detector, score: FloatArray) -> bool:
     """True if any score can breach: one reduction, NaN ignored; the guard in front of `breaches`."""
     if detector.comparison == "below":

@@ -11,7 +11,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.detectors.baseline import LARGEST_EXPONENT, HalfLife, Warmup, gain, mature
-from gradwatch.detectors.detector import STRICT, Exceeding, Sample, State, register_detector
+from gradwatch.detectors.detector import (
+    STRICT,
+    Exceeding,
+    Sample,
+    State,
+    advance_one,
+    register_detector,
+)
 from gradwatch.detectors.recent_extremes import Factor
 from gradwatch.detectors.thresholds import Positive
 from gradwatch.records.snapshot import BoolArray, FloatArray
@@ -116,12 +123,7 @@ class Fade(Exceeding):
 
     def advance(self, state: State, sample: Sample) -> tuple[FloatArray | None, State]:
         """As `score` and `learn`; almost every step in plain floats: None = it does not breach."""
-        if len(sample.values) == 1 and sample.present[0]:
-            values = {self.of: sample.values.item(), LOSS: sample.aux[LOSS].item()}
-            passed, after = self.advance_scalars(state, (values,))
-            if passed:
-                return None, after
-        return self.score(state, sample), self.learn(state, sample)
+        return advance_one(self, state, sample)
 
     def advance_scalars(self, state: State, steps: Sequence[Mapping[str, float]]) -> tuple[int, State]:
         """As `advance` of each, in plain floats, up to one that may breach."""

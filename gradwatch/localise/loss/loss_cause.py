@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from torch import nn
 
@@ -37,27 +38,16 @@ def cause_in_loop(
     `loops` are those at the backwards of this step whose loss was not finite, and the one that takes the step. `whole`
     has the parameters of models that are sharded over ranks, by the id of the model.
     """
-    why, effort = "", Effort()
-    for calls, functions in tried(held, loops):
-        try:
-            trace, scope, made = run_loss_again(functions, models, calls, failed, max_bytes, effort, whole)
-        except TooMuchError as refusal:  # so would the others
-            why = str(refusal)
-            break
-        except Refused as refusal:
-            why = why or str(refusal)
-            continue
-        found = _cause(trace, scope, failed, effort)
+    runs = LossRuns(held, loops, models, failed, max_bytes, whole)
+    for trace, scope, made in runs:
+        found = _cause(trace, scope, failed, runs.effort)
         if found is not None:
             at_fault = _call_at_fault(trace, made)
             number = next(k for k, (_, call) in enumerate(held) if call is at_fault)
             return warned(found.amended(call=number), [trace])
     if finding.phase == "input" and _is_computed(finding, held):
         finding = Finding("unknown", "replay", frames=finding.frames, note=COMPUTED)
-    if not why:
-        return finding
-    note = f"the loop's code was not run again: {why}"
-    return finding.noted(note)
+    return finding.noted(runs.refusal)
 
 
 def _is_at(origin: Origin, culprit: Culprit) -> bool:
@@ -85,7 +75,46 @@ def _is_computed(finding: Finding, held: Held) -> bool:
     return any(id(one) in call.computed and not state(one).finite for one in given)
 
 
-def tried(held: Held, loops: Sequence[LoopAtBackward]) -> Iterator[tuple[Held, list[LoopScope]]]:
+class LossRuns:
+    """The loss code of a step run again, for each way in which calls of models may have led to its backwards.
+
+    Each gives the trace, the function with the loss in it, and the calls of models. `measures`: look at by how much
+    each node of the backward multiplies. `refusal`, once all were run, is why some was not; "" where there is none.
+    """
+
+    def __init__(
+        self,
+        held: Held,
+        loops: Sequence[LoopAtBackward],
+        models: Sequence[nn.Module],
+        failed: Callable[[BaseException], None],
+        max_bytes: int,
+        whole: Whole,
+        measures: bool = False,
+    ) -> None:
+        self.effort = Effort()
+        self.refusal = ""
+        self._tried = _tried(held, loops)
+        self._run = partial(
+            run_loss_again, models=models, failed=failed, max_bytes=max_bytes, whole=whole, measures=measures
+        )
+
+    def __iter__(self) -> Iterator[tuple[Trace, LoopScope, Sequence[Call]]]:
+        why = ""
+        for calls, functions in self._tried:
+            try:
+                found = self._run(functions, held=calls, effort=self.effort)
+            except TooMuchError as refusal:  # so would the others
+                why = str(refusal)
+                break
+            except Refused as refusal:
+                why = why or str(refusal)
+                continue
+            yield found
+        self.refusal = f"the loop's code was not run again: {why}" if why else ""
+
+
+def _tried(held: Held, loops: Sequence[LoopAtBackward]) -> Iterator[tuple[Held, list[LoopScope]]]:
     """The calls that may have led to each of the backwards, and the functions under way at it.
 
     First without those of micro-batches before it, which earlier backwards have reached: so has `autograd.grad`, for a

@@ -7,11 +7,9 @@ from collections.abc import Callable, Sequence
 from torch import nn
 
 from gradwatch.localise.diagnosis.multiplying_operation import naming, only_multiplier
-from gradwatch.localise.hold.module_attributes import Refused
-from gradwatch.localise.loss.interpreter.effort import Effort, TooMuchError
 from gradwatch.localise.loss.loop_scope import LoopAtBackward
-from gradwatch.localise.loss.loss_cause import tried
-from gradwatch.localise.loss.loss_rerun import Whole, run_loss_again
+from gradwatch.localise.loss.loss_cause import LossRuns
+from gradwatch.localise.loss.loss_rerun import Whole
 from gradwatch.localise.loss.model_calls import Held
 from gradwatch.records.finding import Finding
 
@@ -30,18 +28,8 @@ def multiplier_in_loop(
 
     `factor` is by how much the gradients are off their usual levels.
     """
-    why, effort = "", Effort()
-    for calls, functions in tried(held, loops):
-        try:
-            trace, _, _ = run_loss_again(
-                functions, models, calls, failed, max_bytes, effort, whole, measures=True
-            )
-        except TooMuchError as refusal:  # so would the others
-            why = str(refusal)
-            break
-        except Refused as refusal:
-            why = why or str(refusal)
-            continue
+    runs = LossRuns(held, loops, models, failed, max_bytes, whole, measures=True)
+    for trace, _, _ in runs:
         found = only_multiplier(trace.multipliers, factor, trace.came)
         return finding if found is None else naming(finding, found, (), factor)
-    return finding.noted(f"the loop's code was not run again: {why}" if why else "")
+    return finding.noted(runs.refusal)

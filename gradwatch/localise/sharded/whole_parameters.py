@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from gradwatch.localise.hold.module_attributes import Refused
 from gradwatch.localise.sharded import fsdp1, fsdp2
 from gradwatch.localise.sharded.tensor_parallel import parallelised, without_parallelism
+from gradwatch.runtime.interruption import not_ours
 from gradwatch.taps import module_tree
 
 HOST_BYTES = 4 << 30  # of whole parameters, gathered on the host
@@ -62,6 +63,8 @@ def refuse_gathering(models: Sequence[nn.Module]) -> None:
             # What gathering takes is there.
             torch.empty(wanted + (wanted >> 2), dtype=torch.uint8, device=device)
         except RuntimeError as error:
+            if not_ours(error):
+                raise
             raise Refused(f"no memory to gather its parameters: {error}") from error
 
 
