@@ -32,11 +32,12 @@ def test_an_elastic_restart_is_watched_anew(tmp_path: Path) -> None:
     counts = [line.split(" steps watched")[0] for line in said if " steps watched" in line]
     # The first attempt's rank 0 may be ended by torchrun before it has printed its own: then the process above tells it
     # at the end, or that there was none.
-    assert sorted(counts) in (["gradwatch: 12 of 12", "gradwatch: 3 of 3"], ["gradwatch: 12 of 12"]), (
-        done.stderr
-    )
+    # Killed between its line and the note that it is printed, it is reported twice: rather than not at all.
+    assert counts.count("gradwatch: 12 of 12") == 1, done.stderr
+    assert set(counts) <= {"gradwatch: 12 of 12", "gradwatch: 3 of 3"}, done.stderr
+    assert counts.count("gradwatch: 3 of 3") <= 2, done.stderr
     missing = sum("1 process that left no summary" in line for line in said)
-    assert missing <= 2 - len(counts), done.stderr
+    assert missing <= 2 - len(set(counts)), done.stderr
     homes = [json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in range(2)]
     assert homes[0] == homes[1]
     assert homes[0]["attempt"] == 1
