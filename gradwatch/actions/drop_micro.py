@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from gradwatch.capture.optimizer_capture import OptimizerCapture
-from gradwatch.capture.window_norms import WindowNorms
+from gradwatch.capture.window.window_norms import WindowNorms
 from gradwatch.reading.batched import CpuReader, Detail, inspect
 from gradwatch.reading.cpu import CpuNorms
 from gradwatch.reading.foreach import multiply

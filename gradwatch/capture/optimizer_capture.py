@@ -6,8 +6,7 @@ are read once, at the end of the last backward.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from threading import get_ident
 
 import numpy as np
@@ -16,15 +15,16 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradwatch.capture.accumulation_steps import AccumulationSchedule
-from gradwatch.capture.arrivals import ArrivalCounts
 from gradwatch.capture.columns.loss import Root, WindowLoss
-from gradwatch.capture.gradient_reader import NOTHING, GradientReader, Grads
-from gradwatch.capture.hook_pruning import HookPruning, PrunedCount
 from gradwatch.capture.loop_faults.loop_events import LoopEvents
-from gradwatch.capture.manual_gradients import ManualGradients
-from gradwatch.capture.norm_after_user_clip import KnownScaling, known_factor
-from gradwatch.capture.window_norms import WindowNorms, is_finite, root_of_squares
+from gradwatch.capture.optimizer_parameters import OptimizerParameters, grad_of
+from gradwatch.capture.window.accumulation_steps import AccumulationSchedule
+from gradwatch.capture.window.arrivals import ArrivalCounts
+from gradwatch.capture.window.gradient_reader import NOTHING, GradientReader, Grads
+from gradwatch.capture.window.hook_pruning import HookPruning, PrunedCount
+from gradwatch.capture.window.manual_gradients import ManualGradients
+from gradwatch.capture.window.norm_after_user_clip import KnownScaling, known_factor
+from gradwatch.capture.window.window_norms import WindowNorms, is_finite, root_of_squares
 from gradwatch.reading.cpu import CpuNorms
 from gradwatch.reading.device import CopiedNumber, DeviceNorms, Number
 from gradwatch.reading.foreach import multiply
@@ -38,24 +38,19 @@ from gradwatch.reading.gradient_writes import (
     storages_of,
     versions_of,
 )
-from gradwatch.reading.layouts import parts, unsummed
+from gradwatch.reading.layouts import parts
 from gradwatch.reading.loss_scale_removal import unscaled
-from gradwatch.reading.training_threads import TrainingThreads
 from gradwatch.records.columns import SCALED_BY
 from gradwatch.records.snapshot import Sites
-from gradwatch.runtime.held_weakly import emptied_with, noted
 from gradwatch.runtime.locks import ForkSafeLock
 from gradwatch.taps.clip_functions import Clip
 
 UNTOUCHED = 1  # version of a gradient that compiled autograd made and nothing wrote to since
 GONE = -2  # in place of an id
 KEPT = 1 << 24  # elements of a capture whose gradients may be held until the step, on the host
-# Python calls cost microseconds in the cold caches that a backward leaves; this is none.
-_grad: Callable[[Tensor], Tensor | None] = operator.attrgetter("grad")
-_requires_grad: Callable[[Tensor], bool] = operator.attrgetter("requires_grad")
 
 
-class OptimizerCapture:
+class OptimizerCapture(OptimizerParameters):
     """The parameters of one optimizer and everything read of them since its last step."""
 
     def __init__(
@@ -79,15 +74,15 @@ class OptimizerCapture:
         `inside_backward`: its optimizers step inside the backward; `without_optimizer`: its weights are moved by the
         loop's own code. Both are observed only.
         """
-        self.index = index
-        self.sites = sites
-        self.slots = np.zeros(0, np.intp) if slots is None else slots
-        self.position = dict(zip(self.slots.tolist(), range(len(self.slots)), strict=True))  # sync: numpy
-        self._places = self.slots, self.position  # what a successor takes up
+        super().__init__(
+            index,
+            sites,
+            slots,
+            params,
+            inside_backward=inside_backward,
+            without_optimizer=without_optimizer,
+        )
         self.step = 0
-        self.inside_backward = inside_backward
-        self.without_optimizer = without_optimizer
-        self.on_cpu, self.distributed = _placement(params)
         kind = sites, self.on_cpu, self.distributed
         alike = like is not None and (like.sites, like.on_cpu, like.distributed) == kind
         self._reader: GradientReader = like._reader if like is not None and alike else GradientReader(*kind)
@@ -100,25 +95,13 @@ class OptimizerCapture:
         self.last_calls: NDArray[np.int32] | None = (
             None  # arrivals of the last step whose coverage was looked at
         )
-        self.succeeds = False  # the optimizer of one that is gone, and has taken no step so far
-        self.threads = TrainingThreads()
         self._begin(optimizer, params, given)
 
     def _begin(
         self, optimizer: Optimizer | None, params: list[nn.Parameter], given: Sequence[nn.Parameter]
     ) -> None:
-        """Everything that is of one optimizer: its parameters, and what is learned of its steps and read of them."""
-        self.optimizer = None if optimizer is None else noted(optimizer)
-        self.params = params  # empty from the moment that the optimizer dies
-        self.released = False
-        self.param_ids = list(map(id, params))
-        self.watched_ids = list(map(id, given))  # every parameter of the optimizer when the capture was built
-        self.thread = 0  # of several: that has used its gradients last; 0: not known
-        self.frozen = [] if all(map(_requires_grad, given)) else [p for p in given if not p.requires_grad]
-        self._emptied = [
-            emptied_with(optimizer, each) for each in (params, self.frozen) if each and optimizer
-        ]
-        self.compared = -1  # registrations in the models when these were last compared with the optimizer's
+        """Hold the parameters of one optimizer, and begin all that is learned of its steps and read of them."""
+        self.hold(optimizer, params, given)
         self.pruning = HookPruning(len(params))
         self.spans_two_steps = False  # this window cannot be one step's alone
         self.hook_missed = False  # a gradient arrived and its hook was not called
@@ -156,15 +139,9 @@ class OptimizerCapture:
 
         What depends on the layout alone stays, and so does the count of steps.
         """
-        if (
-            sites is not self.sites
-            or self.optimizer is None
-            or self.optimizer() is not None
-            or self._places[0].tobytes() != slots.tobytes()
-            or _placement(params) != (self.on_cpu, self.distributed)
-        ):
+        if not self.may_be_succeeded(params, sites, slots):
             return False
-        self.slots, self.position = self._places
+        self.take_up_places()
         awaiting = self.loop_events.uncleared.awaiting
         self._begin(optimizer, params, given)
         self.loop_events.uncleared.awaiting = awaiting
@@ -172,10 +149,6 @@ class OptimizerCapture:
         self.arrivals.hold(params)
         self.succeeds = True
         return True
-
-    def stands(self) -> None:
-        """Note that rules are bound to the optimizer that succeeded."""
-        self.succeeds = False
 
     def follows(self, before: OptimizerCapture) -> None:
         """This stands in the place of another capture, and counts on from there."""
@@ -187,10 +160,6 @@ class OptimizerCapture:
         self.index = index
         self.step = self.step if before is None else before.step
 
-    def exchange(self, k: int, param: nn.Parameter) -> None:
-        """Another parameter of the same shape stands at this position from now on."""
-        self.params[k], self.param_ids[k] = param, id(param)
-
     def no_longer_arrived(self, calls: NDArray[np.int32]) -> Sequence[int]:
         """Positions with a gradient in the step before and none in this one, which had `calls[K]`."""
         before, self.last_calls = self.last_calls, calls
@@ -198,9 +167,6 @@ class OptimizerCapture:
             return ()
         gone: list[int] = np.flatnonzero((before > 0) & (calls == 0)).tolist()  # sync: numpy
         return gone
-
-    def __len__(self) -> int:
-        return len(self.params)
 
     @property
     def backwards(self) -> int:
@@ -225,14 +191,6 @@ class OptimizerCapture:
     def _set_by_hand(self) -> bool:
         """True if the script assigns `.grad`, as far as is known, and no backward fills it."""
         return self._schedule.expected == 0 and self.backwards == 0 and bool(self.params)
-
-    def grads(self) -> list[Tensor | None]:
-        """The gradients as they are now; holds no reference afterwards."""
-        return parts(self.params) if self.distributed else list(map(_grad, self.params))
-
-    def partial(self) -> list[int]:
-        """Positions whose norm does not follow from the norms of the ranks' parts (DTensors not summed up yet)."""
-        return unsummed(self.params) if self.distributed else []
 
     # -- what others know of it --------------------------------------------------------------------------
 
@@ -270,10 +228,6 @@ class OptimizerCapture:
         """From now on `silenced(slot, parameter)` says whether a swap has silenced the hook of a slot."""
         self._hook_silenced = silenced
 
-    def compared_at(self, registrations: int) -> None:
-        """Its parameters are those of the optimizer, after so many registrations in the models."""
-        self.compared = registrations
-
     def know_reduced_total(self, total: float | None) -> None:
         """The total norm over all ranks, where this one's is not all of it."""
         self.reduced_total = total
@@ -287,10 +241,6 @@ class OptimizerCapture:
         return self._reader.as_usual(raw) and (after is raw or bool(np.isfinite(after.norms()).all()))
 
     # -- during backward ---------------------------------------------------------------------------------
-
-    def use_threads(self, threads: TrainingThreads) -> None:
-        """Look at gradients only where none of these threads may be changing them."""
-        self.threads = threads
 
     def add_arrivals(self, touched: list[int], root: Root | None = None, thread: int = 0) -> bool:
         """One backward from `root`, of a thread, has ended that reached these slots; whether any of them is here."""
@@ -312,7 +262,7 @@ class OptimizerCapture:
         return cleared
 
     def stash(self) -> None:
-        """Our own doing moves the gradients aside for the length of a backward."""
+        """gradwatch has stashed `.grad` until this backward ends; do not take it for `zero_grad()`."""
         self.arrivals.stash()
 
     def due(self) -> bool:
@@ -332,15 +282,6 @@ class OptimizerCapture:
             if self.overdue and (clip is None or not self._set_by_hand or self.is_of(clip)):
                 self.read()
 
-    def is_of(self, clip: Clip) -> bool:
-        """True if some of the gradients that are clipped are of this capture, as far as this thread may look."""
-        if clip.params is not None:
-            return not set(self.param_ids).isdisjoint(map(id, clip.params))
-        if not self.threads.may_look(self.thread):
-            return False
-        own = {id(grad) for grad in self.grads() if grad is not None}
-        return not own.isdisjoint(map(id, clip.grads))
-
     def clipped(self, clip: Clip) -> None:
         """The script clips some of its gradients, or parameters of it that have none."""
         inside_step = self.closed_at >= 0
@@ -349,7 +290,7 @@ class OptimizerCapture:
     def read(self) -> None:
         """Read every gradient of the capture, with whatever loss scale they carry; `unscaled` takes it out."""
         with self._reading.held:
-            grads = parts(self.params) if self.distributed else list(map(_grad, self.params))
+            grads = parts(self.params) if self.distributed else list(map(grad_of, self.params))
             # A loop that is learned and lets gradients be: `close_window` finds out soon enough if it changed.
             self._assumed = self.pruning.pruned and self._left_alone
             self._ids = list(map(id, grads))
@@ -379,7 +320,7 @@ class OptimizerCapture:
         if self.threads.several:
             self.thread = get_ident()
         with self._reading.held:
-            grads = parts(self.params) if self.distributed else list(map(_grad, self.params))
+            grads = parts(self.params) if self.distributed else list(map(grad_of, self.params))
             ids, versions = list(map(id, grads)), versions_of(grads)
             if self._storages:
                 self._mark_replaced(grads)
@@ -594,22 +535,11 @@ class OptimizerCapture:
 
     def release(self) -> None:
         """The optimizer is gone: keep index and step for a successor, and release the parameters."""
-        self.released, self._emptied = True, []
-        self.params, self.slots, self.position, self.watched_ids = [], np.zeros(0, np.intp), {}, []
+        super().release()
         self._norms = self._after = self._last = self.kept = None
-        self.frozen, self._storages = [], []
+        self._storages = []
         self.arrivals.release()
         self.loop_events.uncleared.release()
-
-    def hold_with(self, owners: Iterable[object]) -> None:
-        """Hold the parameters as long as their one owner lives; where they have several, or none, until `release`."""
-        only = set(owners)
-        if len(only) == 1 and None not in only:
-            self._emptied = [emptied_with(only.pop(), self.params)]
-
-    def release_freed(self, living: Container[int]) -> None:
-        """Of one that was released: only parameters that still live, by `id`, tell its successor from others."""
-        self.param_ids = [identity for identity in self.param_ids if identity in living]
 
     # -- inside ------------------------------------------------------------------------------------------
 
@@ -629,15 +559,6 @@ class OptimizerCapture:
                 by_hand.append(k)
         self.hook_missed = self.hook_missed or bool(by_hand)
         return self.arrivals.corrected(absent, by_hand)
-
-
-def _placement(params: Sequence[nn.Parameter]) -> tuple[bool, bool]:
-    """(True if all lie on the host, True if any is sharded)."""
-    on_cpu, distributed = True, False
-    for param in params:
-        distributed = distributed or (type(param) is not nn.Parameter and hasattr(param, "to_local"))
-        on_cpu = on_cpu and param.is_cpu
-    return on_cpu, distributed
 
 
 def _not_silenced(slot: int, param: nn.Parameter) -> bool:

@@ -20,7 +20,7 @@ from gradwatch.capture.capture_lifetimes import Captures, Waiting
 from gradwatch.capture.columns.loss import Losses, Root
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.watched_parameters import Slots
-from gradwatch.capture.window_norms import WindowNorms
+from gradwatch.capture.window.window_norms import WindowNorms
 from gradwatch.runtime.held_weakly import died
 from gradwatch.runtime.own_time import OwnTime
 from gradwatch.taps import backward, backward_entry, dispatch_modes

@@ -3,7 +3,7 @@
 A loop that accumulates is read once, at the end of the backward it has learned to be the last; the shorter
 window at the end of an epoch would then be seen only at the step boundary, after `clip_grad_norm_`. So the
 clip itself (`gradwatch.taps.clip_functions`) asks for the read, and says by which factor it multiplies
-(`gradwatch.capture.norm_after_user_clip`).
+(`gradwatch.capture.window.norm_after_user_clip`).
 """
 
 from __future__ import annotations
@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from gradwatch.capture.norm_after_user_clip import known_scaling
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.read_after_backward import Capture
+from gradwatch.capture.window.norm_after_user_clip import known_scaling
 from gradwatch.reading.device import capturing
 from gradwatch.taps.clip_functions import Clip, listen, listen_without_gradients
 

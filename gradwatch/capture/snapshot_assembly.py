@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from gradwatch.capture.columns.histograms import PendingHistograms
 from gradwatch.capture.loop_faults.altered_gradients import common_factor
-from gradwatch.capture.window_norms import WindowNorms
+from gradwatch.capture.window.window_norms import WindowNorms
 from gradwatch.reading.batched import FLOAT32_MAX, Detail
 from gradwatch.reading.cpu import CpuNorms, add_up_all
 from gradwatch.reading.device import host_value

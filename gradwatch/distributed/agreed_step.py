@@ -13,7 +13,7 @@ import numpy as np
 
 from gradwatch.capture.columns.pending_columns import ArrivedColumns
 from gradwatch.capture.snapshot_assembly import Extras
-from gradwatch.capture.window_norms import WindowNorms
+from gradwatch.capture.window.window_norms import WindowNorms
 from gradwatch.distributed import replica_divergence, sharded_norms
 from gradwatch.distributed.all_reduced_facts import ReducedFacts
 from gradwatch.distributed.membership import RankMembership

@@ -11,7 +11,7 @@ import numpy as np
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from gradwatch.capture.window_norms import WindowNorms
+from gradwatch.capture.window.window_norms import WindowNorms
 from gradwatch.distributed.all_reduced_facts import Layout, ReducedFacts
 from gradwatch.distributed.facts_of_this_rank import Usual
 from gradwatch.distributed.process_group import Group

@@ -18,7 +18,7 @@ from torch import nn
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.shards import placements, whole
 from gradwatch.capture.snapshot_assembly import Extras, appended
-from gradwatch.capture.window_norms import WindowNorms
+from gradwatch.capture.window.window_norms import WindowNorms
 from gradwatch.distributed import facts_of_this_rank, replica_divergence
 from gradwatch.distributed.agreed_step import Shared, norms_seen_by_all, of_ranks, seen_by_all
 from gradwatch.distributed.all_reduced_facts import Layout, ReducedFacts, Vector, blind

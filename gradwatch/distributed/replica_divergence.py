@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.capture.window_norms import Norms
+from gradwatch.capture.window.window_norms import Norms
 from gradwatch.distributed.all_reduced_facts import Layout, ReducedFacts, Vector
 from gradwatch.errors import GradwatchError
 from gradwatch.records.snapshot import Column

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from gradwatch.capture.columns.update_ratio import WEIGHT_NORM_FLOOR
-from gradwatch.capture.window_norms import Norms, WindowNorms
+from gradwatch.capture.window.window_norms import Norms, WindowNorms
 from gradwatch.distributed.all_reduced_facts import UPDATED, Layout, ReducedFacts, Vector
 from gradwatch.reading.batched import FLOAT32_MAX, Detail
 from gradwatch.reading.cpu import CpuNorms

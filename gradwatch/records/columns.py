@@ -71,7 +71,9 @@ _ROOT: Grouped = "root sum of squares"
 def _norms(
     name: str, unit: str, means: str, grouped: Grouped, sharded: Ranks = "sum of squares"
 ) -> ColumnInfo:
-    return ColumnInfo(name, "parameter", unit, means, grouped, sharded, "", True, "capture.window_norms")
+    return ColumnInfo(
+        name, "parameter", unit, means, grouped, sharded, "", True, "capture.window.window_norms"
+    )
 
 
 def _local(name: str, unit: str, means: str) -> ColumnInfo:

@@ -67,7 +67,7 @@ def _judge_in_full() -> None:
 
 
 def _read_clipped_again() -> None:
-    from gradwatch.capture import gradient_reader
+    from gradwatch.capture.window import gradient_reader
 
     _replace(gradient_reader, "factor_since", _nothing)
 

@@ -15,9 +15,10 @@ from torch import nn
 import gradwatch
 from gradwatch.account.session_counts import SessionCounts
 from gradwatch.actions.skip import skip
-from gradwatch.capture import hook_pruning, read_after_backward
 from gradwatch.capture import optimizer_capture as captured
+from gradwatch.capture import read_after_backward
 from gradwatch.capture.columns import column_reader, module_statistics, norm_local
+from gradwatch.capture.window import hook_pruning
 from gradwatch.checkpoint import CheckpointHealthTracker
 from gradwatch.engine import BoundEngine
 from gradwatch.errors import TrainingStopped

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradwatch.capture.shards import ShardPlacement
-from gradwatch.capture.window_norms import WindowNorms
+from gradwatch.capture.window.window_norms import WindowNorms
 from gradwatch.distributed import all_reduced_facts, facts_of_this_rank, replica_divergence, sharded_norms
 from gradwatch.distributed.all_reduced_facts import Layout, ReducedFacts
 from gradwatch.distributed.facts_of_this_rank import Usual

@@ -30,7 +30,7 @@ from gradwatch.actions.backward.clip_state import BackwardClipState
 from gradwatch.actions.backward.pre_clip_norms import before_acting
 from gradwatch.actions.elementwise_clip import Elementwise
 from gradwatch.capture.optimizer_capture import OptimizerCapture
-from gradwatch.capture.window_norms import WindowNorms
+from gradwatch.capture.window.window_norms import WindowNorms
 from gradwatch.policies.norm_bound import Bound
 from gradwatch.reading.read_plan import SMALL
 from gradwatch.reading.row_sums import ROW

@@ -12,10 +12,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradwatch.capture.arrivals import ArrivalCounts
 from gradwatch.capture.loop_faults.altered_gradients import AlteredGradients
 from gradwatch.capture.loop_faults.uncleared_gradients import UnclearedGradients
 from gradwatch.capture.loop_faults.user_clips import UserClips
+from gradwatch.capture.window.arrivals import ArrivalCounts
 from gradwatch.reading.device import Number
 from gradwatch.reading.gradient_writes import State
 from gradwatch.records.columns import CLIP_RATIO, CLIPPED_SCALE, DISCARDED, IDLE_CLIPS, UNCLEARED

@@ -19,7 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradwatch.capture.arrivals import ArrivalCounts
+from gradwatch.capture.window.arrivals import ArrivalCounts
 from gradwatch.reading.device import Number, host_value, is_ready, on_host, one_number
 from gradwatch.reading.gradient_writes import versions_of
 

@@ -20,7 +20,7 @@ from gradwatch.actions.step_actions import Outcome
 from gradwatch.actions.stop_training import stop_training
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.read_after_backward import Capture
-from gradwatch.capture.window_norms import WindowNorms
+from gradwatch.capture.window.window_norms import WindowNorms
 from gradwatch.distributed.ranks import Ranks
 from gradwatch.errors import TrainingStopped
 from gradwatch.reading.device import capturing, host_value, on_host, start_copy

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.read_after_backward import Capture
-from gradwatch.capture.window_norms import WindowNorms
+from gradwatch.capture.window.window_norms import WindowNorms
 from gradwatch.reading.batched import Detail
 from gradwatch.reading.cpu import CpuNorms
 from gradwatch.reading.device import AsyncCopy, DeviceNorms, host_value

@@ -16,7 +16,7 @@ from gradwatch.capture.columns.module_statistics import ModuleTaps
 from gradwatch.capture.columns.pending_columns import NO_SITES_OVERDUE, PendingColumns
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.snapshot_assembly import Extras
-from gradwatch.capture.window_norms import WindowNorms
+from gradwatch.capture.window.window_norms import WindowNorms
 from gradwatch.distributed.membership import Exchange
 from gradwatch.errors import AttachError
 from gradwatch.reading.device import Number, host_value, is_ready, start_copy

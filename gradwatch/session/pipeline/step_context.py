@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from gradwatch.capture.optimizer_capture import OptimizerCapture
-from gradwatch.capture.window_norms import WindowNorms
+from gradwatch.capture.window.window_norms import WindowNorms
 from gradwatch.distributed.agreed_step import Shared
 from gradwatch.records.snapshot import Snapshot
 from gradwatch.records.verdict import Verdict

@@ -17,7 +17,7 @@ from gradwatch.capture.columns.nonfinite_running_statistics import RunningStatis
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.read_after_backward import Capture
 from gradwatch.capture.snapshot_assembly import assemble, of_norms
-from gradwatch.capture.window_norms import WindowNorms
+from gradwatch.capture.window.window_norms import WindowNorms
 from gradwatch.distributed.agreed_step import Shared
 from gradwatch.distributed.ranks import Ranks
 from gradwatch.engine import Engine

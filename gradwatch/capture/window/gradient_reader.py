@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradwatch.capture.norm_after_user_clip import KnownScaling, factor_since
-from gradwatch.capture.window_norms import root_of_squares
+from gradwatch.capture.window.norm_after_user_clip import KnownScaling, factor_since
+from gradwatch.capture.window.window_norms import root_of_squares
 from gradwatch.reading import device
 from gradwatch.reading.batched import NEAR, CpuReader
 from gradwatch.reading.cpu import CpuNorms

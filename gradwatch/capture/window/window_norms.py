@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradwatch.capture.hook_pruning import PrunedCount
+from gradwatch.capture.window.hook_pruning import PrunedCount
 from gradwatch.reading.batched import Detail
 from gradwatch.reading.cpu import CpuNorms
 from gradwatch.reading.device import CopiedNumber, Number, is_ready

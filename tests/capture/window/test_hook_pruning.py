@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwatch.capture.hook_pruning import HookPruning
+from gradwatch.capture.window.hook_pruning import HookPruning
 
 
 @given(versions=st.lists(st.integers(-1, 3), max_size=300), count=st.integers(2, 9))
