@@ -142,7 +142,8 @@ def check_switch() -> Check:
 
 def check_port(listen: str) -> Check:
     """Check the port of the endpoint; a taken one is no failure, another is used."""
-    from gradwatch.endpoint.listening_port import listening_socket, parse_listen
+    from gradwatch.endpoint.address import parse_listen
+    from gradwatch.endpoint.listening_port import listening_socket
 
     address = parse_listen(listen)
     try:

@@ -108,7 +108,7 @@ def check(source: str, arguments: argparse.Namespace) -> str:
     if given.run_dir is not None or "journal" in kinds:
         check_directory(given.run_root(sinks), writable=given.run_dir is not None)
     if given.listen is not None and "prometheus" in kinds:
-        from gradwatch.endpoint.listening_port import parse_listen  # sockets: 20 ms
+        from gradwatch.endpoint.address import parse_listen
 
         try:
             parse_listen(given.listen)
@@ -180,7 +180,7 @@ def exec_command(argv: tuple[str, ...], env: Mapping[str, str]) -> NoReturn:
 
 def listen_address(text: str) -> str:
     """`HOST:PORT`, as argparse's `type`."""
-    from gradwatch.endpoint.listening_port import parse_listen
+    from gradwatch.endpoint.address import parse_listen
 
     try:
         parse_listen(text)

@@ -77,7 +77,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def handle(arguments: argparse.Namespace) -> int:
     """Serve until SIGTERM or Ctrl-C; exit 2 where that cannot begin."""
-    from gradwatch.endpoint.listening_port import parse_listen
+    from gradwatch.endpoint.address import parse_listen
     from gradwatch.serve.allowed_targets import AllowedTargets
     from gradwatch.serve.ended_run_counters import Summaries
     from gradwatch.serve.responses import runs

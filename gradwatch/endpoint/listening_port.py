@@ -1,61 +1,25 @@
-"""The port of the endpoint: the one asked for, a free one where that is taken, and the file that publishes it.
-
-Addresses are numbers: looking a name up took 8 s under a DNS black hole, at the start of the training.
-"""
+"""The port of the endpoint: the one asked for, a free one where that is taken, and the file that publishes it."""
 
 from __future__ import annotations
 
 import errno
-import ipaddress
 import json
 import os
 import socket
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
+from gradwatch.endpoint.address import Address
 from gradwatch.runtime.atomic_files import make_directory, read_regular, write_whole
 from gradwatch.runtime.process_identity import start_ticks
 
 if TYPE_CHECKING:  # numpy, which `gradwatch run` does without
     from gradwatch.records.run_info import RunInfo
 
-DEFAULT_LISTEN = "127.0.0.1:29440"
 _BACKLOG = 128
 """Peers whose turn has not come. In a longer queue an honest scrape waits behind a flood: 7 s at 1,024."""
 _SEND_BUFFER_BYTES = 1 << 15
 _PORT_TROUBLE = (errno.EADDRINUSE, errno.EACCES, errno.EPERM)
-
-
-class Address(NamedTuple):
-    """A numeric IP address and a port; port 0 is any free one."""
-
-    host: str
-    port: int
-
-    @property
-    def is_loopback(self) -> bool:
-        """True if only this machine can connect."""
-        return ipaddress.ip_address(self.host).is_loopback
-
-    def __str__(self) -> str:
-        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
-
-
-def parse_listen(text: str) -> Address:
-    """An Address from `HOST:PORT`: HOST is numeric (v6 in brackets) or localhost; raises ValueError."""
-    host, colon, port = text.rpartition(":")
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    if host == "localhost":
-        host = "127.0.0.1"
-    advice = f"listen: {text!r} is not HOST:PORT; write for example {DEFAULT_LISTEN}"
-    if not colon or not (port.isascii() and port.isdigit()) or int(port) > 65535:
-        raise ValueError(f"{advice} (a port is a number up to 65535)")
-    try:
-        ipaddress.ip_address(host)
-    except ValueError:
-        raise ValueError(f"{advice}, or 0.0.0.0:PORT to be reached from other machines") from None
-    return Address(host, int(port))
 
 
 def listening_socket(address: Address) -> socket.socket:
@@ -69,12 +33,6 @@ def listening_socket(address: Address) -> socket.socket:
         if error.errno not in _PORT_TROUBLE or not address.port:
             raise
     return _bound(address._replace(port=0))
-
-
-def rank_address(address: Address, local_rank: int) -> Address:
-    """Every process of a machine has its own port: base port plus LOCAL_RANK; any free one beyond 65535."""
-    port = address.port + local_rank if address.port else 0
-    return address._replace(port=port if port <= 65535 else 0)
 
 
 def write_endpoint(run: RunInfo, address: Address, url: str) -> str:

@@ -18,6 +18,7 @@ import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
+from gradwatch.endpoint.address import Address
 from gradwatch.endpoint.http_protocol import (
     Content,
     RequestError,
@@ -28,7 +29,6 @@ from gradwatch.endpoint.http_protocol import (
     plain,
     respond,
 )
-from gradwatch.endpoint.listening_port import Address
 from gradwatch.runtime.backoff import Backoff
 
 THREAD_NAME = "gradwatch-endpoint"

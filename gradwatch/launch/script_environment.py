@@ -12,13 +12,13 @@ import re
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import NamedTuple
 
 from gradwatch.session.settings import LAUNCHED_IN, TELLER
 
-BOOTSTRAP = Path(__file__).resolve().parent / "bootstrap"
-ISOLATED = Path(__file__).resolve().parent / "isolated_python.py"
+_HERE = os.path.dirname(os.path.realpath(__file__))
+BOOTSTRAP = os.path.join(_HERE, "bootstrap")
+ISOLATED = os.path.join(_HERE, "isolated_python.py")
 
 _PYTHON = re.compile(r"(python|pypy)[0-9.]*t?$")
 _FLAGS_WITH_VALUE = "WX"  # python -W ignore, -X dev: the next word belongs to the flag
@@ -53,10 +53,10 @@ def prepare(command: Sequence[str], settings: Mapping[str, str], environ: Mappin
         return Launch(tuple(command), env)
     spelled = "".join(sorted(blind))
     note = (
-        f"python -{spelled} ignores PYTHONPATH, so gradwatch runs the script through {ISOLATED.name}; "
+        f"python -{spelled} ignores PYTHONPATH, so gradwatch runs the script through {os.path.basename(ISOLATED)}; "
         "tracebacks gain its frames, and child processes are not watched"
     )
-    return Launch((command[0], *flags, str(ISOLATED), *rest), env, note)
+    return Launch((command[0], *flags, ISOLATED, *rest), env, note)
 
 
 def new_run_id(environ: Mapping[str, str]) -> str:
@@ -107,4 +107,4 @@ def _letters(flag: str) -> str:
 def _python_path(current: str) -> list[str]:
     # An empty PYTHONPATH means none; joining it on would add an empty entry, which means the cwd.
     entries = current.split(os.pathsep) if current else []
-    return [str(BOOTSTRAP), *(entry for entry in entries if entry != str(BOOTSTRAP))]
+    return [BOOTSTRAP, *(entry for entry in entries if entry != BOOTSTRAP)]

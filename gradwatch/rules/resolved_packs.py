@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
@@ -64,7 +65,7 @@ def _rule_set(rules: Mapping[str, Any], origins: Mapping[str, Any], digest: str)
         histograms=_if_given(lambda given: _made(Histograms, given), rules["histograms"]),
         sinks=_if_given(lambda given: tuple(SinkSpec(**one) for one in given), rules["sinks"]),
         digest=digest,
-        origins={key: _origin(place) for key, place in origins.items()},
+        origins=_places(origins),
         inactive=rules["inactive"],
     )
 
@@ -94,9 +95,11 @@ def _if_given(make: Callable[[Any], T], given: Any) -> T | None:
     return None if given is None else make(given)
 
 
-def _origin(place: str) -> str:
-    """A place in a pack, "NAME:LINE", with the path that the pack has here."""
-    if place == DEFAULT:
-        return place
-    name, _, line = place.partition(":")
-    return f"{pack_directory() / (name + SUFFIX)}:{line}"
+def _places(origins: Mapping[str, str]) -> dict[str, str]:
+    """Places in packs, "NAME:LINE", with the paths that the packs have here."""
+    folder = str(pack_directory())  # once: there are some 800 places
+    found = {}
+    for key, place in origins.items():
+        name, _, line = place.partition(":")
+        found[key] = place if place == DEFAULT else f"{os.path.join(folder, name)}{SUFFIX}:{line}"
+    return found

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import secrets
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -24,7 +23,7 @@ def replacing(
     # Strings: pathlib interns each part of a path, and CPython's table of interned strings keeps a place for every one
     # that is gone until it doubles, to 8 MB: a file written each second would see to that.
     target = os.fspath(path)
-    fresh = f"{target}.{secrets.token_hex(8)}.tmp" if temporary is None else temporary
+    fresh = f"{target}.{os.urandom(8).hex()}.tmp" if temporary is None else temporary
     new = os.O_EXCL if temporary is None else os.O_TRUNC
     descriptor = os.open(fresh, os.O_WRONLY | os.O_CREAT | new | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     try:

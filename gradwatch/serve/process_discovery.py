@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from gradwatch.endpoint.listening_port import Address
+from gradwatch.endpoint.address import Address
 from gradwatch.journal.reader import JournalName
 from gradwatch.records.run_info import RunInfo
 from gradwatch.runtime.atomic_files import read_regular

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from gradwatch.endpoint.listening_port import Address
+from gradwatch.endpoint.address import Address
 from gradwatch.journal.entries import RunEntry
 from gradwatch.journal.reader import JournalReader
 from gradwatch.records.run_info import RunInfo

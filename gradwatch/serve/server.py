@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from gradwatch.endpoint.address import Address
 from gradwatch.endpoint.http_protocol import Content, RequestError, plain
-from gradwatch.endpoint.listening_port import Address, listening_socket
+from gradwatch.endpoint.listening_port import listening_socket
 from gradwatch.endpoint.server import Endpoint, Limits, Route
 from gradwatch.errors import GradwatchError
 from gradwatch.monitoring.export import stack_directory

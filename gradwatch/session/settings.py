@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import os
-import platform
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -46,8 +45,12 @@ def told_by(env: Mapping[str, str] = os.environ) -> int:
     One of several ranks (WORLD_SIZE) prints its own, and that of what it starts, which has its RANK.
     """
     pid, _, rest = env.get(TELLER, "").partition(":")
+    if not pid.isdigit() or int(pid) == os.getpid():
+        return 0
+    import platform  # 2 ms, which `gradwatch run` itself does without
+
     rank, _, rest = rest.partition(":")
-    if not pid.isdigit() or int(pid) == os.getpid() or rest.partition(":")[0] != platform.node():
+    if rest.partition(":")[0] != platform.node():
         return 0
     of_another_rank = env.get("RANK", "") != rank and _number(env, "WORLD_SIZE", 1) > 1
     return 0 if of_another_rank else int(pid)
@@ -150,6 +153,8 @@ def sink_specs(ruleset: RuleSet, settings: Settings, rank: int) -> tuple[SinkSpe
 
 def run_info(ruleset: RuleSet, rules: tuple[RuleInfo, ...], settings: Settings) -> RunInfo:
     """The identity of this run and rank, from the launcher's environment (torchrun sets RANK and so on)."""
+    import platform
+
     from gradwatch.records.run_info import RunInfo
 
     env = os.environ

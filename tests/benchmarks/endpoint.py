@@ -56,7 +56,8 @@ with (folder / "count").open("r+b") as file, mmap.mmap(file.fileno(), 24) as cou
 DECOY = """
 import sys, urllib.request
 from gradwatch.endpoint.http_protocol import Content
-from gradwatch.endpoint.listening_port import Address, listening_socket
+from gradwatch.endpoint.address import Address
+from gradwatch.endpoint.listening_port import listening_socket
 from gradwatch.endpoint.server import Endpoint
 with urllib.request.urlopen(sys.argv[1], timeout=30) as response:
     body = Content(response.headers["Content-Type"], response.read())

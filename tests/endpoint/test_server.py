@@ -15,8 +15,9 @@ from contextlib import ExitStack, contextmanager
 
 import pytest
 
+from gradwatch.endpoint.address import Address
 from gradwatch.endpoint.http_protocol import Content, plain
-from gradwatch.endpoint.listening_port import Address, listening_socket
+from gradwatch.endpoint.listening_port import listening_socket
 from gradwatch.endpoint.server import THREAD_NAME, Allowance, Endpoint, Limits, Route
 from tests.support.sink_records import sockets
 
@@ -327,7 +328,8 @@ FEW_FILES = """
     import resource, socket, sys, time
     resource.setrlimit(resource.RLIMIT_NOFILE, (64, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
     from gradwatch.endpoint.http_protocol import plain
-    from gradwatch.endpoint.listening_port import Address, listening_socket
+    from gradwatch.endpoint.address import Address
+    from gradwatch.endpoint.listening_port import listening_socket
     from gradwatch.endpoint.server import Endpoint
     served = Endpoint(listening_socket(Address("127.0.0.1", 0)), {"/": lambda hurried: plain("ok")}, print)
     served.start()
@@ -454,7 +456,8 @@ def test_a_close_that_was_never_started_closes() -> None:
 FORKING = """
     import os, socket, sys, threading, time
     from gradwatch.endpoint.http_protocol import plain
-    from gradwatch.endpoint.listening_port import Address, listening_socket
+    from gradwatch.endpoint.address import Address
+    from gradwatch.endpoint.listening_port import listening_socket
     from gradwatch.endpoint.server import Endpoint, Limits
     from tests.support.sink_records import sockets
     routes, limits = {"/": lambda hurried: plain("ok")}, Limits(cpu_share=1.0, cpu_burst_seconds=10.0)

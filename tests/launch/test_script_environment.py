@@ -43,7 +43,7 @@ def test_a_command_is_left_as_typed() -> None:
     """Without a blinding flag argv is untouched; PYTHONPATH gains the bootstrap folder in front, once."""
     launch = prepare(["python", "x.py", "--", "-E"], {}, {"PYTHONPATH": "/a:/b", "HOME": "/h"})
     assert launch.argv == ("python", "x.py", "--", "-E")
-    assert launch.env["PYTHONPATH"] == os.pathsep.join([str(BOOTSTRAP), "/a", "/b"])
+    assert launch.env["PYTHONPATH"] == os.pathsep.join([BOOTSTRAP, "/a", "/b"])
     assert launch.env["HOME"] == "/h"
     assert launch.note == ""
     again = prepare(["python"], {}, launch.env)
@@ -55,14 +55,14 @@ def test_a_command_is_left_as_typed() -> None:
 def test_an_empty_pythonpath_does_not_put_the_cwd_on_the_path(python_path: str | None) -> None:
     """A trailing separator would: the empty entry means the current folder."""
     environ = {} if python_path is None else {"PYTHONPATH": python_path}
-    assert prepare(["python"], {}, environ).env["PYTHONPATH"] == str(BOOTSTRAP)
+    assert prepare(["python"], {}, environ).env["PYTHONPATH"] == BOOTSTRAP
 
 
 @pytest.mark.parametrize("flag", ["-E", "-I", "-S", "-uE", "-IB"])
 def test_a_blinding_flag_brings_in_isolated_and_says_so(flag: str) -> None:
     """The script is run through isolated_python.py with the same flags and arguments."""
     launch = prepare(["python", flag, "x.py", "a"], {}, {})
-    assert launch.argv == ("python", flag, str(ISOLATED), "x.py", "a")
+    assert launch.argv == ("python", flag, ISOLATED, "x.py", "a")
     assert "ignores PYTHONPATH" in launch.note
 
 
@@ -89,14 +89,14 @@ def test_the_bootstrap_does_nothing_without_the_launchers_environment(
     for name in ("GRADWATCH_LAUNCH", "GRADWATCH"):
         monkeypatch.delenv(name, raising=False)
     before = list(sys.meta_path), list(sys.path)
-    runpy.run_path(str(BOOTSTRAP / "sitecustomize.py"))
+    runpy.run_path(os.path.join(BOOTSTRAP, "sitecustomize.py"))
     assert (list(sys.meta_path), list(sys.path)) == before
 
 
 def test_the_launcher_ships_as_plain_files() -> None:
     """Both files that other interpreters open by path exist beside the package."""
     assert (Path(BOOTSTRAP) / "sitecustomize.py").is_file()
-    assert ISOLATED.is_file()
+    assert os.path.isfile(ISOLATED)
 
 
 def test_runs_are_where_the_launcher_was_wherever_the_script_went(

@@ -21,8 +21,8 @@ from typing import Any
 import pytest
 
 from gradwatch.cli import main
+from gradwatch.endpoint.address import Address
 from gradwatch.endpoint.http_protocol import RequestError
-from gradwatch.endpoint.listening_port import Address
 from gradwatch.serve import Server
 from gradwatch.serve.ended_run_counters import Summaries
 from gradwatch.serve.run_scanner import Scanner

@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-from gradwatch.endpoint.listening_port import Address
+from gradwatch.endpoint.address import Address
 from gradwatch.records.run_info import RunInfo
 from gradwatch.runtime.atomic_files import read_regular, write_whole
 from gradwatch.runtime.process_identity import is_running, start_ticks

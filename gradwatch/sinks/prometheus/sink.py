@@ -10,15 +10,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
+from gradwatch.endpoint.address import DEFAULT_LISTEN, parse_listen, rank_address
 from gradwatch.endpoint.http_protocol import Content, plain
-from gradwatch.endpoint.listening_port import (
-    DEFAULT_LISTEN,
-    listening_socket,
-    parse_listen,
-    rank_address,
-    remove_endpoint,
-    write_endpoint,
-)
+from gradwatch.endpoint.listening_port import listening_socket, remove_endpoint, write_endpoint
 from gradwatch.endpoint.server import Endpoint, Limits
 from gradwatch.records.record import Record
 from gradwatch.records.run_info import RunInfo

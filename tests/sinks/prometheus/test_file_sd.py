@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from gradwatch.endpoint.listening_port import Address
+from gradwatch.endpoint.address import Address
 from gradwatch.errors import AttachError
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.runtime.process_identity import is_running, start_ticks
