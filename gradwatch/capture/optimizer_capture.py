@@ -108,6 +108,9 @@ class OptimizerCapture(OptimizerParameters):
         self.backward_end_missed = False  # the end of its last backward was missed: read at the step boundary
         self.closed_at = -1  # backwards when the window was closed; -1 while it is open
         self.reduced_total: float | None = None  # over all ranks, where this one's total is not all of it
+        self.scale_removed: Number | None = (
+            None  # what a GradScaler has divided its gradients by since its last step
+        )
         self.known_scalings: list[KnownScaling] = []  # clips since the read, by the one who clips
         self._norms: Reading | None = None
         self._after: Reading | None = None
@@ -139,9 +142,8 @@ class OptimizerCapture(OptimizerParameters):
 
         What depends on the layout alone stays, and so does the count of steps.
         """
-        if not self.may_be_succeeded(params, sites, slots):
+        if not self.takes_over(params, sites, slots):
             return False
-        self.take_up_places()
         awaiting = self.loop_events.uncleared.awaiting
         self._begin(optimizer, params, given)
         self.loop_events.uncleared.awaiting = awaiting
@@ -152,7 +154,7 @@ class OptimizerCapture(OptimizerParameters):
 
     def follows(self, before: OptimizerCapture) -> None:
         """This stands in the place of another capture, and counts on from there."""
-        self.step, self.last_calls = before.step, before.last_calls
+        self.step, self.last_calls, self.scale_removed = before.step, before.last_calls, before.scale_removed
         self.loop_events.altered = before.loop_events.altered
 
     def takes_place(self, index: int, before: OptimizerCapture | None) -> None:
@@ -306,6 +308,10 @@ class OptimizerCapture(OptimizerParameters):
 
     def unscaled(self, scale: Number) -> None:
         """The gradients are being divided by `scale`: what was read of them before loses it too."""
+        self.scale_removed = scale
+        self._divide_read(scale)
+
+    def _divide_read(self, scale: Number) -> None:
         self.loop_events.scale_removed(scale)
         if self._norms is not None:  # what is read later no longer carries it
             self._norms = unscaled(self._norms, scale)
@@ -329,7 +335,7 @@ class OptimizerCapture(OptimizerParameters):
                 self._ids, self._versions, self._assumed = ids, versions, False
                 self._norms = self._reader.read(grads, scale)
             elif type(scale) is not float or scale != 1.0:
-                self.unscaled(scale)
+                self._divide_read(scale)
             raw = self._norms
             assert raw is not None
             after, explained = raw, True
@@ -353,10 +359,12 @@ class OptimizerCapture(OptimizerParameters):
         """Note that something has changed gradients, or, once that had begun, that only clips of torch's have."""
         altered = self.loop_events.altered
         if explained or window.after is window.raw:
-            window.facts = {**(window.facts or {}), **({SCALED_BY: 1.0} if altered.begun else {})}
+            if altered.begun:
+                window.add_facts({SCALED_BY: 1.0})
         elif not self._reader.manual_allreduce:
             factor = known_factor(self.known_scalings, ids, versions, clips)
-            window.altered = None if factor is None or not altered.altered(self.step) else factor
+            if factor is not None and altered.altered(self.step):
+                window.altered_beside(factor)
 
     def _mark_replaced(self, grads: Grads) -> None:
         """Mark gradients that others have taken the place of, which may have the ids of those that are gone."""
@@ -386,6 +394,11 @@ class OptimizerCapture(OptimizerParameters):
         uncertain = (
             unread or self.backward_end_missed or self.spans_two_steps or self.distributed or miscounted
         )
+        events, last, facts = self.loop_events, self._last, None
+        if uncertain or self.attached_mid_window:
+            events.discard()
+        elif events.pending or -1 in versions or (last is not None and versions != last[1]):
+            facts = events.at_step(state, last, calls, self._versions)
         window = WindowNorms(
             self.sites,
             self.step,
@@ -397,13 +410,10 @@ class OptimizerCapture(OptimizerParameters):
             scale,
             ordinary and not miscounted,
             pruned,
+            self.scale_removed,
             loss=self.losses.total() if self.on_cpu else (_sent_with(raw) or self.losses.total()),
+            facts=facts,
         )
-        events, last = self.loop_events, self._last
-        if uncertain or self.attached_mid_window:
-            events.discard()
-        elif events.pending or -1 in versions or (last is not None and versions != last[1]):
-            window.facts = events.at_step(state, last, calls, self._versions)
         if self.attached_mid_window or self.spans_two_steps:
             self.attached_mid_window = False  # what arrived is not the whole of one step, or that of two
         else:
@@ -412,7 +422,7 @@ class OptimizerCapture(OptimizerParameters):
                 self.pruning.note(self._versions, calls, current)
         self._last = state
         self._after = after
-        self.kept = None
+        self.kept = self.scale_removed = None
         self._left_alone = after is raw and not self.known_scalings
         self.closed_at = backwards
         return window
@@ -434,7 +444,7 @@ class OptimizerCapture(OptimizerParameters):
         self.arrivals.restart()
         self.losses.clear()
         self._read_at = 0
-        self._norms = self.kept = None
+        self._norms = self.kept = self.scale_removed = None
         self._storages = []
         self.known_scalings.clear()
 
@@ -481,6 +491,7 @@ class OptimizerCapture(OptimizerParameters):
             calls,
             current,
             self.backward_end_missed,
+            loss_scale=self.scale_removed,
             applied_known=after is not None,
             loss=self.losses.total(),
         )
@@ -492,8 +503,7 @@ class OptimizerCapture(OptimizerParameters):
 
     def divide_applied(self, window: WindowNorms, divisor: Number) -> None:
         """The optimizer itself will divide the gradients of this window: a clip, not a loss scale."""
-        window.deferrable = False
-        window.after = self._after = unscaled(window.after, divisor)
+        self._after = window.divide_applied(divisor)
 
     def total_applied(self, instead: Mapping[int, float] | None = None) -> float:
         """Root sum of squares of the gradients at the boundary, after the user's clipping; norms `instead` of some."""

@@ -59,9 +59,10 @@ class OptimizerParameters:
         self.watched_ids = list(map(id, given))
         self.thread = 0  # of several: that has used its gradients last; 0: not known
         self.frozen = [] if all(map(_requires_grad, given)) else [p for p in given if not p.requires_grad]
-        self._emptied = [
-            emptied_with(optimizer, each) for each in (params, self.frozen) if each and optimizer
-        ]
+        self._emptied = []
+        for each in (params, self.frozen):
+            if each and optimizer is not None:
+                self._emptied.append(emptied_with(optimizer, each))
         self.compared = -1  # registrations in the models when these were last compared with the optimizer's
 
     def __len__(self) -> int:
@@ -98,19 +99,18 @@ class OptimizerParameters:
         """Note that these are the optimizer's parameters, after so many registrations in the models."""
         self.compared = registrations
 
-    def may_be_succeeded(self, params: Sequence[nn.Parameter], sites: Sites, slots: NDArray[np.intp]) -> bool:
-        """True if the optimizer is gone and parameters of the same layout stand in the same slots."""
-        return (
-            sites is self.sites
-            and self.optimizer is not None
-            and self.optimizer() is None
-            and self._places[0].tobytes() == slots.tobytes()
-            and _placement(params) == (self.on_cpu, self.distributed)
-        )
-
-    def take_up_places(self) -> None:
-        """Stand in the same slots again, which were given up with the optimizer before."""
+    def takes_over(self, params: Sequence[nn.Parameter], sites: Sites, slots: NDArray[np.intp]) -> bool:
+        """Take up the slots again if the optimizer is gone, and these parameters stand there in the same layout."""
+        if (
+            sites is not self.sites
+            or self.optimizer is None
+            or self.optimizer() is not None
+            or self._places[0].tobytes() != slots.tobytes()
+            or _placement(params) != (self.on_cpu, self.distributed)
+        ):
+            return False
         self.slots, self.position = self._places
+        return True
 
     def stands(self) -> None:
         """Note that rules are bound to the optimizer that succeeded."""

@@ -11,7 +11,6 @@ from gradwatch.actions.step_actions import StepActions
 from gradwatch.capture.discarded_gradients import DiscardedGradients
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.distributed.membership import RankMembership
-from gradwatch.reading.device import Number
 from gradwatch.session.binding.optimizer_rules import OptimizerRules
 from gradwatch.session.pipeline.deferred_steps import Deferral
 
@@ -35,7 +34,6 @@ class OptimizerContext:
     membership: RankMembership | None = None
     nested: int = 0  # calls of the optimizer's `step` under way
     closure_calls: ClosureCalls | None = None  # of the `step(closure)` under way, or of one that raised
-    scale_removed: Number | None = None  # what a GradScaler has divided its gradients by since its last step
     discarded: DiscardedGradients = field(default_factory=DiscardedGradients)  # cleared, and used by no step
     needs_no_ranks: bool = False  # no rank and no micro-batch is waited for at its boundaries
 
@@ -45,6 +43,18 @@ class OptimizerContext:
         if self.bound_rules is None:
             raise LookupError(f"no rules are bound to optimizer {self.captured.index} yet")
         return self.bound_rules
+
+    def bind(self, bound_rules: OptimizerRules) -> None:
+        """Judge by these rules from now on; the parameters may be others, and the ranks have to meet again."""
+        self.bound_rules, self.needs_no_ranks = bound_rules, False
+
+    def meet(self, membership: RankMembership) -> None:
+        """Note the place among the ranks that have met."""
+        self.membership = membership
+
+    def wait_for_ranks(self, waits: bool) -> None:
+        """Wait at boundaries from now on, for ranks or for micro-batches, or no longer."""
+        self.needs_no_ranks = not waits
 
     @property
     def exchanges(self) -> bool:

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from gradwatch.capture.optimizer_capture import OptimizerCapture
-from gradwatch.engine import EngineState
 from gradwatch.errors import AttachError
 from gradwatch.session.binding.optimizer_rules import OptimizerRules
 from gradwatch.session.optimizer_context import Contexts
@@ -66,7 +65,6 @@ class OptimizerStates:
         found = self.waiting.get(index)
         if found is None:
             return
-        bound_rules.state = EngineState.from_dict(found["engine"], bound_rules.bound)
-        bound_rules.health_tracker.load(found.get("checkpoint"))
+        bound_rules.load(found)
         captured.resume_at(int(found["step"]))
         self.waiting = {key: value for key, value in self.waiting.items() if key != index}

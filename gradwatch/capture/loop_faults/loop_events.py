@@ -56,7 +56,7 @@ class LoopEvents:
     def discard(self) -> None:
         """The window that is open is no step's, or not all of it was seen."""
         self.uncleared.discard()
-        self.clips.discard()
+        self.clips = UserClips()
 
     def at_step(
         self, now: State, before: State | None, calls: NDArray[np.int32], read: list[int]
@@ -82,7 +82,7 @@ class LoopEvents:
                 facts[CLIPPED_SCALE] = clips.scale
             if clips.idle and not clips.used:
                 facts[IDLE_CLIPS] = float(clips.idle)
-            clips.discard()
+            self.clips = UserClips()
         if -1 in versions and self._arrivals.current and max(versions) == -1:
             facts[DISCARDED] = float(np.count_nonzero(self._arrivals.counted()))
         for name in self._reported:

@@ -24,10 +24,6 @@ class UserClips:
     __slots__ = ("_bound", "idle", "ratio", "scale", "used")
 
     def __init__(self) -> None:
-        self.discard()
-
-    def discard(self) -> None:
-        """A new window."""
         self.used = self.idle = 0
         self.ratio: Number | None = None
         self.scale: Number | None = None

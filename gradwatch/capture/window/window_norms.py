@@ -14,6 +14,7 @@ from gradwatch.reading.batched import Detail
 from gradwatch.reading.cpu import CpuNorms
 from gradwatch.reading.device import CopiedNumber, Number, is_ready
 from gradwatch.reading.gradient_writes import Reading
+from gradwatch.reading.loss_scale_removal import unscaled
 from gradwatch.records.snapshot import Sites
 
 Norms = NDArray[np.float64]
@@ -78,13 +79,24 @@ class WindowNorms:
         """Some micro-batches were dropped and `kept` are left, whose share of the loss is not known."""
         self.empty, self.loss = kept == 0, None
 
-    def scaled_by(self, removed: Number | None, left: Number, skipped: Number | None) -> None:
-        """A GradScaler stands at this step: it `removed` its scale or `left` it in, and rejects the step or not."""
-        self.loss_scale, self.skipped = removed, skipped
-        if skipped is not None and removed is None:
+    def scaled_by(self, left: Number, skipped: Number | None) -> None:
+        """A GradScaler stands at this step: it has removed its scale or `left` it in, and rejects the step or not."""
+        if self.loss_scale is None:
             self.loss_scale = left
-        elif skipped is None and removed is not None:
-            self.skipped = 0.0
+        self.skipped = 0.0 if skipped is None else skipped
+
+    def divide_applied(self, divisor: Number) -> Reading:
+        """The optimizer itself will divide the gradients: their norms as it gets them, which cannot wait then."""
+        self.deferrable, self.after = False, unscaled(self.after, divisor)
+        return self.after
+
+    def altered_beside(self, factor: float) -> None:
+        """Note that other code has changed the gradients, beside clips by this factor."""
+        self.altered = factor
+
+    def add_facts(self, facts: Mapping[str, Number]) -> None:
+        """Add columns of the step that say what the loop did with its gradients."""
+        self.facts = {**(self.facts or {}), **facts}
 
     def total_applied(self) -> float:
         """L2 norm over all parameters of what the optimizer gets, gradients of earlier windows included."""

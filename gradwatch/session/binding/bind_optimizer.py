@@ -63,7 +63,6 @@ class Binder:
             captured, modules, local_taps(captured.params, self._capture.slots.models())
         )
         captured.stands()
-        ctx.needs_no_ranks = False  # other parameters, perhaps: the ranks have to meet again
         self._note_inactive()
         self._checkpoints.meet()
         return ctx
@@ -76,15 +75,19 @@ class Binder:
 
     def enter(self, ctx: OptimizerContext) -> None:
         """At a step boundary: the ranks meet at the first one, and the rules are bound to what they know together."""
-        ctx.membership, met = self._ranks.enter(ctx.captured, ctx.membership)
-        if ctx.membership.alone:
+        membership, met = self._ranks.enter(ctx.captured, ctx.membership)
+        if membership is not ctx.membership:
+            ctx.meet(membership)
+        if membership.alone:
             self._activity.health.mark("ranks", False)
         if met:
             self._stages.install()
             self.bind(ctx.captured)
         elif ctx.captured.succeeds or ctx.rules.captured is not ctx.captured:
             self.go_on(ctx)
-        ctx.needs_no_ranks = ctx.membership.waits_for_none and ctx.rules.micro is None
+        waits = not membership.waits_for_none or ctx.rules.micro is not None
+        if waits is ctx.needs_no_ranks:
+            ctx.wait_for_ranks(waits)
 
     def go_on(self, ctx: OptimizerContext) -> None:
         """An optimizer after another, of the same sites: what is bound to them holds, but what hangs on parameters."""

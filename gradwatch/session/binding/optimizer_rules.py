@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -119,6 +119,27 @@ class OptimizerRules:
         self.column_reader.discard()
         self.last_step = self.record = None
         self.observed = 0
+
+    def rebaseline(self, reason: str, params: str, rules: Sequence[str]) -> None:
+        """Start the baselines of parameters whose names match `params` afresh, of some `rules` or of all."""
+        self.state = self.bound.restarts.rebaseline(self.state, params, reason, rules)
+        if not rules:
+            self.health_tracker.begin_anew()
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Go on from what was saved of another process's rules."""
+        self.state = EngineState.from_dict(saved["engine"], self.bound)
+        self.health_tracker.load(saved.get("checkpoint"))
+
+    def drop_micro_batches(self, micro: MicroDrop | None) -> None:
+        """Separate micro-batches by these hooks from now on."""
+        self.micro = micro
+
+    def unseen(self, observed: Mapping[str, tuple[int, Any]], count: int) -> dict[str, Any]:
+        """Values observed since this optimizer's last step; each optimizer gets every value once."""
+        fresh = {name: value for name, (number, value) in observed.items() if number > self.observed}
+        self.observed = count
+        return fresh
 
     def discard_rate(self) -> None:
         """The step that is about to be judged is another optimizer's first."""

@@ -106,7 +106,7 @@ class RuleBindings:
             health_tracker.carry_on(before.health_tracker)
             if state.begun_anew:
                 health_tracker.begin_anew()
-        bound_rules = ctx.bound_rules = OptimizerRules(
+        bound_rules = OptimizerRules(
             bound,
             state,
             bound.sites,
@@ -117,6 +117,7 @@ class RuleBindings:
             clip_section=self._clip_section(captured, bound) if bound.clipping else None,
             histograms=histograms,
         )
+        ctx.bind(bound_rules)
         if not alike:
             self._count_parameters()
         if not captured.without_optimizer:
@@ -245,11 +246,7 @@ class RuleBindings:
         """Start the baselines of parameters whose names match `params` afresh, in every optimizer."""
         self._totals.begun_anew(reason)
         for bound_rules in self:
-            bound_rules.state = bound_rules.bound.restarts.rebaseline(
-                bound_rules.state, params, reason, rules
-            )
-            if not rules:
-                bound_rules.health_tracker.begin_anew()
+            bound_rules.rebaseline(reason, params, rules)
             self.hooks.publish_bounds(bound_rules)
 
     def load(self, saved: Mapping[str, Any], captures: Iterable[OptimizerCapture]) -> None:

@@ -136,7 +136,7 @@ class TensorHooks:
         if self.in_backward:
             self._limit(bound_rules, captured, taps, before)
         if self._drops:
-            bound_rules.micro = self._micro(captured, before)
+            bound_rules.drop_micro_batches(self._micro(captured, before))
 
     def _limit(
         self,

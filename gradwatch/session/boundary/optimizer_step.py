@@ -293,21 +293,18 @@ class Boundary:
         measurement = pipeline.measure(ctx, window)
         self._count(optimizer)
         max_norm = measurement.bound_rules.bound.max_norm
-        if max_norm is not None and ctx.closure_calls is not None:
-            window.deferrable = (
-                False  # what is decided of a closure's first gradients clips the later ones too
-            )
-        if window.deferrable and max_norm is not None:
-            window.deferrable = ctx.acting.clip_ahead(optimizer, captured, max_norm)
-        if (
-            not captured.on_cpu and max_norm is None
-        ):  # the optimizer cannot skip on the device: its numbers are awaited
-            window.deferrable = measurement.as_usual()
-        if not window.deferrable or pipeline.defer(ctx, measurement):
+        deferrable = window.deferrable and measurement.deferrable
+        if deferrable and max_norm is not None:
+            # What is decided of a closure's first gradients clips the later ones too.
+            deferrable = ctx.closure_calls is None and ctx.acting.clip_ahead(optimizer, captured, max_norm)
+        if not captured.on_cpu and max_norm is None:
+            # The optimizer cannot skip on the device: its numbers are awaited.
+            deferrable = measurement.as_usual()
+        if not deferrable or pipeline.defer(ctx, measurement):
             ctx.deferral.flush(self._judging_failed)
         elif not captured.on_cpu:
             ctx.deferral.take_arrived(self._judging_failed)
-        if not window.deferrable:
+        if not deferrable:
             self._act(optimizer, ctx, pipeline.judge(ctx, measurement, grads_present=True), max_norm)
 
     def _act(
@@ -348,9 +345,8 @@ class Boundary:
         window = captured.close_window(left)
         if divisor is not None:
             captured.divide_applied(window, divisor)
-        removed, ctx.scale_removed = ctx.scale_removed, None
-        if removed is not None or skipped is not None:
-            window.scaled_by(removed, left, skipped)
+        if window.loss_scale is not None or skipped is not None:
+            window.scaled_by(left, skipped)
         if self._capture.maintain_hooks(captured, window):
             self._binder.bind(captured)  # tensor hooks on its parameters were disabled with gradwatch's
         return window
@@ -376,7 +372,6 @@ class Boundary:
             ctx = self._current.renewed(optimizer, None)
         else:
             self._capture.drain()
-        ctx.scale_removed = number
         ctx.captured.unscaled(number)
 
     def rejected(self, optimizer: Optimizer) -> None:
@@ -420,7 +415,6 @@ class Boundary:
             if overflow is not None and on_host(overflow) and host_value(start_copy(overflow)):
                 self.rejected(optimizer)
             else:
-                self._contexts.of(captured).scale_removed = None
                 captured.discard()
                 self._reset(captured)
 

@@ -179,7 +179,6 @@ class LoopsWithoutOptimizer:
         for loop in self._open():
             if not params.isdisjoint(loop.captured.param_ids):
                 loop.captured.unscaled(scale)
-                loop.scale = scale
 
     def _begins(self, call: backward_entry.BackwardCall) -> None:
         """A backward is about to run, and there are loops, or tensors of the script's own that may start one."""
@@ -263,7 +262,6 @@ class LoopsWithoutOptimizer:
             captured.discard()
             return
         window = captured.observed()
-        window.loss_scale, loop.scale = loop.scale, None
         self._capture.maintain_hooks(captured, window)
         self._pipeline.observe(captured, window, self._failed)
         captured.advance()
@@ -286,7 +284,6 @@ class _Loop:
         self._captures = captures
         self.clip_seen = False  # in the window that is open
         self.thread = 0  # that its last backward has run on
-        self.scale: Number | None = None  # of a GradScaler, that these gradients have just been divided by
         self.take(captured)
 
     def take(self, captured: OptimizerCapture) -> None:

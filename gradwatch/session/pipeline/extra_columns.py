@@ -40,7 +40,9 @@ class Measurement:
     extras: Extras
     scalars: dict[str, Any]
     clock: Clock
-    deferrable: bool = False  # on a device: no more was measured than of a step that may be judged later
+    deferrable: bool = (
+        False  # no more was measured than of a step that may be judged later, by which no rule fires
+    )
     usual: bool = False  # it may be judged together with others that are
     begins_anew: bool = False  # the first of another optimizer, by the rules of the one before
     exchange: Exchange | None = None  # what it was to tell the other ranks is on its way
@@ -113,10 +115,7 @@ class ExtraColumns:
             del self._observed[oldest]  # a script that makes up a name a step
 
     def measure(self, ctx: OptimizerContext, bound_rules: OptimizerRules, window: WindowNorms) -> Measurement:
-        """Read everything about a window that must be read now.
-
-        Where a rule may fire at once, `window.deferrable` is taken away.
-        """
+        """Read everything about a window that must be read now."""
         captured = ctx.captured
         optimizer = captured.optimizer() if captured.optimizer is not None else None
         params: list[PendingColumns] = []
@@ -145,7 +144,10 @@ class ExtraColumns:
         histograms = None
         if bound_rules.histograms is not None:
             histograms = bound_rules.histograms.collect(window.step, captured.grads, window.left)
-        scalars = self._unseen(bound_rules) if self._count > bound_rules.observed else {}
+        scalars = {}
+        if self._count > bound_rules.observed:
+            scalars = bound_rules.unseen(self._observed, self._count)
+            self._taken = self._count
         if window.loss is not None and "loss" not in scalars:
             plain = window.loss_scale is None and type(window.loss) is float
             scalars["loss"] = window.loss if plain else without_scale(window.loss, window.loss_scale)
@@ -173,7 +175,6 @@ class ExtraColumns:
                 and not (modules or histograms)
                 and self._deferrable(ctx, bound_rules, window, scalars)
             )
-            window.deferrable = window.deferrable and deferrable
         extras = NOTHING
         if params or modules or histograms is not None:
             extras = Extras(
@@ -202,14 +203,6 @@ class ExtraColumns:
             and window.skipped is None
             and (ctx.needs_no_ranks or not ctx.exchanges)
         )
-
-    def _unseen(self, bound_rules: OptimizerRules) -> dict[str, Any]:
-        """Values observed since this optimizer's last step; each optimizer gets every value once."""
-        fresh = {
-            name: value for name, (count, value) in self._observed.items() if count > bound_rules.observed
-        }
-        bound_rules.observed = self._taken = self._count
-        return fresh
 
 
 def _broken(ctx: OptimizerContext, window: WindowNorms) -> bool:
