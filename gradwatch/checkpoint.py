@@ -204,7 +204,7 @@ class CheckpointHealthTracker:
         return found
 
     def unjudged(self, step: int) -> None:
-        """An internal error kept this step from being judged: it cannot be called healthy."""
+        """Note that an internal error kept this step from being judged: it cannot be called healthy."""
         self._step, self._found = step, (f"step {step} could not be judged",)
         self._renew()
 
@@ -215,7 +215,7 @@ class CheckpointHealthTracker:
         growth: Growth = NO_GROWTH,
         outgrown: Growth = NO_GROWTH,
     ) -> None:
-        """The weights were looked at as they were after `step` (-1 = before any); `ruin` is what was found.
+        """Note a look at the weights as they were after `step` (-1 = before any); `ruin` is what was found.
 
         `growth` is that of the weights since the look before, `outgrown` that of this optimizer's since watching began
         where it is beyond what is usual.
@@ -279,7 +279,7 @@ class CheckpointHealthTracker:
         self._grows_to(0.0)
 
     def compare_loss_anew(self) -> None:
-        """The weights were changed on purpose: the loss of the next step is what later ones are compared with."""
+        """Compare later losses with that of the next step: the weights were changed on purpose."""
         self.loss = LossComparison()
 
     def _grows_to(self, largest: float) -> None:

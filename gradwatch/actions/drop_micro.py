@@ -74,7 +74,7 @@ class MicroDrop:
         self._handles.clear()
 
     def scaled(self) -> None:
-        """A GradScaler has multiplied a loss."""
+        """Switch off: a GradScaler has multiplied a loss."""
         if not self.disabled_reason:
             self.disabled_reason = SCALED
             self._refused(SCALED)
@@ -98,13 +98,13 @@ class MicroDrop:
         return guarded
 
     def _discard(self) -> None:
-        """Nothing has been kept or dropped since."""
+        """Discard what was counted of micro-batches that were kept or dropped."""
         self._kept, self._dropped, self._factor, self._poison = 0, 0, 1.0, {}
 
     # -- one backward ------------------------------------------------------------------------------------
 
     def begins(self, k: int, task: int) -> None:
-        """The first hook of a graph task has run, that of parameter k."""
+        """Begin a graph task, whose first hook to run is that of parameter k."""
         captured = self._captured()
         if (
             captured is None
@@ -128,7 +128,7 @@ class MicroDrop:
             param.grad = None
 
     def _ended(self, _: list[int]) -> None:
-        """The backward has ended: add what it left to what stood aside, or drop it."""
+        """Add what the backward left to what stood aside, or drop it."""
         captured = self._captured()
         if captured is None or not self._open or backward.nested():
             return
@@ -186,7 +186,7 @@ class MicroDrop:
         captured.read()
 
     def at_boundary(self) -> None:
-        """The step is about to be judged."""
+        """Note that the step is about to be judged."""
         self._guard(self.correct)()
 
     def collect_into(self, window: WindowNorms) -> None:

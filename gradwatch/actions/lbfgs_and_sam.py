@@ -83,7 +83,7 @@ class WeightBackup:
         return self._state is not None
 
     def restore(self) -> None:
-        """Put everything back."""
+        """Put the weights and the optimizer's state back."""
         with torch.no_grad():
             for param, before in self._weights:
                 param.copy_(before)

@@ -213,7 +213,7 @@ class Captures:
         return self.slots.unowned
 
     def trained_by_nothing(self, count: int) -> None:
-        """So many parameters receive gradients, do not move and belong to no optimizer; None until there are any."""
+        """Number of parameters that get gradients, do not move and belong to no optimizer; None until there are any."""
         if count or self.in_no_optimizer is not None:
             self.in_no_optimizer = count
 
@@ -302,7 +302,7 @@ class Captures:
             self.drop_dead()
 
     def drop_dead(self) -> None:
-        """Let go of parameters that belong to no living optimizer and to no model any more."""
+        """Release parameters that belong to no living optimizer and to no model any more."""
         self.before_drop()
         self.replaced, self.slots.unowned, self._left_to_nothing = False, None, None
         modules = self.slots.alive_modules()

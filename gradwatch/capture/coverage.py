@@ -98,7 +98,7 @@ class Places:
                     self._of[slot] = weakref.ref(module), name
 
     def remove(self, slots: Iterable[int]) -> list[int]:
-        """The parameters in these slots were released; the slots of those whose module is gone too."""
+        """Remove parameters that were released; returns the slots of those whose module is gone too."""
         gone = []
         for slot in slots:
             place = self._of.pop(slot, None)
@@ -126,7 +126,7 @@ class Places:
         return place is not None and place[0]() is None
 
     def take_over(self, slot: int, other: int) -> None:
-        """The place of another slot becomes that of this one."""
+        """Give a slot the place of another one."""
         if other in self._of:
             self._of[slot] = self._of.pop(other)
 
@@ -151,7 +151,7 @@ class Coverage:
         self._left = RECOUNT  # steps until the next one
 
     def scanned(self, modules: list[nn.Module], params: list[nn.Parameter], added: bool) -> None:
-        """These parameters of all modules of the models have slots; of those of the models `added`, where some were."""
+        """Count these parameters of all modules of the models, or of the models `added`, as they have got slots."""
         self.places.note(modules, self._slot_of)
         self._registrations.watch(modules, anew=not added)
         if added:
@@ -160,15 +160,15 @@ class Coverage:
                 self._left = 0
 
     def measured_by_loop(self, slots: Iterable[int]) -> None:
-        """The parameters in these slots have joined a loop that needs no optimizer: they count as those at attach."""
+        """Count parameters that have joined a loop without an optimizer as those that were there at attach."""
         self._at_attach.update(slots)
 
     def left(self, modules: list[nn.Module]) -> None:
-        """These are the modules of the models that are still alive."""
+        """Watch only these modules, of the models that are still alive."""
         self._registrations.watch(modules, anew=True)
 
     def remove(self, slots: list[int]) -> list[int]:
-        """The parameters in these slots were released; the slots of those whose module is gone too."""
+        """Remove parameters that were released; returns the slots of those whose module is gone too."""
         self._at_attach.difference_update(slots)
         return self.places.remove(slots)
 
@@ -218,7 +218,7 @@ class Coverage:
         return True
 
     def adopted(self) -> None:
-        """An optimizer has come, perhaps in the place of another: count again at the next step where that matters.
+        """Count again at the next step, where it matters that an optimizer has come, perhaps in the place of another.
 
         It does not where nothing is missing and every parameter was there at attach.
         """
@@ -226,7 +226,7 @@ class Coverage:
             self._left = 0
 
     def hooks_lost(self, share: float) -> None:
-        """A share of a capture was measured at this boundary, but no hook was called during its backward."""
+        """Take a share of a capture off that was measured at this boundary with no hook called during its backward."""
         self.ratio *= 1 - share
         self._left = 0
 
@@ -239,7 +239,7 @@ class Coverage:
 
     @property
     def registrations(self) -> list[int]:
-        """In one place: how often something was put into the models."""
+        """Number of times that something was put into the models, as the only item of a list."""
         return self._registrations.counted
 
     def joined(self, optimizer: Optimizer, params: list[nn.Parameter], models: list[nn.Module]) -> bool:

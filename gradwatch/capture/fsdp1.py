@@ -62,7 +62,7 @@ class FlatTaps:
 
 
 def flattened(module: nn.Module) -> Iterator[nn.Parameter]:
-    """The parameters an optimizer has of FSDP1's modules in here; during backward the modules hide them."""
+    """Flat parameters of FSDP1's modules in here, which the modules hide during backward."""
     for one in module.modules():
         flat: Any = getattr(getattr(one, "_handle", None), "flat_param", None)
         if flat is not None:

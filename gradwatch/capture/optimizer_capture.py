@@ -153,12 +153,12 @@ class OptimizerCapture(OptimizerParameters):
         return True
 
     def follows(self, before: OptimizerCapture) -> None:
-        """This stands in the place of another capture, and counts on from there."""
+        """Stand in the place of another capture, and count on from there."""
         self.step, self.last_calls, self.scale_removed = before.step, before.last_calls, before.scale_removed
         self.loop_events.altered = before.loop_events.altered
 
     def takes_place(self, index: int, before: OptimizerCapture | None) -> None:
-        """From now on it is the one at `index`, and counts on from the capture that was there."""
+        """Stand at `index` from now on, and count on from the capture that was there."""
         self.index = index
         self.step = self.step if before is None else before.step
 
@@ -197,21 +197,21 @@ class OptimizerCapture(OptimizerParameters):
     # -- what others know of it --------------------------------------------------------------------------
 
     def attached_in_time(self) -> None:
-        """It was made before the first gradient of its window."""
+        """Note that it was made before the first gradient of its window."""
         self.attached_mid_window = False
 
     def resume_at(self, step: int) -> None:
-        """The window that is open is that of this step: saved, or counted by another rank."""
+        """Count the open window as that of this step: saved, or counted by another rank."""
         self.step = step
         self.loop_events.altered.resumed(step)
 
     def interrupt(self) -> None:
-        """Gradients came and went unseen (a pause): this window is no step's."""
+        """Discard the window: gradients came and went unseen (a pause)."""
         self.discard()
         self.spans_two_steps = True
 
     def missed_end(self) -> None:
-        """The end of its last backward was not seen: it is read at the step boundary."""
+        """Note that the end of its last backward was not seen: it is read at the step boundary."""
         self.backward_end_missed = self.backwards > 0
 
     def reset_hook_missed(self) -> None:
@@ -223,19 +223,19 @@ class OptimizerCapture(OptimizerParameters):
         self._reader.manual_allreduce = expected
 
     def use_hook_norms(self, norms: Callable[[Grads], Mapping[int, float]] | None) -> None:
-        """Norms, by position, that hooks inside the backward have taken, and need not be read again; None: none."""
+        """Use norms, by position, that hooks inside the backward have taken; None: read all of them."""
         self.norms_from_hooks = norms
 
     def ask_hooks(self, silenced: Callable[[int, nn.Parameter], bool]) -> None:
-        """From now on `silenced(slot, parameter)` says whether a swap has silenced the hook of a slot."""
+        """Ask `silenced(slot, parameter)` from now on whether a swap has silenced the hook of a slot."""
         self._hook_silenced = silenced
 
     def know_reduced_total(self, total: float | None) -> None:
-        """The total norm over all ranks, where this one's is not all of it."""
+        """Know the total norm over all ranks, where this one's is not all of it."""
         self.reduced_total = total
 
     def know_total(self, total: float, ordinary: bool) -> None:
-        """A step was judged; while steps are `ordinary` a quick look at the total is enough."""
+        """Know the total of a step that was judged; while steps are `ordinary` a quick look at the total is enough."""
         self._reader.know_total(total, ordinary)
 
     def as_usual(self, raw: Reading, after: Reading) -> bool:
@@ -245,7 +245,7 @@ class OptimizerCapture(OptimizerParameters):
     # -- during backward ---------------------------------------------------------------------------------
 
     def add_arrivals(self, touched: list[int], root: Root | None = None, thread: int = 0) -> bool:
-        """One backward from `root`, of a thread, has ended that reached these slots; whether any of them is here."""
+        """Add a backward from `root`, of a thread, that has reached these slots; True if any of them is here."""
         if not self.arrivals.add(touched):
             return False
         self.thread = thread
@@ -253,7 +253,7 @@ class OptimizerCapture(OptimizerParameters):
         return True
 
     def begins(self) -> bool:
-        """A backward begins, which may need what is held here; whether the gradients before it were cleared."""
+        """Release what a backward that begins may need; True if the gradients before it were cleared."""
         if not self.threads.may_look(self.thread):
             return False
         self.kept = None
@@ -264,7 +264,7 @@ class OptimizerCapture(OptimizerParameters):
         return cleared
 
     def stash(self) -> None:
-        """gradwatch has stashed `.grad` until this backward ends; do not take it for `zero_grad()`."""
+        """Do not take it for `zero_grad()` that gradwatch has stashed `.grad` until this backward ends."""
         self.arrivals.stash()
 
     def due(self) -> bool:
@@ -285,7 +285,7 @@ class OptimizerCapture(OptimizerParameters):
                 self.read()
 
     def clipped(self, clip: Clip) -> None:
-        """The script clips some of its gradients, or parameters of it that have none."""
+        """Note a clip, by the script, of some of its gradients, or of parameters of it that have none."""
         inside_step = self.closed_at >= 0
         self.loop_events.clipped(clip, self.backwards > 0 or self._set_by_hand or inside_step)
 
@@ -307,7 +307,7 @@ class OptimizerCapture(OptimizerParameters):
             self.known_scalings.clear()
 
     def unscaled(self, scale: Number) -> None:
-        """The gradients are being divided by `scale`: what was read of them before loses it too."""
+        """Remove `scale`, by which the gradients are being divided, from what was read of them before."""
         self.scale_removed = scale
         self._divide_read(scale)
 
@@ -449,7 +449,7 @@ class OptimizerCapture(OptimizerParameters):
         self.known_scalings.clear()
 
     def resume(self) -> None:
-        """The step whose window was closed last has raised: what came after it is another step.
+        """Begin another step: the one whose window was closed last has raised.
 
         Where its gradients were not cleared the next window holds those of both, and nothing is learned from it.
         """
@@ -464,7 +464,7 @@ class OptimizerCapture(OptimizerParameters):
             self._read_at -= over
 
     def discard(self) -> None:
-        """Forget a window that ended without a step (a GradScaler overflow); nothing is learned from it."""
+        """Discard a window that ended without a step (a GradScaler overflow); nothing is learned from it."""
         self.advance()
         self.step -= 1
         self.loop_events.discard()
@@ -502,7 +502,7 @@ class OptimizerCapture(OptimizerParameters):
         return [grad if storage is not None and lies_in(storage, grad) else None for storage, grad in pairs]
 
     def divide_applied(self, window: WindowNorms, divisor: Number) -> None:
-        """The optimizer itself will divide the gradients of this window: a clip, not a loss scale."""
+        """Divide the norms as the optimizer itself will divide the gradients: a clip, not a loss scale."""
         self._after = window.divide_applied(divisor)
 
     def total_applied(self, instead: Mapping[int, float] | None = None) -> float:
@@ -544,7 +544,7 @@ class OptimizerCapture(OptimizerParameters):
         return self._after if isinstance(self._after, DeviceNorms) else None
 
     def release(self) -> None:
-        """The optimizer is gone: keep index and step for a successor, and release the parameters."""
+        """Release the parameters of an optimizer that is gone; index and step are kept for a successor."""
         super().release()
         self._norms = self._after = self._last = self.kept = None
         self._storages = []

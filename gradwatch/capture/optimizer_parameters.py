@@ -119,7 +119,7 @@ class OptimizerParameters:
     # -- how long they are held --------------------------------------------------------------------------
 
     def release(self) -> None:
-        """The optimizer is gone: keep the index for a successor, and release the parameters."""
+        """Release the parameters of an optimizer that is gone; the index is kept for a successor."""
         self.released, self._emptied = True, []
         self.params, self.slots, self.position, self.watched_ids = [], np.zeros(0, np.intp), {}, []
         self.frozen = []
@@ -131,7 +131,7 @@ class OptimizerParameters:
             self._emptied = [emptied_with(only.pop(), self.params)]
 
     def release_freed(self, living: Container[int]) -> None:
-        """Of one that was released: only parameters that still live, by `id`, tell its successor from others."""
+        """Keep, after a release, the ids of parameters that still live: they tell its successor from others."""
         self.param_ids = [identity for identity in self.param_ids if identity in living]
 
 

@@ -235,7 +235,7 @@ class WatchedModels:
         return prefix
 
     def _note_undecided(self, before: _Watched) -> None:
-        """Others may have been what the successor of this one was before: they went at the same time."""
+        """Note other candidates for what the successor of this one was before, which went at the same time."""
         same = [
             other.prefix
             for other in self._gone

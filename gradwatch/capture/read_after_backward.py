@@ -96,7 +96,7 @@ class Capture(Captures):
         return self.coverage.count(self.slots.watched.prefixed(), self.captures)
 
     def maintain_hooks(self, captured: OptimizerCapture, window: WindowNorms) -> bool:
-        """At a step boundary: release what is gone, count coverage where it may have changed, reinstall lost hooks.
+        """Release what is gone, count coverage where it may have changed, reinstall lost hooks, at a step boundary.
 
         True if hooks of this capture were lost (`swap_tensors`): other hooks on its parameters are, too.
         """
@@ -141,7 +141,7 @@ class Capture(Captures):
     # -- backwards ---------------------------------------------------------------------------------------
 
     def _about_to_run(self, call: backward_entry.BackwardCall) -> None:
-        """A backward is about to run, and gradients of some step may still be there."""
+        """Look, before a backward, at gradients of some step that may still be there."""
         if call.accumulates and not call.nested:
             try:
                 with torch.no_grad():
@@ -160,7 +160,7 @@ class Capture(Captures):
         self._ends.arm(self.losses.reached())
 
     def _begins_again(self) -> None:
-        """Another backward of an open window begins: discard what was captured of gradients that have been cleared."""
+        """Discard what was captured of gradients that were cleared, as another backward of an open window begins."""
         for captured in self.captures:
             if not captured.without_optimizer and captured.begins():
                 self.cleared(captured)
@@ -217,7 +217,7 @@ class Capture(Captures):
                 self.unowned(without_owner, self.losses.latest())
 
     def expect(self, params: list[nn.Parameter]) -> None:
-        """A backward has begun that will reach parameters whose hooks are not called (FSDP1)."""
+        """Expect parameters whose hooks are not called (FSDP1) in the backward that has begun."""
         if backward.current() not in self.ready:
             _arm(self._itself)
         self._unhooked.update(self.slots.of[id(param)] for param in params if id(param) in self.slots.of)

@@ -41,7 +41,7 @@ class BeforeClip:
         self._removes = [listen(self.read), listen_without_gradients(self._clipped_nothing)]
 
     def close(self) -> None:
-        """Take no more notice of clips."""
+        """Remove the listeners of clips."""
         for remove in self._removes:
             remove()
 

@@ -204,7 +204,7 @@ def _with_factor(
 
 
 def _norms_of_many(steps: Sequence[MeasuredStep]) -> list[tuple[Norms, Norms]]:
-    """Of the first of these steps, the norms before any clipping and as the optimizer got them; no suspicious ones."""
+    """Norms of the first of these steps, before any clipping and as the optimizer got them; no suspicious ones."""
     add_up_all([step.window.raw for step in steps if isinstance(step.window.raw, CpuNorms)])
     found: list[tuple[Norms, Norms]] = []
     for step in steps:
@@ -297,7 +297,7 @@ def _take_columns(columns: dict[str, Column], extras: Extras, count: int, missin
 
 
 def _histograms(extras: Extras, count: int) -> dict[int, Histogram]:
-    """By site: those of `count` parameters, and of the modules behind them."""
+    """Histograms by site: those of `count` parameters, and of the modules behind them."""
     found = {} if extras.histograms is None else extras.histograms.histograms()
     if extras.module_histograms is not None:
         found |= {count + m: one for m, one in extras.module_histograms.histograms().items()}

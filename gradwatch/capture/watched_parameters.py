@@ -193,7 +193,7 @@ class Slots:
         return slots
 
     def exchange(self, slot: int, param: nn.Parameter) -> None:
-        """Another parameter of the same shape takes a slot, name and hook included; the one before is not held."""
+        """Put another parameter of the same shape into a slot, name and hook included; the one before is not held."""
         self._exchange(slot, param, self.params.owner(slot))
 
     def _exchange(self, slot: int, param: nn.Parameter, owner: object | None) -> None:
@@ -204,7 +204,7 @@ class Slots:
         self.hooks.put([slot], [param])
 
     def take_over(self, slot: int, successor: int) -> None:
-        """The parameter in another slot is the successor of the one in this: the other slot becomes free."""
+        """Move the parameter of another slot into this one, whose successor it is: the other slot becomes free."""
         param, owner = self.params[successor], self.params.owner(successor)
         self.coverage.places.take_over(slot, successor)
         self.release([successor])
@@ -307,7 +307,7 @@ class Slots:
         return [slot for slot in lost if self.ids[slot] not in held and not self.hooks.lives(slot)]
 
     def hold_on(self, slot: int, having: Sequence[nn.Parameter]) -> None:
-        """The owner of a slot has died, and others are `having` its parameter, or one at the same address.
+        """Hold the parameter of a slot whose owner has died, where others are `having` it, or one at the same address.
 
         The latter, or what cannot be told from it, is released: a scan finds it anew.
         """
@@ -320,7 +320,7 @@ class Slots:
             self._scanned = -1
 
     def release(self, gone: list[int]) -> None:
-        """Let go of the parameters in these slots, which stay for others, so that the rest keep theirs."""
+        """Release the parameters in these slots, which stay for others, so that the rest keep theirs."""
         self.hooks.free(gone)
         self.hooks.discard_arrivals(gone)
         self.unowned = None

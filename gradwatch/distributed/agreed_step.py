@@ -75,7 +75,7 @@ def of_ranks(
 
 
 def _noise_scale(reduced: ReducedFacts, membership: RankMembership, window: WindowNorms) -> float | None:
-    """None unless all ranks are replicas with a local norm of one backward each: the mean is of no other gradients."""
+    """Gradient noise scale; None unless all ranks are replicas with a local norm of one backward each."""
     here = reduced.by_rank("site") > 0
     # One backward, and none left of an earlier one.
     norms = window.wait()[0]

@@ -156,7 +156,7 @@ class RankMembership:
         return lost
 
     def measured(self) -> None:
-        """The window of this boundary has been measured."""
+        """Note that the window of this boundary has been measured."""
         self.unmeasured = False
 
     def start(self, wait: Callable[[], ReducedFacts | None]) -> Exchange:
@@ -181,7 +181,7 @@ class RankMembership:
         self.replicas = self.replicas or agreeing(reduced)
 
     def diverge(self, step: int) -> None:
-        """This rank could not do at `step` what was decided: the others are told with the next facts."""
+        """Note that this rank could not do at `step` what was decided: the others learn it with the next facts."""
         self.diverged = step + 1
 
     def depart(self) -> bool:

@@ -128,7 +128,7 @@ def _await(store: Any) -> dict[str, Any]:
 
 
 def _agree(store: Any, proposal: Mapping[str, Any]) -> dict[str, Any]:
-    """The first proposal written is the verdict; everybody gets that one."""
+    """Agree on the first proposal that is written: every rank gets that one."""
     agreed: dict[str, Any] = json.loads(store.compare_set("verdict", "", json.dumps(proposal)))
     return agreed
 
@@ -159,7 +159,7 @@ class Group:
         return self.start(vector)()
 
     def start(self, vector: NDArray[np.float64]) -> Callable[[], NDArray[np.float64]]:
-        """As `total`, begun and not waited for: what is returned waits, and raises. A thread of gloo's adds up."""
+        """Begin what `total` does, in a thread of gloo's, without waiting: what is returned waits, and raises."""
         tensor = torch.from_numpy(vector.copy())
         with self._closed_on_failure():
             work = self._gloo.allreduce([tensor])

@@ -75,7 +75,7 @@ class Ranks:
     # -- meeting -----------------------------------------------------------------------------------------
 
     def arrive(self, captured: OptimizerCapture, membership: RankMembership | None) -> None:
-        """A step boundary begins: from here to `depart` this rank owes the others one vector."""
+        """Begin a step boundary: from here to `depart` this rank owes the others one vector."""
         if membership is None:
             return
         membership.arrive()
@@ -276,7 +276,7 @@ class Ranks:
         return reduced
 
     def did_otherwise(self, captured: OptimizerCapture, membership: RankMembership | None) -> None:
-        """This rank could not do what was decided of a step: the others learn it with the facts of the next one."""
+        """Note that this rank could not do what was decided: the others learn it with the facts of the next step."""
         if membership is not None and membership.layout is not None and membership.group is not None:
             membership.diverge(captured.step)
         elif self.several:

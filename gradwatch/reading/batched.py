@@ -298,7 +298,7 @@ class Detail:
 
     @property
     def overflow(self) -> bool:
-        """Every element is finite and yet the norm exceeds float32."""
+        """True if every element is finite and yet the norm exceeds float32."""
         return not self.nonfinite and self.norm > FLOAT32_MAX
 
 

@@ -60,7 +60,7 @@ class CpuNorms:
         return self.rows.total() < math.inf
 
     def refine(self, grads: Sequence[Tensor | None]) -> None:
-        """Look a second time at what the fast sum cannot be trusted with, while the gradients are at hand."""
+        """Look a second time, while the gradients are there, where the fast sum may have over- or underflowed."""
         squares = self.rows.squares()
         norms = np.sqrt(squares)
         for k in map(int, suspicious(squares, self._floor)):
@@ -71,7 +71,7 @@ class CpuNorms:
         self._norms, self.looked = _divided(norms, self.scale), True
 
     def ready(self) -> bool:
-        """Nothing has to arrive."""
+        """True: nothing has to arrive."""
         return True
 
     def norms(self) -> NDArray[np.float64]:

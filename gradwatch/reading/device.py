@@ -158,7 +158,7 @@ class DeviceNorms:
 
     @property
     def details(self) -> Mapping[int, Detail]:
-        """No second looks: they would make the host wait."""
+        """Empty: second looks would make the host wait."""
         return {}
 
     def divided(self, scale: Number) -> DeviceNorms:

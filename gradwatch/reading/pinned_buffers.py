@@ -53,7 +53,7 @@ _STREAMS: dict[tuple[int, int], torch.cuda.Stream] = {}
 
 
 def _current_stream(index: int) -> torch.cuda.Stream:
-    """As `torch.cuda.current_stream`, which takes longer than the launch of a kernel to make its object."""
+    """Current stream, without the object of `torch.cuda.current_stream`, which takes longer than a launch."""
     key = index, int(torch._C._cuda_getCurrentRawStream(index))
     stream = _STREAMS.get(key)
     if stream is None:

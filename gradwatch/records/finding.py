@@ -61,7 +61,7 @@ class Frame:
 
     @property
     def where(self) -> str:
-        """`file:line`."""
+        """The place as `file:line`."""
         return f"{self.file}:{self.line}"
 
     @property

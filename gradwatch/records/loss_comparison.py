@@ -71,12 +71,12 @@ class LossComparison:
         return self._lower_steps >= STEPS_TO_SHOW and self._lower > LOWER
 
     def mark_healthy(self) -> None:
-        """The weights are found fit: what the loss is by now is that of healthy weights."""
+        """Take the loss as it is by now for that of healthy weights: they are found fit."""
         self._healthy = self._mean if self._steps else None
         self._bound, self._lower, self._lower_steps = None, 0.0, 0
 
     def mark_grown(self) -> None:
-        """The weights are found too large, now or still: the losses from the first such look on are compared."""
+        """Compare losses from the first look on at which the weights were found too large."""
         if self._bound is None and self._first is not None:
             self._bound = min(self._first, inf if self._healthy is None else self._healthy)
 

@@ -149,4 +149,4 @@ class Distinct:
 
 
 def _nothing() -> None:
-    """Nothing was added yet."""
+    """No-op: nothing was added yet."""

@@ -291,7 +291,7 @@ class Attached:
                 self._containers.append(one)
 
     def resumed(self) -> None:
-        """A pause is over: what was captured in it is no step's."""
+        """Discard, at the end of a pause, what was captured in it: it is no step's."""
         for captured in self.capture.captures:
             captured.interrupt()
 
@@ -338,7 +338,7 @@ class Attached:
                 captured.read()
 
     def _stage_scaled(self, stage: nn.Module) -> None:
-        """The gradients of a pipeline stage are final: read again what its backwards left."""
+        """Read again what the backwards of a pipeline stage left: its gradients are final."""
         if not self._activity.serving or self._activity.paused():
             return
         params = set(map(id, stage.parameters()))
@@ -348,13 +348,13 @@ class Attached:
                     ctx.captured.read()
 
     def _reset(self, captured: OptimizerCapture) -> None:
-        """Nothing that tensor hooks measured since the capture's last Snapshot belongs to a step."""
+        """Discard what tensor hooks measured since the capture's last Snapshot: it belongs to no step."""
         self.rule_bindings.hooks.discard(captured)
         if self.causes is not None:
             self.causes.discard()
 
     def _cleared(self, captured: OptimizerCapture) -> None:
-        """Gradients of earlier backwards are gone, and no step was taken by them."""
+        """Count gradients of earlier backwards that are gone, with no step taken by them."""
         self.rule_bindings.hooks.cleared(captured)
         if not self._activity.idle():  # while it pauses it sees no steps, either
             discarded = self.contexts.of(captured).discarded

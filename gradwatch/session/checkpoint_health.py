@@ -34,7 +34,7 @@ class Checkpoints:
         self._activity = activity
 
     def now(self) -> CheckpointHealth:
-        """As of the last step and the last look."""
+        """Health as of the last step and the last look."""
         begun = self._rule_bindings.begun()
         if not begun:
             return resumed(one.get("checkpoint") for one in self._rule_bindings.saved_states.waiting.values())
@@ -59,14 +59,14 @@ class Checkpoints:
         return replace(found, healthy=False, reasons=(*found.reasons, *ruin))
 
     def meet(self) -> None:
-        """An optimizer is about to move parameters for the first time: know what they were like."""
+        """Look at parameters that an optimizer is about to move for the first time."""
         try:
             self._weights.meet()
         except Exception as error:
             self._activity.failed("checkpoint", error)
 
     def begin_anew(self) -> None:
-        """The weights were changed on purpose: as they are now they are what later ones are compared with."""
+        """Compare later weights with these from now on: they were changed on purpose."""
         self._weights.load(None)
         for bound_rules in self._rule_bindings:
             bound_rules.health_tracker.compare_loss_anew()

@@ -35,7 +35,7 @@ class Lives(Protocol):
         """Before a backward: hold no parameter of an optimizer or a model that is gone."""
 
     def close(self) -> None:
-        """End it."""
+        """End the session."""
 
     def catch_up(self) -> None:
         """Judge what was put off."""
@@ -58,7 +58,7 @@ class LiveSessions(Generic[W]):
         self._removes: list[Callable[[], None]] = []
 
     def add(self, watch: W) -> None:
-        """It lives from now on."""
+        """Add a session that is live from now on."""
         self._live.append(watch)
         _at_exit()
         if not self._removes:
@@ -76,7 +76,7 @@ class LiveSessions(Generic[W]):
         return tuple(self._live)
 
     def _died(self, before: BackwardCall) -> None:
-        """A backward is about to run, the first since some model or optimizer has died."""
+        """Release what is gone before a backward, the first since some model or optimizer has died."""
         if before.nested:
             return
         died.clear()
@@ -114,7 +114,7 @@ def _process_ends() -> None:
 
 
 def conclude_all() -> None:
-    """The process ends: every live session judges what it put off, and gives its account."""
+    """Have every live session judge what it put off, and give its account: the process ends."""
     ended_by_exceptions()
     LIVE.close_orphans()
     for one in LIVE.all():
@@ -125,6 +125,6 @@ def conclude_all() -> None:
 
 
 def close_all_sinks() -> None:
-    """The process ends: journals get their end, and what waits for the network is given up or sent."""
+    """Give journals their end, and send or give up what waits for the network: the process ends."""
     for one in LIVE.all():
         one.close_sinks()

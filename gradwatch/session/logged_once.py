@@ -58,25 +58,25 @@ class Notices:
                 say(component, error)
 
     def captured(self) -> None:
-        """A step was captured in a CUDA graph, and nothing of it was touched."""
+        """Report that a step was captured in a CUDA graph, and nothing of it was touched."""
         if not self._captured:
             self._captured = True
             self._health.report("capture", AttachError(IN_GRAPH))
 
     def without_optimizer(self, names: Sequence[str]) -> None:
-        """No torch optimizer steps these parameters."""
+        """Report that no torch optimizer steps these parameters."""
         if not self._no_optimizer:
             self._no_optimizer = True
             self.say("capture", AttachError(NO_OPTIMIZER.format(shortened(names))))
 
     def unowned(self, names: Sequence[str]) -> None:
-        """These parameters receive gradients, do not move and belong to no optimizer."""
+        """Report parameters that receive gradients, do not move and belong to no optimizer."""
         if not self._unowned:
             self._unowned = True
             self.say("coverage", AttachError(UNOWNED.format(shortened(names))))
 
     def uncleared(self, names: Sequence[str]) -> None:
-        """The gradients of these parameters are not cleared between steps."""
+        """Report parameters whose gradients are not cleared between steps."""
         if not self._uncleared:
             self._uncleared = True
             self.say("capture", AttachError(UNCLEARED.format(shortened(names))))
@@ -97,7 +97,7 @@ class Notices:
         self._incomplete = bool(missing)
 
     def no_loss(self, reason: str) -> None:
-        """The root of a backward is no loss, and a rule needs one."""
+        """Report that the root of a backward is no loss, and a rule needs one."""
         if not self._no_loss:
             self._no_loss = True
             self.say("loss", AttachError(NO_LOSS.format(reason)))

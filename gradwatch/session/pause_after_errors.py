@@ -35,11 +35,11 @@ class Activity:
         self.thread: int | None = None
 
     def begin(self, pid: int) -> None:
-        """Everything is attached, in this process."""
+        """Begin: everything is attached, in this process."""
         self.pid = pid
 
     def end(self) -> None:
-        """Nothing is watched any more."""
+        """End: nothing is watched any more."""
         self.pid = 0
 
     @property
@@ -79,7 +79,7 @@ class Activity:
             raise error
 
     def judged(self) -> None:
-        """A step was judged without an internal error."""
+        """Note that a step was judged without an internal error."""
         self._failures = 0
 
     def is_step_thread(self) -> bool:

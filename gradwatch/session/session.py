@@ -57,7 +57,7 @@ class Left:
 
 
 def _nothing() -> None:
-    """No listener has been added."""
+    """No-op: no listener has been added."""
 
 
 _ordinal = itertools.count()  # of sessions: ranks that run one script count alike
@@ -123,7 +123,7 @@ class Session:
     # -- attaching ---------------------------------------------------------------------------------------
 
     def _go_live(self, attached: Attached, models: list[nn.Module]) -> None:
-        """Everything is there: count from here on."""
+        """Count from here on: everything is attached."""
         # A launcher's session answers for all that the process does, any other one from here on. A step that raised
         # before it, and was not noticed yet, is none of this one's.
         ended_by_exceptions(step_hooks.under_way())
@@ -146,7 +146,7 @@ class Session:
         attached.bind_before_backward()
 
     def _abandon(self, attached: Attached) -> None:
-        """It could not be made whole, or Ctrl-C came: no hook, no thread and no address of it stays."""
+        """Leave no hook, no thread and no address of a session that could not be made whole, or that Ctrl-C ended."""
         attached.close()
         self.attached, self._closed = None, True
         self._uncount()
@@ -182,7 +182,7 @@ class Session:
         return self.attached is not None and self.attached.owns(optimizer)
 
     def optimizers(self) -> list[Optimizer]:
-        """Those named at the attach, in that order, then those adopted since."""
+        """Optimizers named at the attach, in that order, then those adopted since."""
         return self._ownership.given(self.captures())
 
     def captures(self) -> list[OptimizerCapture]:
@@ -455,7 +455,7 @@ class Session:
         return self._concluding
 
     def close_sinks(self) -> None:
-        """At `close` or at exit, once; never in a forked child, where they are the parent's."""
+        """Close the sinks, once, at `close` or at exit; never in a forked child, where they are the parent's."""
         self._sinks.close()
 
 

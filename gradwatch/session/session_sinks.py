@@ -78,6 +78,6 @@ class SessionSinks:
         self._breakers.clear()
 
     def close(self) -> None:
-        """At `close` or at exit, once; never in a forked child."""
+        """Close the sinks, once, at `close` or at exit; never in a forked child."""
         while self._open and os.getpid() == self._pid:
             self._open.pop(0).close()

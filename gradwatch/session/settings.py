@@ -198,7 +198,7 @@ def _version(package: str) -> str:
 
 
 def _shared_id(env: Mapping[str, str]) -> str:
-    """All ranks of one torchrun share a run; "none" is torchrun's default."""
+    """Identity of the run that all ranks of one torchrun share; "none" is torchrun's default."""
     elastic = env.get("TORCHELASTIC_RUN_ID", "")
     if elastic and elastic != "none" and "WORLD_SIZE" in env:
         return elastic

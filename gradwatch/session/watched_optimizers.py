@@ -22,11 +22,11 @@ class Ownership:
         self._named: weakref.WeakSet[Optimizer] = weakref.WeakSet()
 
     def join(self, optimizers: Iterable[Optimizer]) -> None:
-        """Watch these too."""
+        """Watch these optimizers too."""
         self.wanted.extend(map(weakref.ref, optimizers))
 
     def given(self, captures: Sequence[OptimizerCapture]) -> list[Optimizer]:
-        """Those named at the attach, in that order, then those of `captures`."""
+        """Optimizers named at the attach, in that order, then those of `captures`."""
         refs = [
             *self._given,
             *(captured.optimizer for captured in captures if captured.optimizer is not None),

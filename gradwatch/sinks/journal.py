@@ -264,7 +264,7 @@ class JournalSink:
                 self._health.report(self.name, error)
 
     def _discard(self) -> None:
-        """In a forked child: no thread, no file, no lock of the parent's."""
+        """Use no thread, no file and no lock of the parent's, in a forked child."""
         self._open = False
         self._thread = None
         self._lock = threading.Lock()

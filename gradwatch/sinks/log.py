@@ -141,7 +141,7 @@ class LogSink:
             self._sum_up(now)
 
     def write_all(self, records: Sequence[Record]) -> None:
-        """As `write` of each; causes alone can come with steps on which no rule changed, and with the last of them."""
+        """Write the last of several Records on which no rule changed: causes, if any, come with the last."""
         self.write(records[-1])
 
     def internal_error(self, component: str, error: BaseException) -> None:
@@ -162,7 +162,7 @@ class LogSink:
             log("gradwatch account", **dict(fields(account)))
 
     def flush(self, timeout: float) -> bool:
-        """Every line is written at once."""
+        """No-op: every line is written at once."""
         return True
 
     def close(self) -> None:
@@ -184,7 +184,7 @@ class LogSink:
         self._log(event, done, suppressed)
 
     def _rebaselined(self, event: Event, now: float) -> None:
-        """Baselines began anew, on purpose or by a change of the training: some lines a minute of each optimizer."""
+        """Log that baselines began anew, on purpose or by a change: some lines a minute of each optimizer."""
         since, said = self._begun_anew.get(event.optimizer, (now, 0))
         if now >= since + QUIET_SECONDS:
             since, said = now, 0

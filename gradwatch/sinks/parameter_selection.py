@@ -114,7 +114,7 @@ class Selection:
             self._publish(snapshot.sites)
 
     def update_all(self, records: Sequence[Record]) -> None:
-        """As `update` of each, of steps of one optimizer with finite norms and without events."""
+        """Update by steps of one optimizer with finite norms and without events, as `update` of each would."""
         ahead = self._steps % REVIEW_STEPS
         reviewed = ahead == 0 or ahead + len(records) > REVIEW_STEPS or self._steps <= REVIEW_STEPS // 10
         if reviewed or any(record.snapshot.sites is not self._sites for record in records):

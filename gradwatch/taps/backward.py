@@ -110,7 +110,7 @@ class Ends:
         return [slot for ready in lists.values() for slot in ready]
 
     def close(self) -> None:
-        """Forget every backward."""
+        """Discard every backward that was noted."""
         self.ready.clear()
         self._threads.clear()
 

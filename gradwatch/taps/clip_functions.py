@@ -68,7 +68,7 @@ def listen_without_gradients(clipped: ListenerWithout) -> Callable[[], None]:
 
 
 def _nothing() -> None:
-    """No call is noticed that could be ended."""
+    """No-op: no call was noticed that could be ended."""
 
 
 def _make(layer: Layer[Listener]) -> Callable[..., Any]:

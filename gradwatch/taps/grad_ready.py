@@ -99,7 +99,7 @@ class GradReadyHooks:
                 hooks.pop(hooked[1], None)
 
     def free(self, slots: Sequence[int]) -> None:
-        """The parameters in these slots were released: others may take the slots."""
+        """Free the slots of parameters that were released: others may take them."""
         self.remove(slots)
         for slot in slots:
             self._marked_as.pop(slot, None)

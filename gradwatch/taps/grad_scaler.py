@@ -36,7 +36,7 @@ class ScalerListener(Protocol):
     """Listener for what a GradScaler does to the gradients of an optimizer."""
 
     def unscaled(self, optimizer: Optimizer, scale: Tensor) -> None:
-        """The gradients are about to be divided by the 0-dim `scale`, in place."""
+        """Called when the gradients are about to be divided by the 0-dim `scale`, in place."""
 
     def rejected(self, optimizer: Optimizer) -> None:
         """`scaler.step` found an overflow and did not call `optimizer.step`. What it raises reaches the user."""

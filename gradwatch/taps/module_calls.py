@@ -192,7 +192,7 @@ def listen(
 
 
 def _without(listeners: tuple[Any, ...], listener: Any) -> tuple[Any, ...]:
-    """These without the listener's first place among them, if it has one."""
+    """Listeners without the first place of one among them, if it has one."""
     at = listeners.index(listener) if listener in listeners else len(listeners)
     return listeners[:at] + listeners[at + 1 :]
 

@@ -31,7 +31,7 @@ def muted() -> Iterator[None]:
 
 
 def _forked() -> None:
-    """In a forked child: only the thread that forked goes on there, and others may get the numbers of those gone."""
+    """Keep, in a forked child, only the thread that forked: others may get the numbers of those gone."""
     thread = threading.get_ident()
     muted_threads[:] = [one for one in muted_threads if one == thread]
 

@@ -49,7 +49,7 @@ class Patch(Generic[L]):
 
     @property
     def listeners(self) -> tuple[L, ...]:
-        """Those that listen at present."""
+        """Listeners at present."""
         return () if self._layer is None else self._layer.listeners
 
     def listen(self, listener: L) -> Callable[[], None]:

@@ -42,7 +42,7 @@ class PipelineStages:
             self._remove = _patches.setdefault(base, Patch(base, _METHOD, _make)).listen(self.notice)
 
     def notice(self, stage: Any) -> None:
-        """A stage has scaled its gradients."""
+        """Note that a stage has scaled its gradients."""
         self._taken.add(int(stage.stage_index))
         self._scaled(stage.submod)
 

@@ -84,14 +84,14 @@ def step_begins(optimizer: object, part_of: Callable[[], list[bool]]) -> None:
 
 
 def step_rejected(optimizer: object) -> None:
-    """A GradScaler has not called this optimizer's step."""
+    """Count a step that a GradScaler has not called."""
     TOTALS.rejected += 1
     _optimizers.add(optimizer)
     TOTALS.stepped = _optimizers.count
 
 
 def _raised(calls: list[tuple[int, int]], left: int) -> None:
-    """All calls but the first `left` have not returned, and are not under way: an exception ended them."""
+    """End all calls but the first `left`: they have not returned and are not under way, so an exception ended them."""
     ended = {number for number, _ in calls[left:]}
     del calls[left:]
     TOTALS.raised += len(ended.difference(number for number, _ in calls))
@@ -112,12 +112,12 @@ def present_step(optimizer: object) -> int:
 
 
 def ended_by_exceptions(under_way: int = 0) -> None:
-    """So many calls of `step` are under way on this thread: others that have not ended were ended by an exception."""
+    """Count calls of `step` on this thread as ended by an exception, but for so many that are under way."""
     _raised(open_steps.get(threading.get_ident(), []), under_way)
 
 
 def step_ends(optimizer: object) -> None:
-    """A step of this optimizer has returned, the last that began on this thread."""
+    """End a step of this optimizer, the last that began on this thread."""
     calls = open_steps.get(threading.get_ident(), [])
     while calls:
         number, ended = calls.pop()
@@ -128,7 +128,7 @@ def step_ends(optimizer: object) -> None:
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """Backwards run in here are gradwatch's own, and no doing of the process."""
+    """Leave backwards out of the counts that gradwatch itself runs in here."""
     before = TOTALS.backwards, TOTALS.grad_calls
     try:
         yield
@@ -137,7 +137,7 @@ def uncounted() -> Iterator[None]:
 
 
 def _start_again() -> None:
-    """In a forked child: what the parent did is counted there."""
+    """Start again from zero in a forked child: what the parent did is counted there."""
     TOTALS.reset()
     _optimizers.reset()
     open_steps.clear()

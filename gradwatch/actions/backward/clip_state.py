@@ -120,7 +120,7 @@ class BackwardClipState:
     # -- one backward ------------------------------------------------------------------------------------
 
     def begin(self, k: int) -> None:
-        """The first hook of a graph task has run, that of parameter k."""
+        """Begin a graph task, whose first hook to run is that of parameter k."""
         self.task[0] = backward.current()
         if backward.nested():  # reentrant checkpointing: a part of the backward around it
             self._within = True
@@ -153,7 +153,7 @@ class BackwardClipState:
             self.stop(ACCUMULATED)
 
     def ended(self) -> None:
-        """A backward has ended, all of it or a nested part."""
+        """Note that a backward has ended, all of it or a nested part."""
         if backward.nested():
             return
         self._ended += 1

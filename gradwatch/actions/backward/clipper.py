@@ -85,11 +85,11 @@ class BackwardClipper:
         self._state.publish(bounds)
 
     def scaled(self, scale: Tensor) -> None:
-        """A GradScaler has multiplied a loss by the 0-dim `scale`, which it goes on changing in place."""
+        """Note the 0-dim `scale` that a GradScaler has multiplied a loss by, and goes on changing in place."""
         self._state.scaled(scale)
 
     def backward_ended(self) -> None:
-        """The running backward has come to its end: what was done in it counts."""
+        """Count what was done in the backward that ends now."""
         self._state.ended()
 
     def collect_into(self, window: WindowNorms) -> None:

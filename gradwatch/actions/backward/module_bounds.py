@@ -55,7 +55,7 @@ class ModuleBounds:
         self._bounds = () if self.disabled_reason else bounds
 
     def scaled(self, scale: Tensor) -> None:
-        """A GradScaler has multiplied a loss by the 0-dim `scale`."""
+        """Note the 0-dim `scale` that a GradScaler has multiplied a loss by."""
         if self._local:
             self._scale = scale
         else:

@@ -49,7 +49,7 @@ class StepSkipper:
             self.after_other_hooks()
 
     def after_other_hooks(self) -> None:
-        """Skip the step once everybody else's pre-hooks have run; give back before their post-hooks do."""
+        """Skip the step once all other pre-hooks have run; restore before their post-hooks do."""
 
         def last(*_: Any) -> None:
             try:

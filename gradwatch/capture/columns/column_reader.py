@@ -62,7 +62,7 @@ class ColumnReader:
         self.idle = range(0)  # steps at which nothing is due
 
     def discard(self) -> None:
-        """Discard the weights kept for a comparison: other weights come next."""
+        """Discard the weights kept for a comparison, before other weights come."""
         self.awaiting.clear()
         self._weights.discard()
 

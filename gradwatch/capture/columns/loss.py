@@ -72,7 +72,7 @@ class Losses:
         return thread if thread in self._latest else 0
 
     def reached(self) -> int:
-        """The running backward has reached a parameter; what is known is not its root where Python did not start it.
+        """Note that the running backward has reached a parameter: its root is known only where Python started it.
 
         Returns `thread()`.
         """

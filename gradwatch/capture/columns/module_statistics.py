@@ -79,7 +79,7 @@ class GradInputBounds(Protocol):
         """The `grad_input` that torch goes on with after module m; None = as it is."""
 
     def taken(self) -> Mapping[int, float | Tensor]:
-        """By module, the factor by which its `grad_input` was multiplied since this was last asked."""
+        """Factor by which each module's `grad_input` was multiplied since this was last asked, by module."""
 
 
 class ModuleTaps:

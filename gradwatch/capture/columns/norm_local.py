@@ -124,7 +124,7 @@ class LocalNorms:
         return pending
 
     def backward_ended(self) -> None:
-        """The running backward has come to its end: what was measured in it counts."""
+        """Count what was measured in the backward that ends now."""
         _add(self._norms, self._running.norms)
         self._running.norms.clear()
         self._running.pending.clear()
@@ -196,13 +196,13 @@ class Probes:
         ]
 
     def keep(self, broken: Callable[[], bool]) -> None:
-        """At a step: what was seen counts if it arrived; `torch.autograd.grad` may have looked at it only."""
+        """Keep, at a step, what was seen if it arrived; `torch.autograd.grad` may have looked at it only."""
         if broken():
             _add(self.kept, self.suspects)
         self.suspects.clear()
 
     def _seen_of(self, place: Mapping[int, int], norms: Mapping[int, float]) -> dict[int, float]:
-        """Of these norms those of parameters that have a new place, by that."""
+        """Those of the norms that belong to parameters with a new place, by that place."""
         ids = {k: id(self._params[k]) for k in norms}
         return {place[ids[k]]: norm for k, norm in norms.items() if ids[k] in place}
 
@@ -225,7 +225,7 @@ class Running:
         self.norms: dict[int, float | Tensor] = {}
 
     def arrives(self, k: int, found: float | Tensor) -> None:
-        """A gradient is on its way to k; those of another backward that never got there are released."""
+        """Note a gradient on its way to k, and release those of another backward that never got there."""
         task = backward.current()
         if task != self._pending_in:
             if not backward.nested():

@@ -121,7 +121,7 @@ class Numbers:
         self._of_devices: dict[tuple[torch.device, torch.dtype], list[tuple[int, Tensor]]] = {}
 
     def put(self, position: int, number: float | Tensor) -> None:
-        """Take one number."""
+        """Put one number in its place."""
         if isinstance(number, Tensor):
             self._of_devices.setdefault((number.device, number.dtype), []).append((position, number))
         else:
@@ -220,9 +220,9 @@ class ArrivedColumns:
     found: Mapping[str, Column]
 
     def ready(self) -> bool:
-        """Always."""
+        """True: the numbers are on the host."""
         return True
 
     def columns(self) -> dict[str, Column]:
-        """The columns."""
+        """Columns, by name."""
         return dict(self.found)

@@ -198,7 +198,7 @@ Three = tuple[float | Tensor, float | Tensor, float | Tensor]
 
 
 def _changes(params: Sequence[Tensor], copies: dict[int, Tensor]) -> dict[int, Three]:
-    """By position, the norms of the change, of the copy, and of the weight."""
+    """Norms of the change, of the copy and of the weight, by position."""
     found: dict[int, Three] = {}
     together = [k for k, copy in copies.items() if not on_host(copy) or foreach.is_small(copy)]
     for k in copies.keys() - set(together):
@@ -214,7 +214,7 @@ def _changes(params: Sequence[Tensor], copies: dict[int, Tensor]) -> dict[int, T
 
 
 def norms_by_position(tensors: Sequence[Tensor], positions: Sequence[int]) -> dict[int, float | Tensor]:
-    """By position, the norms of tensors; small ones of a kind are read together."""
+    """Norms of tensors, by position; small ones of a kind are read together."""
     found: dict[int, float | Tensor] = {}
     parts = {k: dense(tensor) for k, tensor in zip(positions, tensors, strict=True)}
     together = [k for k, part in parts.items() if not on_host(part) or foreach.is_small(part)]

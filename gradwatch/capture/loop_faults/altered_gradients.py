@@ -28,7 +28,7 @@ class AlteredGradients:
         self._last = step
 
     def altered(self, step: int) -> bool:
-        """Gradients were altered at this step; whether that has begun after `LET_BE` steps or more."""
+        """Note that gradients were altered at this step; True if that has begun after `LET_BE` steps or more."""
         if step - self._last > 1:
             self.begun = step - self._last > LET_BE
         self._last = step

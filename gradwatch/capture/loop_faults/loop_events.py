@@ -40,7 +40,7 @@ class LoopEvents:
         self._reported: set[str] = set()  # columns that had something to report
 
     def clipped(self, clip: Clip, arrived: bool) -> None:
-        """The script clips some of the gradients; `arrived`: a backward has brought some since the last step."""
+        """Note a clip by the script; `arrived`: a backward has brought gradients since the last step."""
         self.clips.made(clip, arrived)
         self.pending = True
 
@@ -49,12 +49,12 @@ class LoopEvents:
         self.uncleared.cleared()
 
     def scale_removed(self, scale: Number) -> None:
-        """A loss scale is being divided out of the gradients."""
+        """Note that a loss scale is being divided out of the gradients."""
         if self.clips.used:
             self.clips.scale_removed(scale)
 
     def discard(self) -> None:
-        """The window that is open is no step's, or not all of it was seen."""
+        """Discard the open window's events: it is no step's, or not all of it was seen."""
         self.uncleared.discard()
         self.clips = UserClips()
 

@@ -85,7 +85,7 @@ class UnclearedGradients:
         )
 
     def step_taken(self) -> None:
-        """The step has returned: note the gradients that it leaves."""
+        """Note the gradients that a step leaves when it returns."""
         if self._paused:
             self._paused -= 1
             return
@@ -97,7 +97,7 @@ class UnclearedGradients:
             self.awaiting.append(self)
 
     def look(self) -> None:
-        """A backward is about to run: note which of these gradients are still there, as the step has left them."""
+        """Note, before a backward, which of these gradients are still there as the step has left them."""
         used = self._used
         if used is None or self._arrivals.count or not self._params:  # none: the optimizer has died
             return

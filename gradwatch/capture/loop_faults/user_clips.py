@@ -43,6 +43,6 @@ class UserClips:
                 self.ratio = total / clip.bound
 
     def scale_removed(self, scale: Number) -> None:
-        """These gradients are divided by a loss scale after they were clipped."""
+        """Note that these gradients are divided by a loss scale after they were clipped."""
         if self._bound <= COMPENSATED:
             self.scale = scale

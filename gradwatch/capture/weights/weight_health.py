@@ -104,7 +104,7 @@ class Weights:
             self._rest(began)
 
     def renew(self) -> None:
-        """The weights of the latest look are healthy: from now on they are what others are compared with."""
+        """Compare others with the weights of the latest look from now on: they are healthy."""
         with self._lock.held:
             if self._latest is not None:
                 self._arrive()
@@ -183,7 +183,7 @@ class Weights:
             return self._judged(self._begin(named)[1]()) + self._unoptimized.check()
 
     def check_if_due(self, steps: Callable[[], Steps], urgent: bool) -> tuple[Steps, tuple[str, ...]] | None:
-        """At a step boundary: what a look found that has just come to its end, with the `steps()` of its beginning.
+        """Finding, at a step boundary, of a look that has just come to its end, with the `steps()` of its beginning.
 
         One is begun where none is under way and it is `urgent` or due. On the host it ends at once, from a device
         some steps later, and nothing waits for it.
@@ -285,7 +285,7 @@ def _level(looked: Looked) -> float:
 
 
 def _factors(looked: Looked, own: Mapping[str, float], level: float) -> NDArray[np.float64]:
-    """By parameter, how many times the larger of `own` and `level` it is; 0 where `own` has none."""
+    """Factor of each parameter over the larger of `own` and `level`; 0 where `own` has none."""
     was = np.array([own.get(name, math.nan) for name in looked.names])
     with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
         found: NDArray[np.float64] = np.nan_to_num(

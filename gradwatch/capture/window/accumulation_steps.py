@@ -23,7 +23,7 @@ class AccumulationSchedule:
         self._varied = -VARIED
 
     def count(self, step: int, backwards: int) -> None:
-        """A step came after so many backwards."""
+        """Count a step that came after so many backwards."""
         if backwards == self.expected:
             self._equal += 1
         else:

@@ -54,7 +54,7 @@ class ArrivalCounts:
         return self.count - self.cleared
 
     def add(self, touched: list[int]) -> bool:
-        """A backward has ended that reached these slots, of whichever capture. True if any is here.
+        """Add a backward that has reached these slots, of whichever capture. True if any is here.
 
         The list is not copied: what was given once must not change.
         """
@@ -115,14 +115,14 @@ class ArrivalCounts:
         return calls
 
     def begins(self) -> bool:
-        """A backward begins: forget the ones before it if their gradients have been cleared. True if they were."""
+        """Discard, as a backward begins, the ones before it if their gradients have been cleared. True if they were."""
         if self._zero_grad_probe is None or not self._gone(*self._zero_grad_probe):
             return False
         self.drop()
         return True
 
     def stash(self) -> None:
-        """gradwatch has stashed `.grad` until this backward ends: not a `zero_grad()`."""
+        """Do not take it for `zero_grad()` that gradwatch has stashed `.grad` until this backward ends."""
         self._zero_grad_probe = None
 
     def drop(self) -> None:
@@ -132,7 +132,7 @@ class ArrivalCounts:
         self.count = self.cleared = cleared
 
     def restart(self) -> None:
-        """A new step."""
+        """Begin a new step, without arrivals."""
         self.count = self.cleared = 0
         self._zero_grad_probe = None
         self._touched = []
@@ -145,7 +145,7 @@ class ArrivalCounts:
         self._params = []
 
     def shift(self, backwards: int) -> None:
-        """The first `backwards` of them, all cleared, belong to a step that is over."""
+        """Take off the first `backwards` of them, all cleared, which belong to a step that is over."""
         self.count -= backwards
         self.cleared -= backwards
 

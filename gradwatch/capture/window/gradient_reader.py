@@ -47,7 +47,7 @@ class GradientReader:
         self.recent_total_norm: float | None = None
 
     def know_total(self, total: float, ordinary: bool) -> None:
-        """A step was judged; while steps are `ordinary` a quick look at the total is enough.
+        """Know the total of a step that was judged; while steps are `ordinary` a quick look at the total is enough.
 
         Between the last totals: one step out of two that differs must not make the next one unusual as well.
         """

@@ -40,7 +40,7 @@ class HookPruning:
     # -- learning ----------------------------------------------------------------------------------------
 
     def note(self, versions: list[int], calls: NDArray[np.int32], backwards: int) -> None:
-        """The versions of K gradients (-1 = none) at a step, and how often each arrived, told by all hooks.
+        """Note the versions of K gradients (-1 = none) at a step, and how often each arrived, as all hooks counted.
 
         `calls[K]` is the same array while nothing changes.
         """
@@ -59,7 +59,7 @@ class HookPruning:
         return steady and self.possible and not self.pruned
 
     def prune(self, count: int = KEPT_HOOKS) -> list[int]:
-        """All hooks go but those at these `count` positions (2 or more): spread over those that had a gradient."""
+        """Prune all hooks but those at the positions returned, `count` (2 or more) of those that had a gradient."""
         self.pruned = True
         present = [k for k, version in enumerate(self._pattern) if version >= 0]
         if len(present) <= count:
@@ -67,7 +67,7 @@ class HookPruning:
         return [present[round(i * (len(present) - 1) / (count - 1))] for i in range(count)]
 
     def undo(self, step: int) -> None:
-        """All hooks are reinstalled, and stay for a while (for good if a few cannot count right)."""
+        """Note that all hooks are reinstalled, for a while (for good if a few cannot count right)."""
         self.pruned = False
         self._steady = 0
         self._blocked_until = sys.maxsize if self._ambiguous else step + BACKOFF

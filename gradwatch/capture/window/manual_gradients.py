@@ -25,7 +25,7 @@ class ManualGradients:
         self._now: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def step(self) -> None:
-        """A step is about to be looked at: what was looked at since the last call is the last step's."""
+        """Begin a step: what was looked at since the last call is the last step's."""
         self._before, self._now = self._now, {}
         self.seen = bool(self._before)
 

@@ -51,7 +51,7 @@ def known_factor(
 def _of_all(
     scalings: Sequence[KnownScaling], ids: list[int], versions: list[int]
 ) -> list[KnownScaling] | None:
-    """Those of any of these gradients; None where one is not of all of them, or its factor is not known."""
+    """Scalings of any of these gradients; None where one is not of all of them, or its factor is not known."""
     mine = frozenset(k for k, version in zip(ids, versions, strict=True) if version >= 0)
     clips = [clip for clip in scalings if not mine.isdisjoint(clip.ids)]
     return clips if all(clip.exact and clip.ids >= mine for clip in clips) else None

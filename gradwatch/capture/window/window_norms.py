@@ -72,21 +72,21 @@ class WindowNorms:
         return self.raw.ready() and (self.after is self.raw or self.after.ready())
 
     def measured_as(self, raw: Reading) -> None:
-        """Norms found before gradwatch itself changed the gradients stand in place of those of the batched read."""
+        """Put norms found before gradwatch itself changed the gradients in the place of those of the batched read."""
         self.raw, self.deferrable = raw, False
 
     def without_micro_batches(self, kept: int) -> None:
-        """Some micro-batches were dropped and `kept` are left, whose share of the loss is not known."""
+        """Note that micro-batches were dropped and `kept` are left, whose share of the loss is not known."""
         self.empty, self.loss = kept == 0, None
 
     def scaled_by(self, left: Number, skipped: Number | None) -> None:
-        """A GradScaler stands at this step: it has removed its scale or `left` it in, and rejects the step or not."""
+        """Note the GradScaler of this step: it has removed its scale or `left` it in, and rejects the step or not."""
         if self.loss_scale is None:
             self.loss_scale = left
         self.skipped = 0.0 if skipped is None else skipped
 
     def divide_applied(self, divisor: Number) -> Reading:
-        """The optimizer itself will divide the gradients: their norms as it gets them, which cannot wait then."""
+        """Divide the norms as the optimizer itself will divide its gradients; returns them. They cannot wait then."""
         self.deferrable, self.after = False, unscaled(self.after, divisor)
         return self.after
 

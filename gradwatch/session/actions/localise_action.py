@@ -95,7 +95,7 @@ class Causes:
         self._localiser.inherit(pre_attach, joining)
 
     def loss_not_finite(self) -> None:
-        """A backward is about to run whose loss is not finite: hold the loop as it is."""
+        """Hold the loop as it is, before a backward whose loss is not finite."""
         self._localiser.loss_not_finite()
 
     def set_indices(self, indices: Any) -> None:
@@ -156,11 +156,11 @@ class Causes:
         self._localiser.discard()
 
     def cleared(self, optimizer: Optimizer | None) -> None:
-        """The loop has thrown away the gradients that this optimizer (None = not known) was to step by."""
+        """Note that the loop has thrown away the gradients that this optimizer (None = not known) was to step by."""
         self._localiser.cleared(optimizer)
 
     def close(self) -> None:
-        """Remove every hook."""
+        """Remove every hook, and release the recorded calls."""
         self._localiser.close()
 
     def recorded(self) -> tuple[Finding, ...]:

@@ -74,7 +74,7 @@ class Binder:
                 ctx.deferral.flush(lambda error: self._activity.failed("boundary", error))
 
     def enter(self, ctx: OptimizerContext) -> None:
-        """At a step boundary: the ranks meet at the first one, and the rules are bound to what they know together."""
+        """Have the ranks meet at an optimizer's first step boundary, and bind the rules to what they know together."""
         membership, met = self._ranks.enter(ctx.captured, ctx.membership)
         if membership is not ctx.membership:
             ctx.meet(membership)
@@ -90,7 +90,7 @@ class Binder:
             ctx.wait_for_ranks(waits)
 
     def go_on(self, ctx: OptimizerContext) -> None:
-        """An optimizer after another, of the same sites: what is bound to them holds, but what hangs on parameters."""
+        """Go on with another optimizer of the same sites: what is bound to them holds, but what hangs on parameters."""
         with self._capture.arranging.held:
             if not ctx.captured.on_cpu:  # steps under way compare weights with those of the optimizer before
                 self.flush()

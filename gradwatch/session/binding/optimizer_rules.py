@@ -78,18 +78,18 @@ class OptimizerRules:
         return self._overdue[1:]
 
     def judged_together(self, count: int, last: Record) -> None:
-        """So many ordinary steps were judged in one call, the `last` of them with this Record."""
+        """Count ordinary steps that were judged in one call, the `last` of them with this Record."""
         self.block_backoff = 0
         self.ordinary_steps += count
         self.record = last
 
     def tried_together_in_vain(self) -> None:
-        """Some step was not surely as usual: the next ones are judged alone, each time for longer."""
+        """Judge the next steps alone, each time for longer: some step was not surely as usual."""
         self.block_backoff = min(2 * self.block_backoff + 1, MOST_BACKOFF)
         self.block_retry_in = self.block_backoff
 
     def judged_alone(self) -> None:
-        """One of the steps that are judged alone before several are tried together again."""
+        """Count a step that is judged alone before several are tried together again."""
         self.block_retry_in -= 1
 
     def count_ordinary(self, unusual: bool) -> None:
@@ -111,7 +111,7 @@ class OptimizerRules:
         self.bound, self.sites, self.clip_section = bound, bound.sites, clip_section
 
     def begin_anew(self, captured: OptimizerCapture) -> None:
-        """Another optimizer steps from now on: baselines go on, its pace, its rate and its weights are its own.
+        """Go on with another optimizer: baselines go on, its pace, its rate and its weights are its own.
 
         Steps of the one before may still wait to be judged, so that its rate is discarded with the first of this one.
         """
@@ -142,7 +142,7 @@ class OptimizerRules:
         return fresh
 
     def discard_rate(self) -> None:
-        """The step that is about to be judged is another optimizer's first."""
+        """Discard the learning rate: the step that is about to be judged is another optimizer's first."""
         self.state = self.bound.restarts.for_another_optimizer(self.state)
 
 

@@ -118,7 +118,7 @@ def reads_of(bound: BoundEngine, unread: Mapping[str, str] = NOTHING_UNREAD) -> 
 
 
 def _of_rules(bound: BoundEngine, condition: BoundCondition) -> Reads:
-    """A rule with a condition has data where all rules have that it is about."""
+    """Reads of a rule with a condition: it has data where all rules have that it is about."""
     rules = bound.plan.rules
     missing = [rule for rule in condition.condition.rules() if rule not in condition.named]
     return Reads(

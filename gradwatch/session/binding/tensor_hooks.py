@@ -58,7 +58,7 @@ class TensorHooks:
             self._before_captures, self.measure_or_act = LocalNorms(wanted, self._activity.failed), True
 
     def _scaled(self, scale: Tensor) -> None:
-        """A GradScaler has multiplied a loss."""
+        """Hand on the 0-dim `scale` that a GradScaler has multiplied a loss by."""
         for bound_rules in self._contexts.bound():
             if bound_rules.clipper is not None:
                 bound_rules.clipper.scaled(scale)
@@ -81,7 +81,7 @@ class TensorHooks:
                     local.backward_ended()
 
     def discard(self, captured: OptimizerCapture) -> None:
-        """Nothing that tensor hooks measured since the capture's last Snapshot belongs to a step."""
+        """Discard what tensor hooks measured since the capture's last Snapshot: it belongs to no step."""
         bound_rules = self._contexts.rules_of(captured)
         if bound_rules is not None and bound_rules.local is not None:
             bound_rules.local.discard()

@@ -256,7 +256,7 @@ class Boundary:
     def _close_window(
         self, optimizer: Optimizer, known: OptimizerContext | None, outer: int, changed: bool
     ) -> None:
-        """As `_close`, where the capture may have to be made (anew: `changed`), and other ranks may be met."""
+        """Close the window where the capture may have to be made (anew: `changed`), and other ranks may be met."""
         ctx = self._current.renewed(optimizer, known, changed)
         if not ctx.captured.on_cpu and capturing():
             ctx.captured.discard()
@@ -358,7 +358,7 @@ class Boundary:
     # -- under a GradScaler ------------------------------------------------------------------------------
 
     def unscaled(self, optimizer: Optimizer, scale: Tensor) -> None:
-        """The gradients are about to lose the loss scale; what was read of them loses it too."""
+        """Remove the loss scale, which the gradients are about to lose, from what was read of them."""
         ctx = self._current.find(optimizer)
         if (ctx is None or not ctx.captured.on_cpu) and capturing():
             return
@@ -375,7 +375,7 @@ class Boundary:
         ctx.captured.unscaled(number)
 
     def rejected(self, optimizer: Optimizer) -> None:
-        """The scaler found an overflow and did not call the optimizer: a step all the same, judged as such."""
+        """Judge a step whose optimizer was not called, because the scaler found an overflow."""
         self._guarded(self._at_rejected, optimizer)
 
     def _at_rejected(self, optimizer: Optimizer) -> None:
@@ -406,7 +406,7 @@ class Boundary:
         stop_training(decision, step)  # nothing to skip and nothing to clip
 
     def abandoned(self, found: Mapping[int, Tensor | None]) -> None:
-        """A loop that unscaled its gradients and then did not step: an overflow, or its own affair."""
+        """Handle a loop that unscaled its gradients and then did not step: an overflow, or its own affair."""
         for captured in self._capture.captures if found else ():
             optimizer = None if captured.optimizer is None else captured.optimizer()
             if optimizer is None or id(optimizer) not in found:
@@ -421,7 +421,7 @@ class Boundary:
     # -- after -------------------------------------------------------------------------------------------
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Give back what was set aside and open the next window."""
+        """Restore what was set aside and open the next window."""
         try:
             mark = self._spent.begin()
             ctx = self._current.find(optimizer)
@@ -448,7 +448,7 @@ class Boundary:
             evaluations.backup.restore()
 
     def _leave(self, ctx: OptimizerContext) -> None:
-        """The outermost call of an optimizer's step has returned."""
+        """Open the next window: the outermost call of an optimizer's step has returned."""
         captured = ctx.captured
         if ctx.acting.held:
             ctx.acting.release(finished=True)

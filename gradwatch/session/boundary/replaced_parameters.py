@@ -34,7 +34,7 @@ class ReplacedParameters:
         self._looks = 0
 
     def registered(self, module: nn.Module, name: str, value: Any) -> bool:
-        """A watched module is about to get this value; True if it has taken the slot of the parameter there."""
+        """Look at a value that a watched module gets; True if it has taken the slot of the parameter there."""
         held = module._parameters
         before = held.get(name) if isinstance(held, dict) else None  # a scripted module holds another kind
         slot = None if before is None else self._capture.slots.of.get(id(before))
@@ -82,7 +82,7 @@ class ReplacedParameters:
         return itertools.islice(slots, start, start + AT_ONCE)
 
     def _exchange(self, loop: Loop, slot: int, param: Any) -> bool:
-        """This parameter takes a slot of a loop; False where it cannot be its successor."""
+        """Put a parameter into a slot of a loop; False where it cannot be the successor of the one there."""
         slots, (captured, before) = self._capture.slots, loop
         unowned, its_own = self._capture.unowned_slots(), slots.of.get(id(param))
         if slot not in unowned or not _alike(param, slots.params[slot]):
@@ -98,7 +98,7 @@ class ReplacedParameters:
         return True
 
     def _take_over(self, loop: Loop) -> None:
-        """The model of a loop is gone: one of the same parameters that has come since is its successor."""
+        """Continue a loop whose model is gone with one of the same parameters that has come since."""
         slots, (captured, before) = self._capture.slots, loop
         for successors in self._newcomers():
             if len(successors) == len(captured) and all(

@@ -54,7 +54,7 @@ class InBackward:
         self._stepped: set[int] = set()
 
     def step(self, optimizer: Optimizer) -> None:
-        """One of the optimizers is about to step, inside a running backward."""
+        """Read the gradients of an optimizer that is about to step, inside a running backward."""
         if id(optimizer) in self._stepped:
             self.finish()  # the backward before this one ended where gradwatch could not see it
         if optimizer not in self._capture.stepped_inside:
@@ -68,7 +68,7 @@ class InBackward:
                     self._read(param, param.grad, scale)
 
     def finish(self) -> None:
-        """The backward has ended: judge what was read in it."""
+        """Judge what was read in the backward that has ended."""
         if self._stepped:
             self._stepped.clear()
             with torch.no_grad():
@@ -83,7 +83,7 @@ class InBackward:
         captured.advance()
 
     def _join(self, optimizer: Optimizer) -> None:
-        """From now on this optimizer belongs here."""
+        """Add this optimizer to those that step inside the backward."""
         self._capture.stepped_inside.add(optimizer)
         self._capture.after_backward = self.finish
         self._optimizers.append(weakref.ref(optimizer))

@@ -101,7 +101,7 @@ class Closures:
             self._reset(captured)
 
     def _evaluated(self, optimizer: Optimizer, calls: ClosureCalls) -> None:
-        """The closure has run once more: the first gradient is the step's, a later one must be finite."""
+        """Judge what an evaluation left: the first gradient is the step's, a later one must be finite."""
         ctx = self._of(optimizer)
         if calls.count == 1 or ctx is None:
             self._at_step(optimizer, ctx)

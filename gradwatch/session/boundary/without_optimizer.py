@@ -82,7 +82,7 @@ class LoopsWithoutOptimizer:
         self._removes = [begins, clip_functions.listen(self._clipped)]
 
     def close(self) -> None:
-        """Judge the last steps, where the weights have moved since their backward; listen no more."""
+        """Judge the last steps, where the weights have moved since their backward, and remove the listeners."""
         for remove in self._removes:
             remove()
         self.flush()
@@ -112,7 +112,7 @@ class LoopsWithoutOptimizer:
     # -- events ------------------------------------------------------------------------------------------
 
     def _arrived(self, touched: list[int], root: Root | None) -> None:
-        """A backward has ended that reached parameters of no optimizer."""
+        """Take in a backward that has reached parameters of no optimizer."""
         new = set(touched).difference(*(loop.captured.position for loop in self._loops))
         if new:
             self._make_room(new, touched)
@@ -128,7 +128,7 @@ class LoopsWithoutOptimizer:
                 self._report_unowned()
 
     def _built(self) -> None:
-        """A module is given something: a loop whose model is gone gives up its parameters, once its step is judged."""
+        """Release the parameters of a loop whose model is gone, once its step is judged."""
         if self._loops and self._may_judge() and self._capture.has_dead():
             self._capture.drop_dead()
 
@@ -146,7 +146,7 @@ class LoopsWithoutOptimizer:
             self._notices.unowned(names)
 
     def _registered(self, module: nn.Module, name: str, value: Any) -> bool:
-        """A watched module is about to get a value under a name; True if nothing else need take notice of it."""
+        """Look at a value that a watched module is about to get; True if nothing else need take notice of it."""
         try:
             with self._capture.arranging.held:
                 if self._loops and self._replaced.registered(module, name, value):
@@ -181,7 +181,7 @@ class LoopsWithoutOptimizer:
                 loop.captured.unscaled(scale)
 
     def _begins(self, call: backward_entry.BackwardCall) -> None:
-        """A backward is about to run, and there are loops, or tensors of the script's own that may start one."""
+        """Look at loops, or at tensors of the script's own that may start one, before a backward runs."""
         if call.accumulates and not call.nested:
             if self._loops:
                 self._guarded(self._look)
@@ -287,7 +287,7 @@ class _Loop:
         self.take(captured)
 
     def take(self, captured: OptimizerCapture) -> None:
-        """This is its capture from now on."""
+        """Take this for its capture from now on."""
         self.captured = captured
         self._weights: list[Probed] = []
         self.still = 0  # backwards since the weights were first looked at, while they have not moved
@@ -299,7 +299,7 @@ class _Loop:
         return any(captured is self.captured for captured in self._captures)
 
     def arrived(self, touched: list[int], root: Root | None) -> bool:
-        """A backward has ended that reached these slots; False where it left no gradient there, used up inside it."""
+        """Take in a backward that has reached these slots; False where it left no gradient there, used up inside it."""
         captured, self.thread = self.captured, threading.get_ident()
         # A capture that is claimed got it, and is read, with all others; not one claimed by another thread since.
         if not (self.claimed and captured.backwards):
@@ -314,7 +314,7 @@ class _Loop:
         return bool(self._weights)
 
     def probe_before(self, k: int) -> None:
-        """The parameter at this position is about to be replaced: its values are compared as well."""
+        """Compare also the values of the parameter at this position, which is about to be replaced."""
         # Not where the step is over already, which another thread may have found in the midst of a replacement.
         known = {each.position for each in self._weights}
         if known and k not in known and len(known) < 2 * PROBED:
@@ -326,7 +326,7 @@ class _Loop:
         return any(other_than(each, self.captured.params, self.claimed) for each in self._weights)
 
     def ends(self) -> None:
-        """Its step is over: weights are compared again from the end of the next backward on."""
+        """End its step: weights are compared again from the end of the next backward on."""
         self.clip_seen, self._weights = False, []
 
     def cleared(self) -> bool:

@@ -22,7 +22,7 @@ class RecordCollector(Collector):
         self._view = view
 
     def describe(self) -> Iterable[ClientMetric]:
-        """All families without samples, so that a clash of names is found when registering."""
+        """Families without samples, so that a clash of names is found when registering."""
         return [client_metric(metric) for metric in METRICS]
 
     def collect(self) -> Iterator[ClientMetric]:

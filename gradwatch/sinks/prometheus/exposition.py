@@ -118,7 +118,7 @@ def number(value: float) -> str:
 
 
 def label_text(labels: Labels) -> str:
-    """`{a="b",c="d"}`, or nothing."""
+    """Labels as `{a="b",c="d"}`, or nothing."""
     if not labels:
         return ""
     return "{" + ",".join(f'{name}="{escape(value)}"' for name, value in labels) + "}"

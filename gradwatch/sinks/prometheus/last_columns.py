@@ -88,7 +88,7 @@ class ColumnSeries:
         return sum(key[0] == optimizer for key in self._refused)
 
     def drop(self, optimizer: int) -> None:
-        """An optimizer is shown no more: its series make room for others."""
+        """Drop the series of an optimizer that is shown no more: they make room for others."""
         gone = {key for key in self._admitted if key[0] == optimizer}
         self._left += len(gone)
         self._admitted -= gone

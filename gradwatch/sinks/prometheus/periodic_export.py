@@ -45,7 +45,7 @@ class PeriodicExport:
         background_worker().wake(self._job)
 
     def add(self, record: Record) -> None:
-        """One more step."""
+        """Count one more step."""
         self._metrics.write(record)
 
     def families(self) -> Iterator[Family]:

@@ -64,7 +64,7 @@ class PushgatewaySink:
         self._stopped |= account.ended == "stopped"
 
     def flush(self, timeout: float) -> bool:
-        """Nothing is due before the end."""
+        """No-op: nothing is due before the end."""
         return True
 
     def close(self) -> None:

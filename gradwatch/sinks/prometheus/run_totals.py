@@ -180,7 +180,7 @@ class RunTotals:
             )
 
     def observe_all(self, records: Sequence[Record], now: float) -> None:
-        """As `observe` of each, of steps of one optimizer with finite norms and without events."""
+        """Count steps of one optimizer with finite norms and without events, as `observe` of each would."""
         if not all(OWN_SCALARS.issuperset(record.snapshot.scalars) for record in records):
             for record in records:
                 self.observe(record, now)

@@ -167,7 +167,7 @@ class PrometheusSink:
         return self._optimizers.get(index) or self._admit(index)
 
     def flush(self, timeout: float) -> bool:
-        """Nothing waits here: the next scrape shows the last step."""
+        """No-op: the next scrape shows the last step."""
         return True
 
     def close(self) -> None:
@@ -271,7 +271,7 @@ _SINKS: weakref.WeakSet[PrometheusSink] = weakref.WeakSet()
 
 
 def _after_fork_in_child() -> None:
-    """Some other thread may have held a lock at the fork; here it would be held for ever."""
+    """Renew the locks in a forked child: another thread may have held one at the fork."""
     for sink in list(_SINKS):
         sink._lock = threading.Lock()
 

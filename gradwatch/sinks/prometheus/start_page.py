@@ -42,7 +42,7 @@ def status_page(view: View, now: float) -> Content:
 
 
 def _state(view: View, now: float) -> tuple[str, str]:
-    """In words, and how to colour them; whatever needs a person comes first."""
+    """State in words, and how to colour them; whatever needs a person comes first."""
     firing = _firing(view)
     if firing:
         return f"firing: {', '.join(firing)}", "bad"

@@ -205,7 +205,7 @@ class _Groups:
         self._shown_G = distinct(named)
 
     def norms(self, snapshot: Snapshot) -> Iterable[tuple[str, float]]:
-        """By group; none for a group without a gradient in this step."""
+        """Norms by group; none for a group without a gradient in this step."""
         if not self._shown_G:
             return
         has_S = (snapshot.calls > 0) & (self._of_S >= 0)
