@@ -190,7 +190,7 @@ class CheckpointHealthTracker:
         )
 
     def after_all(self, snapshots: Sequence[Snapshot], verdict: Verdict) -> list[CheckpointHealth]:
-        """As `after` each of these steps in turn, which had `verdict`, or one that fires the same, and were taken."""
+        """Health after each of these steps in turn, which had `verdict`, or one that fires the same, and were taken."""
         largest = max(snapshot.total_norm for snapshot in snapshots)
         if verdict.firing or not self.untroubled or not (self._largest and largest < self.surge_from):
             decision = Decision()

@@ -392,7 +392,7 @@ def law_policy_bound(policy: Policy, seed: int) -> None:
 
 
 def law_policy_device(policy: Policy, seed: int) -> None:
-    """On a device (`constant_bound`) every norm gets the factor that it gets on the host."""
+    """Every norm gets the factor on a device (`constant_bound`) that it gets on the host."""
     if not policy.works_on_device():
         return
     for norms, present in draw_norms(seed):
@@ -453,7 +453,7 @@ def law_shape_bounds(policy: ElementwisePolicy, seed: int) -> None:
 
 
 def law_shape_scale(policy: ElementwisePolicy, seed: int) -> None:
-    """Of a gradient that carries a loss scale it makes the same, times the scale; also as a 0-dim tensor."""
+    """A gradient that carries a loss scale becomes the same, times the scale; also as a 0-dim tensor."""
     import torch
 
     for grad, param in draw_gradients(seed):

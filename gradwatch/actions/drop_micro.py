@@ -176,7 +176,7 @@ class MicroDrop:
             self.correct()
 
     def correct(self) -> None:
-        """Before anybody clips, or the optimizer steps: weigh the micro-batches that are left."""
+        """Weigh the micro-batches that are left, before other code clips or the optimizer steps."""
         captured = self._captured()
         self._recover()
         if captured is None or not self._dropped or not self._kept or self._factor != 1.0:

@@ -40,7 +40,7 @@ class Waiting(Protocol):
     wanted: list[Any]
 
     def waiting(self, capture: Captures) -> list[Optimizer]:
-        """Those of `wanted` that are alive and have no capture."""
+        """Optimizers of `wanted` that are alive and have no capture."""
 
 
 class Captures:

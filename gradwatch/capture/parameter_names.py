@@ -146,7 +146,7 @@ class WatchedModels:
         """Prefixes left at one time by models alike, of which it cannot be told which successor is whose."""
 
     def all(self) -> list[nn.Module]:
-        """Those that are still alive."""
+        """Models that are still alive."""
         alive = []
         for one in self._alive:
             model = one.model()
@@ -175,7 +175,7 @@ class WatchedModels:
         return all(one.model() is None for one in self._alive)
 
     def note_gone(self) -> list[nn.Module]:
-        """Those that are still alive; the prefixes of the others are free from now on."""
+        """Models that are still alive; the prefixes of the others are free from now on."""
         models: list[nn.Module] = []
         alive, gone = [], []
         for one in self._alive:

@@ -83,7 +83,7 @@ def offloaded(models: Iterable[nn.Module]) -> dict[int, nn.Parameter]:
 
 
 def offloaded_in(modules: Iterable[nn.Module]) -> dict[int, nn.Parameter]:
-    """Of these modules' own parameters those `offloaded`."""
+    """Parameters of these modules' own that are `offloaded`."""
     found = {}
     for module in modules:
         for one in _fsdp_params(module) if hasattr(type(module), _FSDP2) else ():

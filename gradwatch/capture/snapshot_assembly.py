@@ -1,4 +1,4 @@
-"""From what windows found to the Snapshots the engine judges. S = K parameters, M tapped modules, W ranks; T steps."""
+"""Snapshots, which the engine judges, of what windows found. S = K parameters, M tapped modules, W ranks; T steps."""
 
 from __future__ import annotations
 

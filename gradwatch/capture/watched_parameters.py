@@ -221,7 +221,7 @@ class Slots:
                 yield name, param
 
     def wanting(self) -> list[nn.Parameter]:
-        """Those that want a gradient."""
+        """Parameters that want a gradient."""
         held = map(self.params.__getitem__, range(len(self.params)))
         return [param for param in held if param.requires_grad]
 
@@ -303,7 +303,7 @@ class Slots:
         return named, np.array(slots, np.intp)
 
     def freed(self, lost: list[int], held: Container[int]) -> list[int]:
-        """Of those whose owner has died: the slots of those freed with it. `held`: `id` of those that others hold."""
+        """Slots of parameters that were freed with their owner. `held`: `id` of those that others hold."""
         return [slot for slot in lost if self.ids[slot] not in held and not self.hooks.lives(slot)]
 
     def hold_on(self, slot: int, having: Sequence[nn.Parameter]) -> None:

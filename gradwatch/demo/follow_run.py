@@ -44,7 +44,7 @@ class Seen:
 
     @property
     def steps_per_second(self) -> float:
-        """Of the last RECENT steps; 0 before the second."""
+        """Pace of the last RECENT steps; 0 before the second."""
         spent = self.times[-1] - self.times[0] if len(self.times) > 1 else 0.0
         return (len(self.times) - 1) / spent if spent > 0 else 0.0
 
@@ -108,7 +108,7 @@ class Run:
             time.sleep(0.05)
 
     def wait(self) -> int:
-        """Let the script go, wait for it and for the last of its journal; its exit status."""
+        """Wait for the script, no longer held back, and for the last of its journal; returns its exit status."""
         if self._process.stdin is not None:
             self._process.stdin.close()
         status = self._process.wait()

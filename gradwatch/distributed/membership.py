@@ -165,7 +165,7 @@ class RankMembership:
         return exchange
 
     def take_owed(self) -> tuple[int, int]:
-        """Of the step and the boundaries that the others are still to be told of: `diverged`, `missed`; now sent."""
+        """Take the step `diverged` at and the boundaries `missed`, which the others learn of now."""
         owed = self.diverged, self.missed
         self.owes, self.diverged, self.missed = False, 0, 0
         return owed

@@ -1,4 +1,4 @@
-"""As much of HTTP/1.1 as a scrape needs, in pure functions over bytes: parse a request, write a response.
+"""HTTP/1.1, as much as a scrape needs, in pure functions over bytes: parse a request, write a response.
 
 Deliberately absent: keep-alive, bodies of requests, percent-decoding, a Server header, and anything that
 changes state.

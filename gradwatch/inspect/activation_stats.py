@@ -94,7 +94,7 @@ class ActivationStats(UntilRemoved):
         self._hooks.remove()
 
     def awaiting(self) -> Iterable[Hook]:
-        """Those on the modules that are looked at."""
+        """Hooks on the modules that are looked at."""
         return self._hooks.awaiting()
 
     def _look(self, module: nn.Module, args: Any, output: Any) -> None:

@@ -298,7 +298,7 @@ class Hooks(UntilRemoved, Mapping[str, Hook]):
             hook.remove()
 
     def awaiting(self) -> Iterable[Hook]:
-        """Each of them."""
+        """Each of these hooks."""
         return self._hooks.values()
 
     def __getitem__(self, name: str) -> Hook:

@@ -137,7 +137,7 @@ class ModelSummary:
         )
 
     def __rich__(self) -> Any:
-        """As rich draws it."""
+        """Table as rich draws it."""
         from rich.table import Table
         from rich.text import Text
 

@@ -22,25 +22,25 @@ class LightningHooks:
         return self._session.gw
 
     def on_fit_start(self, trainer: Any, pl_module: Any) -> None:
-        """The model is on its device and wrapped, the optimizers exist: watch."""
+        """Watch: the model is on its device and wrapped, the optimizers exist."""
         model = pl_module if trainer.model is None else trainer.model
         self._session.open(model, trainer.optimizers)
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Optimizer) -> None:
-        """After unscaling, before clipping; with manual optimization the module has clipped already."""
+        """Read gradients after unscaling, before clipping; in manual optimization the module has clipped already."""
         if pl_module.automatic_optimization:
             self._session.about_to_clip()
 
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
-        """The fit failed or was interrupted."""
+        """Close the watch of a fit that failed or was interrupted."""
         self._session.close()
 
     def on_fit_end(self, trainer: Any, pl_module: Any) -> None:
-        """The fit is over."""
+        """Close the watch of a fit that is over."""
         self._session.close()
 
     def teardown(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        """Also where a tuner ends a fit early, without `on_fit_end`."""
+        """Close the watch also where a tuner ends a fit early, without `on_fit_end`."""
         if stage == "fit":
             self._session.close()
 

@@ -41,7 +41,7 @@ class GradwatchCallback(TrainerCallback):
         return self._session.gw
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Model and optimizer are prepared: watch."""
+        """Watch: model and optimizer are prepared."""
         gw = self._session.open(kwargs["model"], [kwargs["optimizer"]])
         if state.global_step:
             given = args.resume_from_checkpoint
@@ -56,7 +56,7 @@ class GradwatchCallback(TrainerCallback):
             checkpoint_file.save(self.gw, self._folder(args, state))
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Training is over."""
+        """Close the watch: training is over."""
         self._session.close()
 
     @staticmethod

@@ -146,7 +146,7 @@ class Audit:
         )
 
     def to_dict(self) -> dict[str, object]:
-        """JSON-safe."""
+        """The audit, JSON-safe."""
         return {
             "steps": self.steps,
             "thinned": self.pruned,

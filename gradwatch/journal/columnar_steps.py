@@ -60,7 +60,7 @@ class GroupNorms:
         )
 
     def __call__(self, norm: NDArray[np.float32], calls: NDArray[np.int32]) -> list[dict[str, float]]:
-        """Of each of n steps the root sum of squares in float64 per group, over the sites that had a gradient.
+        """Root sum of squares in float64 per group of each of n steps, over the sites that had a gradient.
 
         `norm[n, S]`, `calls[n, S]` (> 0: the site had one).
         """

@@ -172,7 +172,7 @@ class LostEntry:
         return bool(self.queue or self.scalars or self.norms or self.events or self.rotated)
 
     def __or__(self, other: LostEntry) -> LostEntry:
-        """Both losses together."""
+        """Sum of two losses."""
         known = [step for step in (self.first_step, other.first_step) if step >= 0]
         return LostEntry(
             queue=self.queue + other.queue,

@@ -127,7 +127,7 @@ class JournalFiles:
                 self.retention.seal(self.path, max(self._end, self._allocated), self._sampled)
 
     def discard(self) -> None:
-        """In a forked child: release the parent's file and touch nothing on the disk."""
+        """Release the parent's file in a forked child, and touch nothing on the disk."""
         fd, self._fd = self._fd, None
         if fd is not None:
             os.close(fd)

@@ -57,7 +57,7 @@ def to_write(chosen: Chosen, rule_columns: Mapping[str, str]) -> StepNorms:
 
 
 def put_together(norms: Iterable[StepNorms]) -> Iterator[list[StepNorms]]:
-    """Those that go into one entry, in order of their steps."""
+    """Norms that go into one entry, in order of their steps."""
     alike: dict[Hashable, list[StepNorms]] = {}
     for each in norms:
         alike.setdefault(each.kind, []).append(each)

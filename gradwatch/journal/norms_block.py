@@ -130,7 +130,7 @@ def decode_block(payload: Payload) -> NormsBlock:
 
 
 def _shrunk(array: Array) -> Array:
-    """Of an axis along which all is bit-equal the first: NaN equals itself, -0.0 differs from 0.0."""
+    """First slice of an axis along which all is bit-equal: NaN equals itself, -0.0 differs from 0.0."""
     if not array.size:
         return array
     bits = array.view(_UNSIGNED[array.itemsize])

@@ -67,12 +67,12 @@ class JournalReader:
 
     @property
     def rank(self) -> int:
-        """From the file's name; 0 for a file that was renamed."""
+        """The rank, from the file's name; 0 for a file that was renamed."""
         return self._name.rank if self._name else 0
 
     @property
     def attempt(self) -> int:
-        """From the file's name; 0 for a file that was renamed."""
+        """The attempt, from the file's name; 0 for a file that was renamed."""
         return self._name.attempt if self._name else 0
 
     @property

@@ -1,4 +1,4 @@
-"""From entries back to Records: join the scalars, the norms and the events of each step.
+"""Records made of entries again: the scalars, the norms and the events of each step joined.
 
 The writer promises that whatever belongs to a step is written within `HORIZON` steps of its scalars, so the
 join needs no second pass and no index: a window of that many steps.

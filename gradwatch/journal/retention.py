@@ -77,7 +77,7 @@ class Retention:
         return self.bases.get(optimizer, 1) * self.factor
 
     def seal(self, path: Path, size: int, sampled: int) -> None:
-        """A file was finished, `sampled` of its `size` bytes being sampled norms; the first is the head."""
+        """Count a finished file, `sampled` of whose `size` bytes are sampled norms; the first is the head."""
         self.segments.append(Segment(path, size, sampled, head=not any(each.head for each in self.segments)))
 
     @property

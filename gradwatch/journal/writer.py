@@ -1,4 +1,4 @@
-"""From Records to files: what is written of each step, when it is safe, what happens when the disk refuses.
+"""Files made of Records: what is written of each step, when it is safe, what happens when the disk refuses.
 
 Runs in one thread, the journal's own. Nothing here raises for a fault of the disk: it is reported, what could
 not be written is counted (and the count is written when the disk is back), and events wait to be tried again.

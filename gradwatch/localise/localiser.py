@@ -1,4 +1,4 @@
-"""From an order to a Finding: replay if the step can be run again, else the next steps recorded.
+"""Findings made of orders: by replay if the step can be run again, else by recording the next steps.
 
 What runs a step again and tells its cause is imported when a cause is asked for: a healthy run has none.
 
@@ -149,7 +149,7 @@ class Localiser:
             self._losses.drop()
 
     def cleared(self, optimizer: Optimizer | None) -> None:
-        """The loop has thrown away the gradients of earlier backwards: what led to them is part of no step."""
+        """Release what led to gradients that the loop has thrown away: it is part of no step."""
         try:
             self._recordings.cleared(optimizer)
         except Exception as error:
@@ -157,7 +157,7 @@ class Localiser:
 
     @contextlib.contextmanager
     def closure(self, run: Callable[[], Any]) -> Iterator[None]:
-        """While this is entered, the step to localise is what `run` computes."""
+        """Localise what `run` computes, while this is entered."""
         try:
             from gradwatch.localise.replay.closure_replay import ReplayableClosure
 
@@ -176,7 +176,7 @@ class Localiser:
         return [inner(model) for ref in self._models if (model := ref()) is not None]
 
     def loss_not_finite(self) -> None:
-        """A backward is about to run whose loss is not finite: hold the loop as it is."""
+        """Hold the loop as it is, before a backward whose loss is not finite."""
         if self._losses is not None:
             self._losses.add()
 
@@ -347,7 +347,7 @@ class Localiser:
         return held[-1][1].order if held else -1
 
     def _later(self, ask: Ask, why: str, finding: Finding | None = None) -> Finding:
-        """Record the next steps, and say so."""
+        """Record the next steps, and report that."""
         found = (
             Finding("unknown", "record" if ask.way == "record" else "replay") if finding is None else finding
         )
@@ -408,7 +408,7 @@ class Localiser:
     # -- around every step while some are recorded -------------------------------------------------------
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """The recording of this step ends."""
+        """End the recording of this step."""
         try:
             if not _in_backward() and self._owns(optimizer):
                 self._ends(self._live[0])
@@ -431,7 +431,7 @@ class Localiser:
             self._live.clear()
 
     def _after_step(self, optimizer: Optimizer) -> None:
-        """The recording of the next step begins."""
+        """Begin the recording of the next step."""
         try:
             if not _in_backward() and self._owns(optimizer):
                 self._live[0].begin()

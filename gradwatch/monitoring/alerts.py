@@ -58,7 +58,7 @@ def rule_alerts(ruleset: RuleSet, pace: Pace) -> Iterator[Alert]:
 
 
 def other_alert(ruleset: RuleSet, pace: Pace) -> Alert:
-    """For the rules of runs that have another rule file: one Prometheus watches many runs, and none may be silent.
+    """Alert for rules of runs that have another rule file: one Prometheus watches many runs, and none may be silent.
 
     Severity and kind are those that the run itself says.
     """

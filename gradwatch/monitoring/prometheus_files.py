@@ -135,10 +135,10 @@ def prometheus_rule(ruleset: RuleSet, pace: Pace, links: Links) -> dict[str, Any
 
 
 def alerts_text(ruleset: RuleSet, pace: Pace, links: Links, comment: str) -> str:
-    """rules/alerts.yml."""
+    """Text of `rules/alerts.yml`."""
     return to_yaml(alert_groups(ruleset, pace, links), comment)
 
 
 def recordings_text(pace: Pace, comment: str) -> str:
-    """rules/recording.yml."""
+    """Text of `rules/recording.yml`."""
     return to_yaml(recording_groups(recordings(pace)), comment)

@@ -40,7 +40,7 @@ class AdaptiveGradientClip(ElementwisePolicy):
         return by_rows(grad, param, self.ratio, self.eps, scale)
 
     def covered(self, mask: BoolArray, sites: Sites) -> BoolArray:
-        """Without the last layer, unless `last_layer`."""
+        """Mask without the last layer, unless `last_layer`."""
         return mask if self.last_layer else mask & ~_of_last_layer(sites)
 
     def misfit(self, covered: int, series: int) -> tuple[str, str] | None:

@@ -74,10 +74,10 @@ class Baseline(Policy):
         return self._spike.limit(state)
 
     def bound(self, state: State, roots: Floats) -> Bound:
-        """At `bounds`, for norms above `limits`."""
+        """Upper bound `bounds`, for norms above `limits`."""
         level = cast(LevelState, state)
         return Bound(np.full(len(roots), -np.inf), self.limits(level), self.bounds(level))
 
     def learn(self, state: State, norms: Floats, present: BoolArray) -> LevelState:
-        """As the detector: winsorised at 3σ̂."""
+        """Learn as the detector does: winsorised at 3σ̂."""
         return self._spike.learn(state, Sample(norms, usable(norms, present)))

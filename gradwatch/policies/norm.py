@@ -42,11 +42,11 @@ class ClipByNorm(Policy):
     max_norm: Positive = 1.0
 
     def coefficients(self, state: State, norms: Floats, present: BoolArray) -> Coefficients:
-        """As `clip_coefficient`, for K norms."""
+        """Coefficients of K norms, as `clip_coefficient`."""
         return clip_coefficients(norms, self.max_norm, present)
 
     def bound(self, state: State, roots: Floats) -> Bound:
-        """At most `max_norm`."""
+        """Upper bound `max_norm`."""
         most = np.full(len(roots), self.max_norm)
         return Bound(np.full(len(roots), -np.inf), most, most)
 

@@ -136,7 +136,7 @@ class ElementwisePolicy(AnyPolicy):
 
     @classmethod
     def works_in_backward(cls) -> bool:
-        """Always: it needs one parameter only."""
+        """True: it needs one parameter only."""
         return True
 
     def shape(self, grad: Tensor, param: Tensor, scale: float | Tensor, finite: bool) -> Tensor:

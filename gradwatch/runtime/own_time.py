@@ -56,7 +56,7 @@ class OwnTime:
 
 @contextmanager
 def labelled(begins: Callable[[str], None], ends: Callable[[], None]) -> Iterator[None]:
-    """While this is entered, call `begins` with the measuring function's name and `ends` around every measured call.
+    """Call `begins` with the measuring function's name, and `ends`, around every measured call while this is entered.
 
     The methods themselves are exchanged for so long: a step that is not profiled pays nothing.
     """

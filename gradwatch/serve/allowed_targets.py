@@ -33,7 +33,7 @@ class AllowedTargets:
 
     @classmethod
     def parse(cls, host: str, allowed: Iterable[str]) -> AllowedTargets:
-        """From `--reach HOST` and every `--allow NETWORK|NAME`; a word that is no network is a machine's name."""
+        """Parse `--reach HOST` and every `--allow NETWORK|NAME`; a word that is no network is a machine's name."""
         networks: list[_Network] = []
         names: set[str] = set()
         for word in allowed:

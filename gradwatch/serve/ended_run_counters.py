@@ -71,7 +71,7 @@ class Summary:
         return sum(sum(run_totals.firings.values()) for run_totals in self.totals_by_index.values())
 
     def view(self) -> View:
-        """For the families that outlive a process (`gradwatch.sinks.prometheus.final_metrics`)."""
+        """View for the families that outlive a process (`gradwatch.sinks.prometheus.final_metrics`)."""
         labels = optimizer_labels(self.totals_by_index)
         optimizers = [
             OptimizerView(labels[index], run_totals) for index, run_totals in self.totals_by_index.items()

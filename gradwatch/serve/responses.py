@@ -23,7 +23,7 @@ MOST_ENDED = 200
 
 
 def sd(fleet: Fleet, reach: str = "") -> Content:
-    """For `http_sd_configs`: whom to scrape, and the labels of its series.
+    """Targets for `http_sd_configs`, with the labels of their series.
 
     `reach` is the name by which Prometheus reaches processes whose endpoint is open to all (default: the name of
     their own machine).
@@ -68,7 +68,7 @@ def _ended(member: Member) -> Iterator[Family]:
 
 
 def _known(found: Iterable[Family], known: Known) -> Iterator[Family]:
-    """Without the counters that are not known."""
+    """Families without the counters that are not known."""
     for family in found:
         is_firings = family.metric.name == FIRINGS
         if known == "all" or family.metric.kind == "gauge" or (known == "firings" and is_firings):

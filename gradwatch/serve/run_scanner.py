@@ -62,7 +62,7 @@ class Fleet:
     """Those running whose address is not among the targets: not of this machine, and not allowed."""
 
     def ended_since(self, moment: float, most: int) -> list[Member]:
-        """Those with a summary that ended after `moment` (Unix time), the latest first."""
+        """Runs with a summary that ended after `moment` (Unix time), the latest first."""
         ended = [member for member in self.members if member.summary and member.summary.end.time >= moment]
         return ended[:most]
 

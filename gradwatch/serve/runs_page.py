@@ -42,7 +42,7 @@ def fleet_page(fleet: Fleet, now: float) -> Content:
 
 
 def reading_page(read: str) -> Content:
-    """Before the first look at thousands of folders is over; `read` says how far it is."""
+    """Page until the first look at thousands of folders is over; `read` is the number of those read."""
     return _html(
         "gradwatch: runs",
         f"<p>Reading the run folders for the first time: {html.escape(read)}.</p>",

@@ -32,7 +32,7 @@ class Lives(Protocol):
         """True if it ends with its models and all of them are gone."""
 
     def drop_dead(self) -> None:
-        """Before a backward: hold no parameter of an optimizer or a model that is gone."""
+        """Hold, before a backward, no parameter of an optimizer or a model that is gone."""
 
     def close(self) -> None:
         """End the session."""
@@ -65,7 +65,7 @@ class LiveSessions(Generic[W]):
             self._removes.append(backward_entry.listen(self._died, died))
 
     def discard(self, watch: W) -> None:
-        """It has been closed. The last one takes the taps with it."""
+        """Discard a session that was closed. The last one takes the taps with it."""
         if watch in self._live:
             self._live.remove(watch)
         while self._removes and not self._live:

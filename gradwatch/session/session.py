@@ -300,7 +300,7 @@ class Session:
             self._activity.failed("localise", error)
 
     def closure(self, run: Callable[[], Any]) -> AbstractContextManager[None]:
-        """While this is entered, the step to localise is what `run` computes."""
+        """Localise what `run` computes, while this is entered."""
         causes = None if self.attached is None else self.attached.causes
         return nullcontext() if causes is None else causes.closure(run)
 

@@ -41,7 +41,7 @@ class SessionSinks:
     def open(
         self, sinks: Sequence[Sink], run: RunInfo, strict: bool, say: Callable[[str, BaseException], None]
     ) -> None:
-        """Before the boundary is hooked: a thread that trains may step at any moment. `say` is given what is moved."""
+        """Open the sinks, before the boundary is hooked: a thread may step any time. `say` is given what is moved."""
         self._pid = run.pid
         self._breakers += [Breaker(sink, self._health, strict=strict) for sink in sinks]
         self._open = list(self._breakers)
@@ -74,7 +74,7 @@ class SessionSinks:
                 breaker.conclude(account)
 
     def forked(self) -> None:
-        """In a forked child what is open is the parent's: nothing is written to it."""
+        """Write nothing in a forked child: what is open is the parent's."""
         self._breakers.clear()
 
     def close(self) -> None:

@@ -61,7 +61,7 @@ def code_of(closure: Any) -> CodeType | None:
 
 
 class _Call:
-    """In the place of `_Noticed.__call__`."""
+    """Stand-in for `_Noticed.__call__`."""
 
     @untraced
     def __get__(self, instance: Any, owner: type | None = None) -> Any:
@@ -80,7 +80,7 @@ class _Call:
 
 
 class _Noticed:
-    """In the place of a closure: its attributes are those of the closure, asked for, set and deleted."""
+    """Stand-in for a closure: its attributes are those of the closure, asked for, set and deleted."""
 
     __slots__ = ("__weakref__", "after", "before", "closure")
     __call__ = _Call()

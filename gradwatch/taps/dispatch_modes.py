@@ -114,7 +114,7 @@ class Aside:
             raise
 
     def put_back(self) -> None:
-        """Both stacks as they were found; does nothing where they are put back."""
+        """Put both stacks back as they were found; does nothing where they are."""
         try:
             self._put_back()
         finally:  # once more: what arrived at the first must not leave the script without its modes
@@ -147,7 +147,7 @@ class Aside:
 
 @contextlib.contextmanager
 def as_found() -> Iterator[None]:
-    """Within an `Aside`: the stacks as the script has them, to look at, or to enter or leave a mode of gradwatch's."""
+    """Stacks as the script has them, inside an `Aside`, to look at, or to enter or leave a mode of gradwatch's."""
     aside = _here.outermost
     if aside is None:
         yield

@@ -22,7 +22,7 @@ from gradwatch.taps.swap_tensors import contents, revive
 
 
 class GradReadyHooks:
-    """At most one hook a slot. `ready` takes the slots whose gradients are ready, by graph task.
+    """Hooks, at most one a slot. `ready` takes the slots whose gradients are ready, by graph task.
 
     `arm` is called by the first hook of every graph task, and makes room there; it must not raise.
     """

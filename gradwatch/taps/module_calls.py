@@ -90,7 +90,7 @@ class _AndOurs:
 
 
 class _Noticed:
-    """In the place of `nn.Module._call_impl`: gives the twin to calls of modules that have listeners."""
+    """Stand-in for `nn.Module._call_impl`: gives the twin to calls of modules that have listeners."""
 
     def __init__(self, patch: Patch[type], layer: Layer[type]) -> None:
         self.patch = patch
@@ -99,7 +99,7 @@ class _Noticed:
         self.with_both = _rebuilt(layer.original, {_BEFORE: _before, _AFTER: _after})
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Of a class that is pickled by value (cloudpickle, in scripts): torch's own, in the process that reads it."""
+        """Pickle torch's own, for a class that is pickled by value (cloudpickle, in scripts)."""
         return getattr, (nn.Module, _NAME)
 
     @untraced_itself  # not what it calls too: while `untraced` code runs, `_listening` says that dynamo does not listen

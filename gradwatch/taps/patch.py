@@ -112,7 +112,7 @@ class Patch(Generic[L]):
 
 
 class OnLookup:
-    """In the place of a method: each listener is called with the instance on which it is looked up.
+    """Stand-in for a method: each listener is called with the instance on which it is looked up.
 
     The lookup gives the method itself, so that no frame of gradwatch is on the stack while it runs, nor in the
     traceback of one that raises. A lookup on the class gives None for the instance. `once` is called before the
@@ -133,7 +133,7 @@ class OnLookup:
         self._get = getattr(layer.original, "__get__", lambda *_: layer.original)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Of a class that is pickled by value (cloudpickle): what stands there in the process that reads it."""
+        """Pickle what stands there in the process that reads it, for a class pickled by value (cloudpickle)."""
         return getattr, self._place
 
     @untraced

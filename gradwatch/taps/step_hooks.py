@@ -140,7 +140,7 @@ def under_way() -> int:
 
 
 def _part_of(optimizer: Optimizer) -> list[bool]:
-    """Of each step on this thread's stack around this optimizer's, the innermost first, whether this one is part of it.
+    """True, for each step on this thread's stack around this optimizer's, the innermost first, if this is part of it.
 
     Empty where compiled steps hide them.
     """

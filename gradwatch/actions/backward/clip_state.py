@@ -201,7 +201,7 @@ class BackwardClipState:
         return grad * factor if made is None else made
 
     def on_device(self, k: int, grad: Tensor) -> Tensor | None:
-        """As `on_host`, with a factor that never leaves the device; always multiplied where there is a bound."""
+        """Clip as `on_host`, by a factor that never leaves the device; always multiplied where there is a bound."""
         bounds = at_site(self._bounds, k)
         shapes = self._elementwise is not None and k in self._elementwise.at
         if (not bounds and not shapes) or capturing() or not self._accumulates(k):

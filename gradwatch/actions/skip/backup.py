@@ -100,7 +100,7 @@ def _random_numbers(optimizer: Optimizer) -> Iterable[Restore]:
 
 
 def _attributes(owner: object) -> dict[str, Any]:
-    """Those attributes of an object that its own step may change: not torch's hooks and counts."""
+    """Attributes of an object that its own step may change: not torch's hooks and counts."""
     slots = [name for cls in type(owner).__mro__ for name in vars(cls).get("__slots__", ())]
     slotted = {name: getattr(owner, name) for name in slots if name != "__dict__" and hasattr(owner, name)}
     return slotted | {

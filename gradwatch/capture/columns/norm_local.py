@@ -202,7 +202,7 @@ class Probes:
         self.suspects.clear()
 
     def _seen_of(self, place: Mapping[int, int], norms: Mapping[int, float]) -> dict[int, float]:
-        """Those of the norms that belong to parameters with a new place, by that place."""
+        """Norms of parameters that have a new place, by that place."""
         ids = {k: id(self._params[k]) for k in norms}
         return {place[ids[k]]: norm for k, norm in norms.items() if ids[k] in place}
 

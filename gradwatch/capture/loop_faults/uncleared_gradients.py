@@ -53,7 +53,7 @@ class Still(NamedTuple):
 
 
 class UnclearedGradients:
-    """Of K parameters of one optimizer: those whose gradients of the last step the next backward adds to.
+    """Parameters, of K of one optimizer, to whose gradients of the last step the next backward adds.
 
     `params` and `arrivals` are those of its capture. `awaiting` holds it while a backward is to be compared.
     """

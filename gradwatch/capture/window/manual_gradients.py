@@ -17,7 +17,7 @@ from gradwatch.runtime.interruption import not_ours
 
 
 class ManualGradients:
-    """Of K gradients, those of the last step that no hook was called for: storage and version, by position."""
+    """Gradients of the last step that no hook was called for: storage and version, by position among K."""
 
     def __init__(self) -> None:
         self.seen = False  # of this step or the last, any was looked at

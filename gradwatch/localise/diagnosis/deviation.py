@@ -1,4 +1,4 @@
-"""By how much a step is off its usual levels: its gradients, and its loss."""
+"""Deviation of a step from its usual levels: of its gradients, and of its loss."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""From what was seen of a step to the one sentence that is wanted: the Finding."""
+"""Finding, the one sentence that is wanted, of what was seen of a step."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def warned(finding: Finding, traces: Sequence[Trace]) -> Finding:
 
 
 def _cause(traces: Sequence[Trace], by: By) -> Finding:
-    """In the order of the forward, then of the backward."""
+    """First cause in the order of the forward, then of the backward."""
     for number, trace in enumerate(traces):
         if trace.origin is not None and (trace.has_nan or not trace.incoming or _same_line(trace)):
             return from_origin(trace.origin, trace, by, number)
@@ -69,7 +69,7 @@ def _same_line(trace: Trace) -> bool:
 
 
 def _from_loss_side(trace: Trace, by: By, number: int) -> Finding:
-    """The gradient came so to the outputs, which are finite, or infinite on purpose as far as one can tell."""
+    """Finding of a gradient that came so to the outputs, which are finite, or infinite on purpose as it seems."""
     if trace.infinity is None:
         return Finding("loss", by, frames=trace.caller, result=trace.gradient, call=number, note=LOSS_SIDE)
     found = from_origin(trace.infinity, trace, by, number)

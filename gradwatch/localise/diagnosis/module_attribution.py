@@ -23,7 +23,7 @@ LEAF = 2**63  # AccumulateGrad is numbered beyond every operation
 
 
 def _kind(module: nn.Module) -> str:
-    """Its class, as the user wrote it: `fully_shard` makes an `FSDPNet` of a `Net`, and FSDP1 wraps it."""
+    """Class of a module, as the user wrote it: `fully_shard` makes an `FSDPNet` of a `Net`, and FSDP1 wraps it."""
     module = getattr(module, "_fsdp_wrapped_module", module)
     bases = type(module).__bases__
     return (

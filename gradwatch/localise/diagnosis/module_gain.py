@@ -98,7 +98,7 @@ def _root(squares: list[Tensor]) -> float:
 
 
 class Gain(NamedTuple):
-    """By how much a module, or what stands between two, multiplies the gradient that passes through it."""
+    """Factor by which a module, or what stands between two, multiplies the gradient that passes through it."""
 
     factor: float
     module: str
@@ -107,7 +107,7 @@ class Gain(NamedTuple):
 
 
 def gains(layers: Sequence[Layer], exploding: bool) -> list[Gain]:
-    """Of each layer, and of each gap between two; those that are not known left out."""
+    """Gains of each layer, and of each gap between two; those that are not known left out."""
     steps = [
         Gain(
             layer.gain,

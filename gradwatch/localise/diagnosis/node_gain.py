@@ -1,4 +1,4 @@
-"""By how much each node of a backward multiplies the gradient that passes through it.
+"""Factor by which each node of a backward multiplies the gradient that passes through it.
 
 The norm of what a node gives on to other nodes, over that of what it was given. A sum gives every element what it was
 given, and so a longer vector of the same numbers: of a node's gain in the L2 norm and in the largest element the

@@ -64,7 +64,7 @@ def with_activations(finding: Finding, off: Deviation, exploding: bool) -> Findi
 
 
 def _by_level(layers: Sequence[Layer], exploding: bool) -> Finding | None:
-    """By how far the layers are off, where no inputs are."""
+    """Finding by how far the layers are off, where no inputs are."""
     found = off_level(layers, exploding) or of_weights(layers, exploding)
     if found is None:
         return None

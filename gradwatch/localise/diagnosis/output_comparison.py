@@ -36,7 +36,7 @@ class Output(Protocol):
 
     @property
     def position(self) -> int:
-        """Its place among the outputs of that call."""
+        """Place of the output among those of its call."""
 
     @property
     def device(self) -> torch.device:
@@ -62,7 +62,7 @@ class Output(Protocol):
         """True if a later run gave the same as this one, bit for bit."""
 
     def described(self, name: str) -> tuple[Operand, Operand]:
-        """Its values in training, and run again."""
+        """Values of the output in training, and run again."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -115,7 +115,7 @@ class SmallOutput:
         return isinstance(later, SmallOutput) and bool(_equal(self.again, later.again).all())
 
     def described(self, name: str) -> tuple[Operand, Operand]:
-        """Its values in training, and run again."""
+        """Values of the output in training, and run again."""
         return describe(name, self.seen), describe("run again", self.again)
 
 

@@ -30,7 +30,7 @@ class State(NamedTuple):
 
     @property
     def finite(self) -> bool:
-        """Neither."""
+        """True if it has neither NaN nor Inf elements."""
         return not (self.nan or self.inf)
 
 
@@ -110,7 +110,7 @@ def finite(grads: Iterable[Tensor | None]) -> bool:
 
 
 def describe(name: str, tensor: Tensor) -> Operand:
-    """Its type, its shape, its odd elements counted, the range of the rest."""
+    """Type and shape of a tensor, its odd elements counted, the range of the rest."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     bare = Operand(name, dtype, tuple(tensor.shape), tensor.numel())
     if not readable(tensor):

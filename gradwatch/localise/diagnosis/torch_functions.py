@@ -48,7 +48,7 @@ class Calls(TorchFunctionMode):
 
 
 def spelled(func: Any) -> str:
-    """Its public name: `normalize`, `div` for `__truediv__`, `matmul` for `@`."""
+    """Public name of a function: `normalize`, `div` for `__truediv__`, `matmul` for `@`."""
     name = str(getattr(func, "__name__", ""))
     return OPERATORS.get(name, name.strip("_"))
 

@@ -40,12 +40,12 @@ class PreAttachCalls(ModelRecorder):
         self._filled = self._filled or any(map(backward.reaches, trained))
 
     def belongs_to(self, *owner: Any) -> None:
-        """From now on a Watch is its owner, which knows when gradients are thrown away."""
+        """Give it to a Watch from now on, which knows when gradients are thrown away."""
         self.unwatched = False
         super().belongs_to(*owner)
 
     def keep(self, tasks: set[int]) -> None:
-        """Forget the calls whose gradients have been thrown away: none of these graph tasks reached them."""
+        """Discard the calls whose gradients have been thrown away: none of these graph tasks reached them."""
         for call in [one for one in list(self.calls) if one.tasks and one.tasks.isdisjoint(tasks)]:
             self._discard(call)
 
@@ -104,7 +104,7 @@ class PreAttachRecorder(StepRecorder):
         return not (self._wrappers or self._families or self._criteria or self._former)
 
     def without(self, optimizer: Optimizer) -> None:
-        """Let go of the models that this optimizer trains: another recorder holds them."""
+        """Release the models that this optimizer trains: another recorder holds them."""
         self._close([one for one in self._families if one.recordings[0].moves(optimizer)])
 
     def handed_over(

@@ -44,7 +44,7 @@ class Kind:
         return count % AGAIN != 0
 
     def stood_beside(self, caller: tuple[CodeType, int], found: bool) -> None:
-        """Something was found beside a line that called a model for the first time, or nothing."""
+        """Note if something was found beside a line that called a model for the first time."""
         if len(self.alone) >= MOST_CALLERS:
             self.alone.clear()
         self.alone[caller] = 0 if found else self.alone.get(caller, 0) + 1

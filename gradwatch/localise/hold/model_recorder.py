@@ -151,14 +151,14 @@ class ModelRecorder:
             self._make_room()
 
     def drop(self) -> None:
-        """Let go of everything."""
+        """Release every call."""
         self.calls.clear()
         self.dropped = 0
         self.indices = None
         self._open = None
 
     def cleared(self, over: Container[int] | None = None) -> set[int]:
-        """Gradients of earlier backwards were thrown away: forget the calls that only those had reached.
+        """Release the calls that only gradients which were thrown away had reached.
 
         With `over` only what the graph tasks in it have reached. The graph tasks of what is forgotten.
         """
@@ -171,7 +171,7 @@ class ModelRecorder:
         return {task for call in gone for task in call.tasks}
 
     def taken(self, optimizer: Optimizer, before: int) -> None:
-        """A step has been taken: calls that led to it, or whose weights have moved, cannot be run again.
+        """Release, after a step, the calls that led to it or whose weights have moved: they cannot be run again.
 
         What is left are calls of other models whose backward is still to come (a generator's, at the step of its
         critic), unless they were made before the step numbered `before`.
@@ -217,7 +217,7 @@ class ModelRecorder:
         return known[2]
 
     def begins(self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """A call of the model begins. In one piece: a further Python call costs microseconds in cold caches."""
+        """Begin a call of the model. In one piece: a further Python call costs microseconds in cold caches."""
         try:
             if not _grad_enabled() or (muted_threads and is_muted()) or transform() is not None:
                 return
@@ -278,7 +278,7 @@ class ModelRecorder:
                 self._kind.stood_beside(caller, found)
 
     def _is_to_look_beside(self, caller: tuple[CodeType, int]) -> bool:
-        """In the first calls: whether to look for what stands beside the line that calls the model."""
+        """True if, as in the first calls, what stands beside the line that calls the model is to be looked for."""
         kind = self._kind
         if self._seen == 0:
             self._called_from = [caller]
@@ -292,7 +292,7 @@ class ModelRecorder:
         return True
 
     def _ends(self, module: nn.Module, args: Any, output: Any) -> None:
-        """A call of the model has ended: hold it, and the gradients at its outputs to come."""
+        """Hold a call of the model that has ended, and the gradients at its outputs to come."""
         try:
             if not _grad_enabled() or (muted_threads and is_muted()) or transform() is not None:
                 return
@@ -333,7 +333,7 @@ class ModelRecorder:
             self._failed("localise", error)
 
     def _learn_weights(self, module: nn.Module) -> None:
-        """In the first calls: whether its forward writes into its own parameters. From now on its parts may rest."""
+        """Learn, in the first calls, if its forward writes into its own parameters. From then on its parts may rest."""
         self._seen += 1
         if self._before_params is not None and _written(self._before_params, _versions(module)):
             self.refused = "its forward writes into its own parameters"
@@ -346,10 +346,10 @@ class ModelRecorder:
         self.parts = ()
 
     def _reached(self) -> None:
-        """A gradient has reached an output, while no Watch knows what becomes of it."""
+        """Note a gradient that has reached an output, while no Watch knows what becomes of it."""
 
     def _make_room(self) -> None:
-        """The latest call is alive anyway; earlier ones are held as far as the cap allows."""
+        """Release earlier calls as far as the cap asks for it; the latest is alive anyway."""
         earlier = list(self.calls)[:-1]
         held, count = sum(call.nbytes for call in earlier), len(earlier) + 1
         for call in earlier:
@@ -362,7 +362,7 @@ class ModelRecorder:
 
 @untraced
 def _gradient(recording: ModelRecorder, call: Call, position: int, grad: Tensor | None) -> None:
-    """A gradient has reached an output of the call: hold it; nothing is made of it."""
+    """Hold a gradient that has reached an output of the call; nothing is made of it."""
     try:
         if _tracing() or grad is None or call.reason:
             return
@@ -405,7 +405,7 @@ def _hold_arguments(call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -
 
 
 def _versions(module: nn.Module) -> dict[int, int]:
-    """By id: within its own forward, FSDP2 puts other parameters in the place of these."""
+    """Versions of parameters, by id: within its own forward, FSDP2 puts others in the place of these."""
     params = module_tree.parameters(module)
     return dict(zip(map(id, params), map(_version, params), strict=True))
 

@@ -109,7 +109,7 @@ def _numbers(tensor: Tensor) -> Restore:
 
 
 def _nothing() -> None:
-    """It cannot have changed."""
+    """No-op: it cannot have changed."""
 
 
 def _state(one: Any) -> Iterator[Restore]:
@@ -141,7 +141,7 @@ def _refill(container: Any, content: Any) -> None:
 
 
 def _same(one: Any, other: Any) -> bool:
-    """By identity of the items: comparing tensors would compare their numbers."""
+    """True if two hold the same items, by identity: comparing tensors would compare their numbers."""
     if isinstance(one, dict):
         pairs = zip(one.items(), other.items(), strict=True)
         return all(a is c and b is d for (a, b), (c, d) in pairs)

@@ -27,7 +27,7 @@ class NonFiniteLosses:
         self._remove = step_hooks.listen(after=self._step_taken, only_if=self.found)
 
     def close(self) -> None:
-        """Release everything."""
+        """Release every loss that is held."""
         self._remove()
         self.drop()
 
@@ -36,7 +36,7 @@ class NonFiniteLosses:
         self.found.clear()
 
     def add(self) -> None:
-        """A backward is about to run whose loss is not finite."""
+        """Hold the loop as it is, before a backward whose loss is not finite."""
         try:
             if len(self.found) < MOST:
                 self.found.append(LoopAtBackward(next_order(), scopes(exact=True)))
@@ -48,5 +48,5 @@ class NonFiniteLosses:
         return LoopAtBackward(sys.maxsize, scopes(exact=False))
 
     def _step_taken(self, optimizer: Optimizer) -> None:
-        """A step has been taken."""
+        """Release what is held, after a step."""
         self.drop()

@@ -60,12 +60,12 @@ class Generators:
         return found
 
     def restore(self) -> None:
-        """Put them back."""
+        """Put the generators' states back."""
         for source, state in self.states:
             source.write(state)
 
     def moved(self) -> list[Source]:
-        """Those that have been drawn from since."""
+        """Generators that have been drawn from since."""
         return [source for source, state in self.states if not _same(state, source.read())]
 
 
@@ -127,7 +127,7 @@ class Held:
         return self.looked_at
 
     def after(self) -> None:
-        """The forward has ended: learn what it drew from."""
+        """Learn what a forward that has ended drew from."""
         before, self.looked_at = self.looked_at, None
         self.learn(before)
 
@@ -142,17 +142,17 @@ class Held:
 
 
 def of_process() -> list[Source]:
-    """Those that everybody shares."""
+    """Generators that all code of the process shares."""
     return [PYTHON, NUMPY, *of_torch()]
 
 
 def of_torch() -> list[Source]:
-    """Those of torch. A CUDA generator's state is kept on the host: reading it waits for no device."""
+    """Generators of torch. A CUDA generator's state is kept on the host: reading it waits for no device."""
     return [CPU, *of_cuda()] if torch.cuda.is_initialized() else [CPU]
 
 
 def of_cuda() -> list[Source]:
-    """Those of the CUDA devices, in their order."""
+    """Generators of the CUDA devices, in their order."""
     return [_of_cuda(generator) for generator in torch.cuda.default_generators]
 
 
@@ -162,7 +162,7 @@ def _of_cuda(generator: torch.Generator) -> Source:
 
 
 def own(model: nn.Module) -> Iterator[Source]:
-    """Those in attributes of its modules, and in the globals of the modules' code."""
+    """Generators in attributes of its modules, and in the globals of the modules' code."""
     found = {id(one): one for one in written_in_place(model)[1] if isinstance(one, OWN)}
     seen: set[int] = set()
     for kind in {base for module in module_tree.modules(model) for base in type(module).__mro__}:

@@ -65,7 +65,7 @@ class Call:
         return self._given + self.seeds + kept
 
     def release(self, reason: str) -> None:
-        """Let go of every tensor; the call can no longer be run again."""
+        """Release every tensor; the call can no longer be run again."""
         self.args, self.kwargs, self.versions = (), {}, []
         self.buffers, self.gradients, self.returned, self.reason = {}, {}, None, reason
 

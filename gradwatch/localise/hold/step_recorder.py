@@ -64,7 +64,7 @@ class Family:
             adopt(recording)
 
     def step_taken(self, optimizer: Optimizer) -> None:
-        """A step has been taken while it is sought what the loop calls: was any of these called before it?"""
+        """Note, after a step, if any of these was called before it, while it is sought what the loop calls."""
         for recording in self.recordings:
             if recording.moves(optimizer):
                 break
@@ -79,7 +79,7 @@ class Family:
             self._descend()
 
     def _found(self) -> None:
-        """The loop calls some of these: the rest need not be held."""
+        """Seek no longer: the loop calls some of these, and the rest need not be held."""
         self.sought = False
         if self._kind.whole and len(self.recordings) == 1:
             return
@@ -108,7 +108,7 @@ class Family:
 
 
 def _parts(model: nn.Module) -> Iterator[nn.Module]:
-    """Its children; those of a list of modules, which is never called, in its place."""
+    """Children of a module; those of a list of modules, which is never called, in its place."""
     for child in dict.fromkeys(model._modules.values()):
         if child is None:
             continue
@@ -119,7 +119,7 @@ def _parts(model: nn.Module) -> Iterator[nn.Module]:
 
 
 def _within(model: nn.Module) -> list[nn.Module]:
-    """Its parts, level by level, as far as they may be held beside it without anybody noticing."""
+    """Parts of a module, level by level, as far as they may be held beside it unnoticed by the script."""
     found: dict[int, nn.Module] = {}
     level = [model]
     for _ in range(LEVELS):
@@ -210,7 +210,7 @@ class StepRecorder:
         self._former.clear()
 
     def drop(self) -> None:
-        """Let go of the calls: they belong to no step."""
+        """Release the calls: they belong to no step."""
         for recording in self:
             recording.drop()
 
@@ -289,7 +289,7 @@ class StepRecorder:
         return ModelRecorder(module, self._failed, self._max_bytes, steps=self._steps, **options)
 
     def _met(self, frame: FrameType | None) -> bool:
-        """A model is called from there; True if something stands beside it."""
+        """Look beside the line that calls a model; True if something stands there."""
         known: set[int] = set()
         for recording in self:
             model = recording.model()

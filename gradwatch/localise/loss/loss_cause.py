@@ -132,7 +132,7 @@ def _tried(held: Held, loops: Sequence[LoopAtBackward]) -> Iterator[tuple[Held, 
 def _cause(
     trace: Trace, scope: LoopScope, failed: Callable[[BaseException], None], effort: Effort
 ) -> Finding | None:
-    """The forward comes before the backward: a loss that is not finite has its cause there."""
+    """Cause, looked for in the forward first: a loss that is not finite has its cause there."""
     origin, note = trace.origin, ""
     if origin is None and trace.culprits:
         culprit = trace.culprits[0]

@@ -57,7 +57,7 @@ class _Everything(nn.Module):
         self.run = run
 
     def forward(self) -> None:
-        """Run it."""
+        """Run the forward."""
         self.run()
 
 
@@ -222,7 +222,7 @@ def _evaluated(interpreter: Interpreter, statements: LossStatements, scope: Scop
 
 
 def _outermost(models: Sequence[nn.Module]) -> list[nn.Module]:
-    """Each once, without those that are parts of another."""
+    """Outermost of these, each once: no part of another."""
     whole = list({id(model): model for model in models}.values())
     return [
         one

@@ -112,7 +112,7 @@ def loss_statements(
 def needed(
     ordered: Sequence[tuple[tuple[ast.With, ...], ast.stmt]], names: set[str]
 ) -> tuple[Statements, set[str]]:
-    """Those of the statements that the names depend on, and the names that they take from before."""
+    """Statements that the names depend on, and the names that they take from before."""
     kept: list[tuple[tuple[ast.With, ...], ast.stmt]] = []
     wanted = set(names)
     for around, statement in reversed(ordered):
@@ -127,7 +127,7 @@ def needed(
 
 
 def depending(statements: Statements, called: Collection[int]) -> Statements:
-    """Those that call a model, on the lines `called`, or depend on what one gave."""
+    """Statements that call a model, on the lines `called`, or depend on what one gave."""
     kept: list[tuple[tuple[ast.With, ...], ast.stmt]] = []
     names: set[str] = set()
     for around, statement in statements:

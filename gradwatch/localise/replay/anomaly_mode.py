@@ -23,14 +23,14 @@ class Raising:
         self._began = 0.0
 
     def begin(self) -> None:
-        """A step has ended: the next backward is checked."""
+        """Check the next backward, from the end of a step on."""
         if self._before is None and self.left > 0:
             self._before = torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()
             torch.set_anomaly_enabled(True, True)
             self._began = time.perf_counter()
 
     def end(self) -> Trace | None:
-        """The next step is about to be taken: nothing raised, so there is nothing to report."""
+        """End the check before the next step: nothing raised, so there is nothing to report."""
         if self._before is not None:
             self.left -= 1
             self.seconds += time.perf_counter() - self._began

@@ -38,7 +38,7 @@ def with_samples_at_fault(
     models: list[nn.Module],
     again: Callable[[nn.Module, Call, CallListener], None] | None,
 ) -> Finding:
-    """With the rows of that batch which are at fault: those of the gradients that came back, of an input its own too.
+    """Finding with the rows of the batch at fault: of the gradients that came back, and of an input its own too.
 
     Not where all rows are, as where the loss is NaN, or none. An input is asked only where it is the cause: a mask of
     -inf is none. Where its rows and those of the gradients differ, its first dimension is not that of the samples; nor

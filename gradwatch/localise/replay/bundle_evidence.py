@@ -173,7 +173,7 @@ def _rows(evidence: Evidence, held: list[tuple[nn.Module, Call]], finding: Findi
 
 
 def _generators(evidence: Evidence, n: int, found: Generators) -> GeneratorStates:
-    """Of one call; what was not looked at is not drawn from."""
+    """Generators of one call; what was not looked at is not drawn from."""
     name = f"generator.{n}"
     saved: dict[str, Any] = {}
     cuda: dict[str, str] = {}
@@ -250,7 +250,7 @@ def _intact(call: Call) -> bool:
 
 
 def _buffers(evidence: Evidence, n: int, base: nn.Module, before: Mapping[str, Tensor]) -> dict[str, str]:
-    """As they were before the step's first call, as far as forwards change them."""
+    """Buffers as they were before the step's first call, as far as forwards change them."""
     named = base.named_buffers(remove_duplicate=False)
     found = {name: evidence.keep(f"buffer.{n}.{name}", before.get(name, buffer)) for name, buffer in named}
     return {name: kept for name, kept in found.items() if kept}

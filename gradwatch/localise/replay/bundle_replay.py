@@ -323,7 +323,7 @@ class _WithLoss(nn.Module):
         self.training = model.training
 
     def forward(self, *args: Any, **kwargs: Any) -> Tensor:
-        """The loss."""
+        """Compute the loss."""
         return self.loss_fn(self.model(*args, **kwargs))
 
 

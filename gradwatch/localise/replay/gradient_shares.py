@@ -79,7 +79,7 @@ class PartsOfCalls(CallListener):
 
     @property
     def whole(self) -> float:
-        """All parts."""
+        """Sum of all parts."""
         return sum(self._parts.values())
 
     def carriers(self, calls: Sequence[Call]) -> list[Call]:
@@ -104,7 +104,7 @@ class PartsOfCalls(CallListener):
         return max((abs(part) for key, part in self._parts.items() if key not in kept), default=0.0)
 
     def ended(self, replayed: Replayed, gradients: Mapping[int, Tensor]) -> None:
-        """The backward of a call has given these gradients, by the id of the stand-in."""
+        """Take in the gradients that the backward of a call has given, by the id of the stand-in."""
         pairs = self.directions.of(replayed) if self.directions.usable else []
         own = [(gradients[id(leaf)], grad) for leaf, grad in pairs if id(leaf) in gradients]
         self._parts[id(replayed.call)] = sum(_dot(one, grad) for one, grad in own)
@@ -204,7 +204,7 @@ class RowsMixed(_RowsTraced):
         return sound
 
     def begins(self, replayed: Replayed) -> None:
-        """Look at it."""
+        """Look at a call that has been run again."""
         finite_rows = [row for row in range(self._size) if row not in self._unknown]
         if (
             replayed.call is not self._call or len(finite_rows) < 3
@@ -286,7 +286,7 @@ class RowsOfCall(_RowsTraced):
     def _checked(
         self, replayed: Replayed, pairs: list[tuple[Tensor, Tensor]], rows: Sequence[int]
     ) -> tuple[float, float, bool]:
-        """Of these rows: their part, the length of their gradient, and whether they are samples of the batch."""
+        """Part of these rows, the length of their gradient, and whether they are samples of the batch."""
         gradients = self._backward(replayed, rows, [*(leaf for leaf, _ in pairs), *self._inputs, *self._made])
         of_leaves, of_rows = gradients[: len(pairs)], gradients[len(pairs) :]
         own = [(one, grad) for one, (_, grad) in zip(of_leaves, pairs, strict=True) if one is not None]

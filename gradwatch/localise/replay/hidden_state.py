@@ -147,7 +147,7 @@ class _Comparable:
         return [self.of(one, depth) for one in (*_closed_over(value), value.__defaults__, value.__dict__)]
 
     def _attributes(self, value: Any, depth: int) -> Any:
-        """Of an object or class of the user's: what it holds beside code."""
+        """Attributes of an object or class of the user's that are not code."""
         try:
             held = object.__getattribute__(value, "__dict__")
         except AttributeError:
@@ -237,7 +237,7 @@ def _names(
 
 
 class SystemCalls:
-    """While this is entered: what this thread first asks the system, or a clock, and on which line.
+    """Call that this thread first makes of the system, or of a clock, while this is entered, and its line.
 
     `codes` are the functions of Python's that ran. `known` False: another profiler was there, and nothing was looked
     at. No garbage is collected meanwhile: what that calls (finalizers, `gc.callbacks`) is no part of the forward.

@@ -40,7 +40,7 @@ class Live:
         self._began = 0.0
 
     def begin(self) -> None:
-        """A step has ended: record the next one. Raises `Refused` where that could disturb the job."""
+        """Record the next step, after one has ended. Raises `Refused` where that could disturb the job."""
         if self._recorder is None and self.left > 0:
             try:
                 # The hooks of a step run with the modes of the script set aside.
@@ -79,7 +79,7 @@ class Live:
         return self._recorder is not None
 
     def end(self) -> Trace | None:
-        """The next step is about to be taken; None where nothing was being recorded."""
+        """End the recording before the next step is taken; None where nothing was being recorded."""
         if self._recorder is None:
             return None
         with dispatch_modes.as_found():

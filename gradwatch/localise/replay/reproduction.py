@@ -53,7 +53,7 @@ class Outputs(CallListener):
         self.whole = True  # all outputs that a gradient came to were kept
 
     def begins(self, replayed: Replayed) -> None:
-        """A call has been run again."""
+        """Take in the outputs of a call that has been run again."""
         for position, again in zip(replayed.call.gradients, replayed.roots, strict=True):
             output = output_of(replayed.call, replayed.base, position, again)
             if output is None:
@@ -94,16 +94,16 @@ class WithOutputs(Outputs):
         self._beside = beside
 
     def forward(self, call: Call, inputs: Any) -> Any:
-        """Passed on."""
+        """Pass on to the listener beside."""
         return self._beside.forward(call, inputs)
 
     def begins(self, replayed: Replayed) -> None:
-        """Passed on too."""
+        """Pass on a call that has been run again, too."""
         super().begins(replayed)
         self._beside.begins(replayed)
 
     def ended(self, replayed: Replayed, gradients: Mapping[int, Tensor]) -> None:
-        """Passed on."""
+        """Pass on to the listener beside."""
         self._beside.ended(replayed, gradients)
 
 
@@ -120,7 +120,7 @@ class OutputsAndState(Outputs):
 
     @contextmanager
     def forward(self, call: Call, inputs: Any) -> Iterator[Any]:
-        """Around one forward."""
+        """Look, around one forward, for what is not restored."""
         self._held |= {_key(source) for source, _ in call.generators.states}
         before, generators = state_of(self._models), Generators.now(self._models)
         with SystemCalls() as system:

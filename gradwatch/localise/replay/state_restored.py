@@ -67,7 +67,7 @@ def aliases(
 
 
 def _parameters_and_buffers(model: nn.Module) -> Callable[[], None]:
-    """They are in their places again: an exception from outside (Ctrl-C) may leave some stand-ins there."""
+    """Function that puts parameters and buffers back in their places, where Ctrl-C may leave stand-ins."""
     places: list[tuple[dict[str, Any], str, Tensor | None]] = []
     for module in model.modules():
         for place in (module._parameters, module._buffers):

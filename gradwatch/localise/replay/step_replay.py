@@ -95,10 +95,10 @@ class CallListener:
         return nullcontext(inputs)
 
     def begins(self, replayed: Replayed) -> None:
-        """Its backward is about to start."""
+        """Note that the backward is about to start."""
 
     def ended(self, replayed: Replayed, gradients: Mapping[int, Tensor]) -> None:
-        """Its backward gave these gradients, by the id of the leaf."""
+        """Take in the gradients that the backward gave, by the id of the leaf."""
 
 
 def replay(
@@ -169,7 +169,7 @@ class _Step(nn.Module):
         self.run = run
 
     def forward(self) -> None:
-        """Run it."""
+        """Run the call's forward."""
         self.run(self.model)
 
 
@@ -217,7 +217,7 @@ def _again(
 
 
 def _outputs(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """Of one call of the model: what its forward returned, before hooks of its own, as the gradients held are of."""
+    """Outputs of one call of the model, before hooks of its own, as the gradients that are held are of."""
     made: list[Any] = []
 
     def after(module: nn.Module, args: Any, output: Any) -> None:

@@ -102,7 +102,7 @@ def replaced(hooks: dict[int, Hook], number: int, other: Hook) -> Callable[[], N
 
 
 def _handles(handle: Any) -> Sequence[Any]:
-    """FSDP2 keeps one handle, or one of several."""
+    """Handles of FSDP2, which keeps one, or one of several."""
     return getattr(handle, "handles", (handle,))
 
 

@@ -26,7 +26,7 @@ def parallelised(model: nn.Module) -> bool:
 
 @contextlib.contextmanager
 def without_parallelism(model: nn.Module) -> Iterator[None]:
-    """These hooks do nothing."""
+    """Have the hooks of tensor parallelism do nothing."""
     restores: list[Callable[[], None]] = []
     try:
         for module in model.modules():

@@ -148,7 +148,7 @@ class Causes:
         return self._localiser.refusal(held)
 
     def closure(self, run: Callable[[], Any]) -> AbstractContextManager[None]:
-        """While this is entered, the step to localise is what `run` computes."""
+        """Localise what `run` computes, while this is entered."""
         return self._localiser.closure(run)
 
     def discard(self) -> None:
@@ -273,7 +273,7 @@ def factors_of_usual(snapshot: Snapshot, usual: Mapping[str, float]) -> dict[str
 
 
 def deviation(snapshot: Snapshot, usual: Usual, usual_loss: Callable[[], float]) -> Deviation:
-    """By how much a step is off its usual levels, as far as they are known."""
+    """Deviation of a step from its usual levels, as far as they are known."""
     sites = snapshot.sites
     order = sites.depths.argsort(kind="stable").tolist()  # sync: numpy
     names = [sites.names[k] for k in order if sites.kinds[k] == "param"]

@@ -217,7 +217,7 @@ class RuleBindings:
         return found
 
     def begun(self) -> list[OptimizerRules]:
-        """Those of optimizers that have stepped, or that there is something to say of; all where none has.
+        """Rules of optimizers that have stepped, or that there is something to report of; all where none has.
 
         An optimizer that another one wraps, and that never steps itself, holds nothing back.
         """

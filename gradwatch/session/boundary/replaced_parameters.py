@@ -43,7 +43,7 @@ class ReplacedParameters:
         return any(self._exchange(loop, slot, value) for loop in self._loops() if slot in loop[0].position)
 
     def look(self) -> bool:
-        """Before a backward: find what has come in other ways, and watch what was added; True if anything has."""
+        """Find, before a backward, what has come in other ways, and watch what was added; True if anything has."""
         slots, places = self._capture.slots, self._capture.coverage.places
         registrations = self._capture.coverage.registrations[0]
         changed, self._looked = self._looked != registrations, registrations
@@ -70,7 +70,7 @@ class ReplacedParameters:
         return True
 
     def lost(self, slots: Iterable[int]) -> list[int]:
-        """Those of these slots whose parameter nothing has succeeded, though its place is another's, or gone."""
+        """Slots of these whose parameter nothing has succeeded, though its place is another's, or gone."""
         lost, params = self._capture.coverage.places.lost, self._capture.slots.params
         return [slot for slot in slots if lost(slot, params[slot])]
 

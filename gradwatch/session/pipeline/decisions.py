@@ -44,7 +44,7 @@ class Decisions:
         return verdict, decision
 
     def _without_verdict(self, bound_rules: OptimizerRules, snapshot: Snapshot) -> Decision:
-        """As the other ranks are about to do, who have the same numbers and no error."""
+        """Decide as the other ranks are about to, which have the same numbers and no error."""
         decision, bound_rules.state = bound_rules.bound.clip(
             bound_rules.bound.fallback(snapshot.total_norm), bound_rules.state, snapshot, self._policy_failed
         )

@@ -325,7 +325,7 @@ class StepPipeline:
             return ()
 
     def _with_confirmed(self, step: StepContext) -> StepContext:
-        """With what the weights have confirmed of an earlier step: this rank's own, so not where the rule acts."""
+        """Add what the weights have confirmed of an earlier step: this rank's own, so not where the rule acts."""
         confirmed = step.bound_rules.health_tracker.take_confirmed()
         if self._acts_on_jumps:
             return step

@@ -1,4 +1,4 @@
-"""From what the Prometheus sink knows to metric families: one reader per row of the catalogue.
+"""Metric families made of what the Prometheus sink knows: one reader per row of the catalogue.
 
 The text of a scrape, the Collector and the status page are all made from a `View`, so they cannot disagree.
 """

@@ -126,7 +126,7 @@ def _of_the_mode(warning: Any) -> bool:
 
 
 class _WithLines:
-    """In the place of a pattern: matches these warnings where the mode is on for a recording only."""
+    """Stand-in for a pattern: matches these warnings where the mode is on for a recording only."""
 
     def match(self, text: str) -> bool:
         """True if the warning with this text is ignored."""

@@ -12,7 +12,7 @@ _OURS = -1  # torch numbers its own hooks from 0 on
 
 
 def on_gradient(tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:
-    """As `tensor.register_hook(hook)`, for a tensor that autograd computed and a hook that is never removed.
+    """Hook a tensor that autograd computed, as `tensor.register_hook(hook)`, for good.
 
     The first hook of a plain tensor is put where torch would put it; what is saved is the handle to remove it by.
     """

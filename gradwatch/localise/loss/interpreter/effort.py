@@ -38,7 +38,7 @@ class Effort:
             raise TooMuchError(f"the loss code takes longer than {SECONDS:.0f} s")
 
     def memory(self, size: int) -> None:
-        """So many bytes more are kept."""
+        """Count bytes that are kept in addition."""
         self._bytes -= size
         if self._bytes < 0:
             raise TooMuchError(f"the tensors of the loss code take more than {BYTES >> 20} MiB")

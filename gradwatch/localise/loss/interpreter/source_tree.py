@@ -107,7 +107,7 @@ def own_nodes(tree: ast.AST) -> Iterator[ast.AST]:
 def path_to(
     body: list[ast.stmt], line: int, part: ast.expr
 ) -> list[tuple[ast.stmt | None, list[ast.stmt], int]]:
-    """From the outermost statement on that line to the innermost: (owner, its list of statements, place in it).
+    """Path to the innermost statement on that line from the outermost: (owner, its list of statements, place in it).
 
     Of several on one line it is the one that `part` is of, else the first.
     """
