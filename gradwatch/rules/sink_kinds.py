@@ -119,6 +119,61 @@ class MLflowOptions(ParameterOptions):
     every: Count = unset("A point every N steps (10), and whenever a rule changes state or acts.")
 
 
+_VARIABLE = r"\$\{[A-Za-z_][A-Za-z0-9_]{0,127}\}"
+SECRET = rf"^{_VARIABLE}$"
+SECRET_URL = rf"^(https?://[^\s@]{{1,1000}}|{_VARIABLE})$"
+ADDRESS = r"^[^\s@,<>]{1,64}@[^\s@,<>]{1,253}$"
+Secret = Annotated[str, Limits(pattern=SECRET)]
+SecretUrl = Annotated[str, Limits(pattern=SECRET_URL)]
+Address = Annotated[str, Limits(pattern=ADDRESS)]
+
+
+class MessageOptions(Parameters):
+    """A sink that writes to people."""
+
+    group_seconds: NotNegative = unset("How long news is collected for one message; 5.")
+    every_seconds: NotNegative = unset("The least time between two messages; 60.")
+    severity: Literal["info", "warning", "critical"] = unset(
+        "Rules of at least this severity are written of; warning."
+    )
+
+
+class WebhookOptions(MessageOptions):
+    """Messages as JSON to an HTTP endpoint."""
+
+    url: SecretUrl = key(description="Where to POST; ${NAME} is the value of an environment variable.")
+    body: dict[str, Any] = unset(
+        "The JSON to send; $subject $text $status $severity $run_id $host $script $directory are filled in, "
+        "$alerts is the list."
+    )
+    token: Secret = unset("Bearer token: ${NAME} of an environment variable.")
+
+
+class SlackOptions(MessageOptions):
+    """Messages to a Slack channel."""
+
+    url: Secret = unset(
+        "Address of the incoming webhook: ${NAME} of an environment variable; ${SLACK_WEBHOOK_URL}."
+    )
+
+
+class EmailOptions(MessageOptions):
+    """Messages by e-mail."""
+
+    server: Annotated[
+        str, Limits(pattern=r"^(\[[0-9A-Fa-f:.]{2,45}\]|[A-Za-z0-9._-]{1,253}):[0-9]{1,5}$")
+    ] = key(description="HOST:PORT of an SMTP server.")
+    sender: Address = key(description="The address that messages come from.")
+    to: Annotated[list[Address], Limits(min_length=1)] = key(description="Who gets them.")
+    tls: Literal["starttls", "tls", "none"] = unset(
+        "starttls (ports 25, 587; the default), tls from the first byte (465), or none."
+    )
+    user: Annotated[str, Limits(min_length=1, max_length=256)] = unset(
+        "Login, or ${NAME}; without it there is none."
+    )
+    password: Secret = unset("${NAME} of an environment variable; ${SMTP_PASSWORD}.")
+
+
 class SinkKind(NamedTuple):
     """`factory` makes the sink from its options as keywords, or names such a callable as "package.module:attribute".
 
@@ -131,14 +186,17 @@ class SinkKind(NamedTuple):
 
 SINKS: dict[str, SinkKind] = {
     "alertmanager": SinkKind(".alertmanager:AlertmanagerSink", AlertmanagerOptions),
+    "email": SinkKind(".notify.smtp:EmailSink", EmailOptions),
     "journal": SinkKind(".journal:JournalSink", JournalOptions),
     "log": SinkKind(".log:LogSink", LogOptions),
     "mlflow": SinkKind(".trackers.mlflow:MLflowSink", MLflowOptions),
     "otlp": SinkKind(".otlp:OTLPSink", OTLPOptions),
     "prometheus": SinkKind(".prometheus.sink:PrometheusSink", PrometheusOptions),
     "pushgateway": SinkKind(".prometheus.pushgateway:PushgatewaySink", PushgatewayOptions),
+    "slack": SinkKind(".notify.slack:SlackSink", SlackOptions),
     "tensorboard": SinkKind(".trackers.tensorboard:TensorBoardSink", TensorBoardOptions),
     "textfile": SinkKind(".prometheus.textfile:TextfileSink", TextfileOptions),
     "wandb": SinkKind(".trackers.wandb:WandbSink", WandbOptions),
+    "webhook": SinkKind(".notify.webhook:WebhookSink", WebhookOptions),
 }
 """By the name in a rule file; `gradwatch.sinks.register_sink` adds to it."""

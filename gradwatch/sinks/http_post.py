@@ -21,24 +21,24 @@ def checked_url(text: str) -> str:
     return text.rstrip("/")
 
 
-def post_json(url: str, document: Any, token_file: str | None = None) -> None:
+def post_json(url: str, document: Any, token_file: str | None = None, bearer: str = "") -> None:
     """POST `document`; OSError (of which HTTPError and URLError are kinds) unless the answer is 2xx.
 
-    `token_file` holds a bearer token and is read every time: tokens are changed while jobs run.
+    `token_file` holds a bearer token and is read every time: tokens are changed while jobs run; `bearer` is one.
     """
-    post(url, json.dumps(document).encode("ascii"), "application/json", token_file)
+    post(url, json.dumps(document).encode("ascii"), "application/json", token_file, bearer)
 
 
-def post(url: str, body: bytes, content_type: str, token_file: str | None = None) -> None:
-    """POST `body`; OSError unless the answer is 2xx. `token_file` as in `post_json`."""
-    headers: dict[str, str] = {"Content-Type": content_type, **_authorization(token_file)}
+def post(url: str, body: bytes, content_type: str, token_file: str | None = None, bearer: str = "") -> None:
+    """POST `body`; OSError unless the answer is 2xx. `token_file` and `bearer` as in `post_json`."""
+    headers: dict[str, str] = {"Content-Type": content_type, **_authorization(token_file, bearer)}
     request = urllib.request.Request(url, data=body, headers=headers, method="POST")
     with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS):
         pass
 
 
-def _authorization(token_file: str | None) -> Mapping[str, str]:
+def _authorization(token_file: str | None, bearer: str) -> Mapping[str, str]:
     if token_file is None:
-        return {}
+        return {"Authorization": f"Bearer {bearer}"} if bearer else {}
     with open(token_file, encoding="utf-8") as file:
         return {"Authorization": f"Bearer {file.read(1 << 16).strip()}"}

@@ -45,7 +45,7 @@ def test_each_built_in_sink_is_built_by_name(kind: str, options: dict[str, objec
     ("kind", "options", "says"),
     [
         ("promtheus", {}, "did you mean 'prometheus'"),
-        ("carrier-pigeon", {}, "there are: alertmanager, journal, log, mlflow, otlp, prometheus"),
+        ("carrier-pigeon", {}, "there are: alertmanager, email, journal, log, mlflow, otlp, prometheus"),
         ("prometheus", {"topk": 3}, "no option 'topk'; did you mean 'top_k'"),
         ("prometheus", {"params": "best"}, "'best' is not one of off, worst, match, all"),
         ("prometheus", {"params": "match"}, "needs globs"),

@@ -79,6 +79,7 @@ def make_event(kind: Any = "firing", rule: str = "non-finite", step: int = 0, **
     """A transition of one of `RULES`."""
     known = {info.id: info for info in RULES}
     detector, severity = (known[rule].kind, known[rule].severity) if rule in known else ("above", "info")
+    severity = fields.pop("severity", severity)
     return Event(kind, rule, detector, severity, fields.pop("optimizer", 0), step, "incident-1", **fields)
 
 

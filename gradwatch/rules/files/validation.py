@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from gradwatch.records.columns import is_observed
+from gradwatch.rules.sink_kinds import ADDRESS, SECRET, SECRET_URL
 from gradwatch.rules.yaml.nodes import (
     MAX_SUGGESTIONS,
     Map,
@@ -58,7 +59,12 @@ _PATTERNS = {
     "after": "'k in n', such as 3 in 100",
     "labels": "a name of letters, digits and _, starting with a letter",
     "annotations": "a name of letters, digits and _, starting with a letter",
+    "server": "HOST:PORT, such as smtp.example.org:587",
+    ADDRESS: "an e-mail address",
+    SECRET: "${NAME}: an environment variable, for a secret has no place in a rule file",
+    SECRET_URL: "a URL without user and password, or ${NAME}: an environment variable that holds it",
 }
+"""What is wanted, by the name of the key or by the pattern."""
 
 
 def check(
@@ -250,7 +256,8 @@ def _describe(error: Any, node: Node, name: str, problems: Problems) -> tuple[st
     if kind == "measured":
         return "GW208", f"{label} cannot be {shown(node)}: {error['msg']}", ""
     if kind == "string_pattern_mismatch":
-        wanted = _PATTERNS.get(name, f"text that matches {context['pattern']}")
+        pattern = str(context["pattern"])
+        wanted = _PATTERNS.get(name) or _PATTERNS.get(pattern, f"text that matches {pattern}")
         return "GW106", f"{label} must be {wanted}, not {shown(node)}", ""
     return "GW105", f"{label}: {str(error['msg'])[:200]}", ""
 

@@ -1,0 +1,1 @@
+"""Messages to people, without a monitoring stack: an HTTP endpoint, Slack, e-mail."""

@@ -1,0 +1,107 @@
+"""The state of rules that people are notified of: when it fired, how often, whether it is over, and its cause."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import get_args
+
+from gradwatch.incidents import explanation
+from gradwatch.records.event import Event, Severity
+from gradwatch.records.record import Record
+
+SEVERITIES: tuple[Severity, ...] = get_args(Severity)
+MOST_NOTICES = 256
+"""Rules that are kept at a time: as many as a message can be read of, several times over."""
+
+
+@dataclass(frozen=True, slots=True)
+class Notice:
+    """One rule of one optimizer since it was last reported: `event` is its first firing, `times` counts them.
+
+    `resolved` is the step at which it was over, None while it fires; `actions` are what was done, or, as
+    "would skip_step", held back by shadow mode; `cause` is one sentence, "" where none was found (yet).
+    """
+
+    event: Event
+    last_step: int
+    times: int = 1
+    resolved: int | None = None
+    actions: tuple[str, ...] = ()
+    cause: str = ""
+    reported: bool = False
+    """True if a message has said that it fires."""
+
+    @property
+    def is_news(self) -> bool:
+        """True if the last message, or none so far, said something else than is so now."""
+        return self.resolved is not None or not self.reported
+
+
+class Notices:
+    """The notices of one run, kept until they have been sent. Not synchronised: the owner holds a lock."""
+
+    def __init__(self, severity: Severity = "info") -> None:
+        """Rules below `severity` are not looked at."""
+        self._least = SEVERITIES.index(severity)
+        self._notices: dict[tuple[str, int], Notice] = {}
+        self.dropped = 0  # rules that fired beside MOST_NOTICES others
+
+    def observe(self, record: Record) -> bool:
+        """Take the transitions and causes of one step; True if there is news."""
+        news = False
+        for event in record.verdict.events:
+            news |= self._transition(event, record)
+        for finding in record.findings:
+            for key, notice in self._notices.items():
+                if key[0] == finding.rule and notice.resolved is None and not notice.cause:
+                    self._notices[key] = replace(notice, cause=explanation.sentence(finding))
+        return news
+
+    def news(self) -> list[Notice]:
+        """The notices of the next message, in the order in which the rules fired."""
+        return [notice for notice in self._notices.values() if notice.is_news]
+
+    def confirm(self, sent: Sequence[Notice]) -> None:
+        """These have been sent: what is over is dropped, what fires is not news until it is over."""
+        for notice in sent:
+            key = notice.event.rule, notice.event.optimizer
+            known = self._notices.get(key)
+            if known is None:
+                continue
+            if notice.resolved is not None and known.resolved == notice.resolved:
+                del self._notices[key]
+            else:  # said to be over, and firing again meanwhile: that is news
+                self._notices[key] = replace(known, reported=notice.resolved is None)
+
+    def _transition(self, event: Event, record: Record) -> bool:
+        key = event.rule, event.optimizer
+        known = self._notices.get(key)
+        if event.kind == "resolved":
+            if known is None or known.resolved is not None:
+                return False
+            self._notices[key] = replace(known, resolved=event.step)
+            return True
+        if event.kind not in ("firing", "repeat", "escalated", "failed") or event.inhibited:
+            return False
+        if known is not None:
+            # The same incident goes on, or comes back before the message that it was over.
+            times = known.times + (event.kind == "firing")
+            done = tuple(dict.fromkeys((*known.actions, *_done(event, record))))
+            self._notices[key] = replace(
+                known, last_step=event.step, times=times, resolved=None, actions=done
+            )
+            return not known.reported
+        if event.kind != "firing" or not event.notify or SEVERITIES.index(event.severity) < self._least:
+            return False
+        if len(self._notices) >= MOST_NOTICES:
+            self.dropped += 1
+            return False
+        self._notices[key] = Notice(event, event.step, actions=_done(event, record))
+        return True
+
+
+def _done(event: Event, record: Record) -> tuple[str, ...]:
+    """Actions of the rule at this step."""
+    orders = (order for order in record.decision.orders if order.rule == event.rule)
+    return tuple(sorted({f"would {order.action}" if order.shadow else order.action for order in orders}))

@@ -1,0 +1,135 @@
+"""Collects what is news for people and sends it: grouped, rarely, again until it has arrived."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+
+from gradwatch.errors import AttachError
+from gradwatch.records.event import Severity
+from gradwatch.records.record import Record
+from gradwatch.records.run_info import RunInfo
+from gradwatch.runtime.background_worker import Job, background_worker
+from gradwatch.runtime.internal_errors import Health
+from gradwatch.sinks.notify.message import Message, message
+from gradwatch.sinks.notify.notices import Notices
+
+GROUP_SECONDS = 5.0
+"""From the first news to its message: one fault fires several rules within some steps."""
+EVERY_SECONDS = 60.0
+"""Between two messages: what changes in between is said together."""
+_CLOSE_SECONDS = 2.0
+_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
+
+
+class Notifier(ABC):
+    """Base of the sinks that write to people of rules of at least `severity`; of a job's ranks only rank 0 does.
+
+    The first message leaves `group_seconds` after a rule fires, the next at least `every_seconds` after it; at a
+    stop of training, and at the end of the run, what is left leaves at once. A rule is said to fire once, and once to
+    be over. A message that does not arrive is sent again, with what is news by then, after 1, 2, 4 … 60 s;
+    failures are counted under `name` and never reach training.
+    """
+
+    name: str
+
+    def __init__(
+        self,
+        group_seconds: float = GROUP_SECONDS,
+        every_seconds: float = EVERY_SECONDS,
+        severity: Severity = "warning",
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        if not (0 <= group_seconds < math.inf and 0 <= every_seconds < math.inf):
+            raise ValueError("group_seconds and every_seconds must be 0 or more")
+        self._group, self._every, self._clock = group_seconds, every_seconds, clock
+        self._lock = threading.Lock()
+        self._notices = Notices(severity)
+        self._since: float | None = None  # the first news that is not sent
+        self._sent = -math.inf
+        self._at_once = False
+        self._run, self._health = RunInfo("", ""), Health()
+        self._job: Job | None = None
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Look up secrets; raises AttachError where one is missing."""
+
+    @abstractmethod
+    def send(self, message: Message) -> None:
+        """Send one message, in the worker's thread; bounded in time; raises OSError where it does not arrive."""
+
+    def open(self, run: RunInfo, health: Health) -> None:
+        """Look up secrets and get a worker; nothing is sent before a rule fires."""
+        self._run, self._health = run, health
+        if run.rank != 0:
+            return
+        self.prepare()
+        if self._job is None:
+            self._job = background_worker().enter(self.name, self._deliver, health)
+
+    def write(self, record: Record) -> None:
+        """Take the transitions of one step: nothing at all on most."""
+        if self._job is None or not (record.verdict.events or record.findings):
+            return
+        with self._lock:
+            news = self._notices.observe(record)
+            if news and self._since is None:
+                self._since = self._clock()
+        if news:
+            background_worker().wake(self._job)
+
+    def flush(self, timeout: float) -> bool:
+        """Send what is news at once; False where it has not arrived after `timeout` seconds."""
+        if self._job is None or self._job.inherited:
+            return True
+        with self._lock:
+            if self._since is None:
+                return True
+            self._at_once = True
+        return background_worker().wait_for(self._job, timeout)
+
+    def close(self) -> None:
+        """Send what is left, waiting for it at most 2 s."""
+        if not self.flush(_CLOSE_SECONDS):
+            self._health.report(self.name, TimeoutError("the last message did not arrive in time"))
+        ended, self._job = self._job, None
+        if ended is not None:
+            background_worker().leave(ended)
+
+    def _deliver(self) -> float | None:
+        """Send what is news if it is time, in the worker's thread; seconds to the next time."""
+        now = self._clock()
+        with self._lock:
+            if self._since is None:
+                return None
+            due = now if self._at_once else max(self._since + self._group, self._sent + self._every)
+            if now < due:
+                return due - now
+            news, dropped = self._notices.news(), self._notices.dropped
+        if news:
+            self.send(message(self._run, news, dropped))
+        with self._lock:
+            self._notices.confirm(news)
+            self._notices.dropped -= dropped
+            self._sent, self._at_once = now, False
+            self._since = now if self._notices.news() else None
+            return None if self._since is None else self._every
+
+
+def from_environment(text: str, option: str) -> str:
+    """`text`, or, where it is `${NAME}`, the value of that environment variable; AttachError where it has none."""
+    variable = _VARIABLE.fullmatch(text)
+    if variable is None:
+        return text
+    value = os.environ.get(variable[1], "").strip()
+    if not value:
+        raise AttachError(
+            f"nothing can be sent: {option} is {text}, and the environment variable {variable[1]} is not set"
+        )
+    return value

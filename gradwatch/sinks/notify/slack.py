@@ -1,0 +1,56 @@
+"""Messages to a Slack channel, by an incoming webhook (https://docs.slack.dev/messaging/sending-messages-using-incoming-webhooks)."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from gradwatch.records.event import Severity
+from gradwatch.sinks.http_post import checked_url, post_json
+from gradwatch.sinks.notify.message import Message
+from gradwatch.sinks.notify.notifier import EVERY_SECONDS, GROUP_SECONDS, Notifier, from_environment
+
+LONGEST_TEXT = 3000
+"""Characters of one text block in Slack."""
+
+
+class SlackSink(Notifier):
+    """Writes messages to the channel of an incoming webhook, whose secret address is in an environment variable."""
+
+    name = "slack"
+
+    def __init__(
+        self,
+        url: str = "${SLACK_WEBHOOK_URL}",
+        group_seconds: float = GROUP_SECONDS,
+        every_seconds: float = EVERY_SECONDS,
+        severity: Severity = "warning",
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(group_seconds, every_seconds, severity, clock)
+        self._url, self._target = url, ""
+
+    def prepare(self) -> None:
+        """Look up the address."""
+        self._target = checked_url(from_environment(self._url, "url"))
+
+    def send(self, message: Message) -> None:
+        """POST it; OSError unless the answer is 2xx. A notification shows `text`, the channel the blocks."""
+        blocks = [
+            {"type": "header", "text": {"type": "plain_text", "text": message.subject[:150]}},
+            {"type": "section", "text": {"type": "mrkdwn", "text": _fenced(message.text)}},
+        ]
+        post_json(self._target, {"text": _escaped(message.subject), "blocks": blocks})
+
+
+def _fenced(text: str) -> str:
+    """Preformatted: names of parameters hold what Slack would read as markup."""
+    room = LONGEST_TEXT - len("```\n\n```")
+    escaped = _escaped(text.replace("```", "'''"))
+    return f"```\n{escaped if len(escaped) <= room else escaped[: room - 1] + '…'}\n```"
+
+
+def _escaped(text: str) -> str:
+    """The three characters that Slack wants as entities, so that `<!channel>` in a name is text."""
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
