@@ -75,7 +75,7 @@ class Message:
         if more:
             yield f"and {more} more rules"
         if self.run.directory:
-            yield one_line(f"next: gradwatch explain {self.run.directory}", LONGEST_LINE)
+            yield one_line(f"next: gradwatch explain --run {self.run.directory}", LONGEST_LINE)
 
 
 def message(run: RunInfo, notices: Sequence[Notice], dropped: int = 0) -> Message:
