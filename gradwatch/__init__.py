@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from gradwatch.errors import AttachError, GradwatchError, RuleFileError, TrainingStopped
     from gradwatch.localise.hold.batch_hash import batch_hash
     from gradwatch.policies import register_policy
+    from gradwatch.report.run_reader import load
     from gradwatch.rules.files import load_rules
     from gradwatch.session.attach import watch
     from gradwatch.session.watch import Watch
@@ -28,6 +29,7 @@ __all__ = [
     "TrainingStopped",
     "Watch",
     "batch_hash",
+    "load",
     "load_rules",
     "register_detector",
     "register_policy",
@@ -42,6 +44,7 @@ _HOME = {
     "TrainingStopped": "gradwatch.errors",
     "Watch": "gradwatch.session.watch",
     "batch_hash": "gradwatch.localise.hold.batch_hash",
+    "load": "gradwatch.report.run_reader",
     "load_rules": "gradwatch.rules.files",
     "register_detector": "gradwatch.detectors",
     "register_policy": "gradwatch.policies",

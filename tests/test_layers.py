@@ -34,7 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("distributed", "actions"),
     ("incidents",),
     ("journal",),
-    ("endpoint",),
+    ("report", "endpoint"),
     ("sinks",),
     ("localise",),
     ("session",),

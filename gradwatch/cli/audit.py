@@ -120,19 +120,8 @@ def counts(audit: Audit) -> Iterable[str]:
 
 def not_read(audit: Audit) -> Iterable[str]:
     """Lines on what is missing: where a process ended without its account, or has not ended; what is damaged."""
-    if audit.unfinished:
-        yield (
-            "  the journal has no end (killed, ended by os._exit, or still running): "
-            "the last 31 ordinary steps, and those of its last second, may be missing; no incident is"
-        )
-    lost: dict[str, int] = {}
-    for one in audit.damage:
-        lost[one.path] = lost.get(one.path, 0) + one.length
-    for path, size in lost.items():
-        yield (
-            f"  {paint('damaged', 'red')}: {size:,} bytes of {Path(path).name} cannot be read: "
-            "steps, rules that fired and causes may be missing here"
-        )
+    for word, text in audit.not_read():
+        yield f"  {paint(word, 'red')}: {text}" if word else f"  {text}"
 
 
 def fired(audit: Audit) -> Iterable[str]:

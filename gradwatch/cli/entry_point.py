@@ -18,7 +18,7 @@ from gradwatch.errors import GradwatchError, RuleFileError
 from gradwatch.runtime import stdout
 
 COMMANDS = (
-    *("run", "rules", "audit", "explain", "replay", "serve"),
+    *("run", "rules", "report", "audit", "explain", "replay", "serve"),
     *("deploy", "doctor", "demo", "completion", "version"),
 )
 
@@ -27,6 +27,7 @@ EPILOG = """examples:
   gradwatch run -- python train.py --lr 3e-4           watch a script as it is
   gradwatch run --rules my.gradwatch.yaml -- torchrun --nproc-per-node 8 train.py
   gradwatch rules check my.gradwatch.yaml
+  gradwatch report                                     what happened in the last run, as a page to open in a browser
   gradwatch audit                                      what it did in the last run: which rules, how often
   gradwatch explain                                    which lines caused the incidents of the last run
   gradwatch replay gradwatch-runs/RUN/bundles/INCIDENT --script train:build

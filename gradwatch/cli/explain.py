@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,21 +25,6 @@ and a list of all rules that fired. The journals of all ranks are read, because 
 first knows where. Exit 1 where no cause is known."""
 
 LONGEST_LINE = 2000
-
-
-@dataclass(frozen=True, slots=True)
-class Explained:
-    """An incident as on its page; `bundle` is None where none was kept, `obstacle` why it cannot be run again."""
-
-    incident: Incident
-    bundle: Path | None = None
-    obstacle: str = ""
-    missing: tuple[str, ...] = ()
-
-    @property
-    def found(self) -> bool:
-        """True if a cause is known."""
-        return self.incident.finding is not None and self.incident.finding.found
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -63,6 +48,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def handle(arguments: argparse.Namespace) -> int:
     """Print one page per incident; 1 where no cause is known."""
+    from gradwatch.report.explained import document, explained, page
+
     where = chosen_run(arguments)
     best = [explained(where, incident) for incident in chosen(where, arguments.incident)]
     if arguments.incident and not best:
@@ -141,48 +128,6 @@ def chosen(where: Path, name: str | None) -> list[Incident]:
             if held is None or better(incident.finding, held.finding):
                 best[incident.name] = incident
     return list(best.values())
-
-
-def explained(where: Path, incident: Incident) -> Explained:
-    """The incident with its bundle, if there is one: that of the rank with the cause, else any."""
-    from gradwatch.incidents.bundle.bundle_folders import bundles_of
-    from gradwatch.incidents.bundle.bundle_reader import BundleError, read_document
-
-    kept = bundles_of(where if where.is_dir() else where.parent, incident.name)
-    kept.sort(key=lambda path: f"-rank{incident.rank}" not in path.name)
-    if not kept:
-        return Explained(incident)
-    try:
-        shown = read_document(kept[0])
-    except BundleError as error:
-        return Explained(incident, kept[0], f"it cannot be read: {error}")
-    return Explained(incident, kept[0], shown.obstacle, tuple(map(str, shown.left_out)))
-
-
-def document(one: Explained) -> dict[str, Any]:
-    """The cause with its suggested fix, and everything else that is known, JSON-safe."""
-    from gradwatch.incidents.incident_page import reproduce
-
-    shown = one.incident.to_dict()
-    finding = shown.pop("finding") or {}
-    runs = one.bundle is not None and not one.obstacle
-    return {
-        **finding,
-        **shown,
-        "incident": one.incident.name,
-        "bundle": None if one.bundle is None else str(one.bundle),
-        "obstacle": one.obstacle,
-        "reproduce": reproduce(str(one.bundle)) if runs else None,
-        "left_out": list(one.missing),
-    }
-
-
-def page(one: Explained) -> Iterable[str]:
-    """The page, line by line."""
-    from gradwatch.incidents import incident_page as incident_page
-
-    bundle = "" if one.bundle is None else str(one.bundle)
-    return incident_page.page(one.incident, bundle, one.obstacle, one.missing)
 
 
 def shown(lines: Iterable[str]) -> str:

@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass, field
 from statistics import median
 
 from gradwatch.account import Account
 from gradwatch.account.launch_total import Part, by_launch, launch_total
 from gradwatch.incidents.explanation import sentence
-from gradwatch.journal import EventsEntry, JournalReader, StepsEntry
+from gradwatch.journal import Entry, EventsEntry, JournalReader, StepsEntry
 from gradwatch.journal.frames import Damage
 from gradwatch.journal.incidents import better
 from gradwatch.journal.process_account import Recorded
@@ -145,6 +145,24 @@ class Audit:
             self.lines.values(), key=lambda line: (line.shadow, -line.times, line.rule, line.action)
         )
 
+    def not_read(self) -> Iterator[tuple[str, str]]:
+        """Sentences on what may be missing, each with "damaged" or "" before it."""
+        if self.unfinished:
+            yield (
+                "",
+                "the journal has no end (killed, ended by os._exit, or still running): "
+                "the last 31 ordinary steps, and those of its last second, may be missing; no incident is",
+            )
+        lost: dict[str, int] = {}
+        for one in self.damage:
+            lost[one.path] = lost.get(one.path, 0) + one.length
+        for path, size in lost.items():
+            yield (
+                "damaged",
+                f"{size:,} bytes of {os.path.basename(path)} cannot be read: "
+                "steps, rules that fired and causes may be missing here",
+            )
+
     def to_dict(self) -> dict[str, object]:
         """The audit, JSON-safe."""
         return {
@@ -206,13 +224,19 @@ class Audit:
         return self.lines.setdefault(key, Line(*key))
 
 
-def read(journal: JournalReader, audit: Audit) -> Iterable[int]:
-    """Add one journal to an audit; yields the number of steps so far, for whoever shows progress."""
+def read(
+    journal: JournalReader, audit: Audit, also: Callable[[Entry], None] = lambda entry: None
+) -> Iterable[int]:
+    """Add one journal to an audit; yields the number of steps so far, for whoever shows progress.
+
+    Each entry is given to `also` too, so that one pass over a large journal serves several readers.
+    """
     seen: set[int] = set()
     last: dict[int, int] = {}
     opened: list[Event] = []
     recorded = Recorded()
     for entry in journal.entries():
+        also(entry)
         recorded.take(entry)
         if isinstance(entry, StepsEntry):
             audit.take_steps(entry)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections import deque
+from collections.abc import Iterable, Iterator
 
 from gradwatch.incidents.incident import AROUND, Incident, StepNorms, ordered
 from gradwatch.journal.columnar_steps import StepRow, StepsEntry
-from gradwatch.journal.entries import EventsEntry, RunEntry
+from gradwatch.journal.entries import Entry, EventsEntry, RunEntry
 from gradwatch.journal.reader import JournalReader
+from gradwatch.journal.records_of_steps import HORIZON
 from gradwatch.records.event import Event
 from gradwatch.records.finding import Finding
 from gradwatch.records.run_info import RunInfo
@@ -19,59 +21,119 @@ AFTER = 3
 def incidents(journal: JournalReader, name: str | None = None) -> Iterator[Incident]:
     """The incident called `name`, or all whose cause was looked for, in the order they began.
 
-    Reads the journal twice. `around` lacks the steps that were thinned out of it.
+    `around` lacks the steps that were thinned out of it.
     """
-    run, events, findings, times = _transitions(journal, name)
-    wanted = [each for each in dict.fromkeys((*events, *findings)) if name is not None or each in findings]
-    places = {each: _place(events.get(each), findings.get(each)) for each in wanted}
-    rows = _rows(journal, set(places.values()))
-    for each in wanted:
-        optimizer, step = places[each]
-        steps = range(step - AROUND, step + AFTER + 1)
-        near = {at: rows[optimizer, at] for at in steps if (optimizer, at) in rows}
-        yield Incident(
-            each,
-            step,
-            optimizer,
-            journal.rank,
-            run.world_size,
-            run.run_id,
-            run.script,
-            times.get(each, 0.0),
-            run.versions,
-            events.get(each),
-            findings.get(each),
-            ordered(near[step].decision) if step in near else (),
-            tuple(map(_norms, near.values())),
-        )
-
-
-def _transitions(
-    journal: JournalReader, name: str | None
-) -> tuple[RunInfo, dict[str, Event], dict[str, Finding], dict[str, float]]:
-    """The run; by incident the first transition that was acted on or fired, the best cause found, and when."""
-    run = RunInfo("", "")
-    events: dict[str, Event] = {}
-    findings: dict[str, Finding] = {}
-    times: dict[str, float] = {}
+    found = IncidentCollector(journal.rank, name)
     for entry in journal.entries():
+        found.take(entry)
+    return found.incidents()
+
+
+class IncidentCollector:
+    """Collects the incidents of one journal, entry by entry, in one pass.
+
+    That called `name`, or all whose cause was looked for; with `all_fired` also those of which it was not, `most` in
+    all: `left_out` counts the others. Memory is bounded by `most`, where it is given.
+    """
+
+    def __init__(
+        self, rank: int, name: str | None = None, *, all_fired: bool = False, most: int | None = None
+    ) -> None:
+        self._rank, self._name, self._all_fired, self._most = rank, name, all_fired, most
+        self._run = RunInfo("", "")
+        self._events: dict[str, Event] = {}
+        self._findings: dict[str, Finding] = {}
+        self._times: dict[str, float] = {}
+        self._left_out: set[int] = set()
+        self._wanted: set[tuple[int, int]] = set()
+        self._rows: dict[tuple[int, int], StepRow] = {}
+        self._recent: dict[int, deque[StepRow]] = {}  # events may be written before and after their steps
+
+    @property
+    def left_out(self) -> int:
+        """Incidents beyond the `most` that are kept."""
+        return len(self._left_out)
+
+    def take(self, entry: Entry) -> None:
+        """Add one entry."""
         if isinstance(entry, RunEntry):
-            run = entry.run
-        if not isinstance(entry, EventsEntry):
-            continue
-        for event in entry.events:
-            known = events.get(event.incident)
-            if _concerns(event.incident, name) and (known is None or known.kind == "pending"):
-                events[event.incident] = event
-                times[event.incident] = entry.wall_time
-        for finding in entry.findings:
-            if name in (None, finding.incident) and better(finding, findings.get(finding.incident)):
-                findings[finding.incident] = finding
-    return run, events, findings, times
+            self._run = entry.run
+        elif isinstance(entry, StepsEntry):
+            self._take_rows(entry)
+        elif isinstance(entry, EventsEntry):
+            for event in entry.events:
+                self._take_event(event, entry.wall_time)
+            for finding in entry.findings:
+                self._take_finding(finding)
 
+    def incidents(self) -> Iterator[Incident]:
+        """The incidents so far, in the order they began."""
+        for each in self._chosen():
+            optimizer, step = place = _place(self._events.get(each), self._findings.get(each))
+            steps = range(step - AROUND, step + AFTER + 1)
+            near = {at: self._rows[optimizer, at] for at in steps if (optimizer, at) in self._rows}
+            yield Incident(
+                each,
+                step,
+                optimizer,
+                self._rank,
+                self._run.world_size,
+                self._run.run_id,
+                self._run.script,
+                self._times.get(each, 0.0),
+                self._run.versions,
+                self._events.get(each),
+                self._findings.get(each),
+                ordered(near[step].decision) if place in self._rows else (),
+                tuple(map(_norms, near.values())),
+            )
 
-def _concerns(incident: str, name: str | None) -> bool:
-    return bool(incident) and name in (None, incident)
+    def _chosen(self) -> list[str]:
+        known = dict.fromkeys((*self._events, *self._findings))
+        if self._name is not None:
+            return list(known)
+        fired = {name for name, event in self._events.items() if self._all_fired and event.kind != "pending"}
+        return [name for name in known if name in self._findings or name in fired]
+
+    def _take_event(self, event: Event, wall_time: float) -> None:
+        name, known = event.incident, self._events.get(event.incident)
+        if self._most is not None and event.kind == "pending":
+            return  # it may never fire, and would take the place of one that does
+        if not name or self._name not in (None, name) or (known is not None and known.kind != "pending"):
+            return
+        if known is None and self._is_full(name):
+            if event.kind == "firing":
+                self._left_out.add(hash(name))
+            return
+        self._events[name], self._times[name] = event, wall_time
+        if self._name is not None or self._all_fired:
+            self._want(event.optimizer, event.step)
+
+    def _take_finding(self, finding: Finding) -> None:
+        name = finding.incident
+        if self._name not in (None, name) or (name not in self._findings and self._is_full(name)):
+            return
+        if better(finding, self._findings.get(name)):
+            self._findings[name] = finding
+            self._want(*_place(self._events.get(name), finding))
+
+    def _is_full(self, name: str) -> bool:
+        known = name in self._events or name in self._findings
+        return self._most is not None and not known and len(self._events) >= self._most
+
+    def _want(self, optimizer: int, step: int) -> None:
+        near = {(optimizer, at) for at in range(step - AROUND, step + AFTER + 1)}
+        self._wanted |= near
+        self._keep(optimizer, self._recent.get(optimizer, ()))
+
+    def _take_rows(self, entry: StepsEntry) -> None:
+        recent = self._recent.setdefault(entry.optimizer, deque(maxlen=HORIZON))
+        recent.extend(entry.rows)
+        if self._wanted:
+            self._keep(entry.optimizer, entry.rows)
+
+    def _keep(self, optimizer: int, rows: Iterable[StepRow]) -> None:
+        self._rows |= {(optimizer, row.step): row for row in rows if (optimizer, row.step) in self._wanted}
 
 
 def better(finding: Finding | None, than: Finding | None) -> bool:
@@ -88,17 +150,6 @@ def _place(event: Event | None, finding: Finding | None) -> tuple[int, int]:
     if event is None:
         return (0, 0 if finding is None else finding.step)
     return event.optimizer, event.step if finding is None else finding.step
-
-
-def _rows(journal: JournalReader, places: set[tuple[int, int]]) -> dict[tuple[int, int], StepRow]:
-    """The rows of the steps near these."""
-    near = {(optimizer, step + by) for optimizer, step in places for by in range(-AROUND, AFTER + 1)}
-    found: dict[tuple[int, int], StepRow] = {}
-    for entry in journal.entries() if places else ():
-        if isinstance(entry, StepsEntry):
-            rows = ((entry.optimizer, row.step, row) for row in entry.rows)
-            found |= {(optimizer, step): row for optimizer, step, row in rows if (optimizer, step) in near}
-    return found
 
 
 def _norms(row: StepRow) -> StepNorms:

@@ -1,0 +1,203 @@
+"""From the journals of a run to its report, in one pass over each."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from gradwatch.account import Account
+from gradwatch.account.account_line import PREFIX, lines
+from gradwatch.checkpoint import read_tag
+from gradwatch.errors import GradwatchError
+from gradwatch.incidents.incident import Incident
+from gradwatch.journal import (
+    Entry,
+    JournalReader,
+    LostEntry,
+    NormsEntry,
+    RunEntry,
+    SitesEntry,
+    StepsEntry,
+    read_journal,
+)
+from gradwatch.journal.audit import Audit, read
+from gradwatch.journal.incidents import IncidentCollector, better
+from gradwatch.records.record import CheckpointHealth
+from gradwatch.records.run_info import RunInfo
+from gradwatch.records.snapshot import Sites
+from gradwatch.report.explained import explained
+from gradwatch.report.rule_states import rule_states
+from gradwatch.report.run_report import Cost, RunReport
+from gradwatch.report.track import Track
+from gradwatch.report.track_collector import TrackCollector, tracks
+from gradwatch.report.verdict import verdict
+
+MOST_INCIDENTS = 100
+MOST_TRACKS = 16
+MOST_ACCOUNTS = 5
+Progress = Callable[[int], None]
+
+
+def load(run: str | os.PathLike[str], rank: int = 0) -> RunReport:
+    """Read a run for a notebook, which draws it: the folder of a run, or one of its journal files.
+
+    Raises `GradwatchError` where there is no journal of that rank.
+    """
+    return read_run(run, rank)
+
+
+def read_run(
+    run: str | os.PathLike[str], rank: int = 0, progress: Progress = lambda steps: None
+) -> RunReport:
+    """Read the report of a run; `progress` is called with the number of steps so far.
+
+    Norms, steps and rules are those of one rank, causes those of all. Raises `GradwatchError` where there is no journal
+    of that rank; whatever else is wrong with a journal is said in the report.
+    """
+    where = Path(run)
+    try:
+        journals = read_journal(where)
+    except OSError as error:
+        raise GradwatchError(str(error)) from None
+    ranks = sorted({one.rank for one in journals})
+    chosen = [one for one in journals if one.rank == rank or not where.is_dir()]
+    if not chosen:
+        raise GradwatchError(f"no journal of rank {rank} in {where}; there are: {', '.join(map(str, ranks))}")
+    collector = RunCollector()
+    for journal in chosen:
+        for steps in read(journal, collector.audit, collector.taking(journal)):
+            progress(steps)
+    for journal in journals:
+        if journal not in chosen:
+            collector.take_causes(journal)
+    return collector.report(where, rank, ranks)
+
+
+class RunCollector:
+    """Takes in the journals of a run."""
+
+    def __init__(self) -> None:
+        self.audit = Audit()
+        self._tracks: list[TrackCollector] = []
+        self._incidents: list[IncidentCollector] = []
+        self._run: RunInfo | None = None
+        self._lost = LostEntry()
+
+    def taking(self, journal: JournalReader) -> Callable[[Entry], None]:
+        """A function that takes in the entries of a journal of the rank that is shown."""
+        found = IncidentCollector(journal.rank, all_fired=True, most=MOST_INCIDENTS)
+        self._incidents.append(found)
+        by_optimizer: dict[int, TrackCollector] = {}
+        sites: dict[int, Sites] = {}
+
+        def track(optimizer: int) -> TrackCollector:
+            if optimizer not in by_optimizer:
+                by_optimizer[optimizer] = TrackCollector(journal.attempt, optimizer)
+                self._tracks.append(by_optimizer[optimizer])
+            return by_optimizer[optimizer]
+
+        def take(entry: Entry) -> None:
+            found.take(entry)
+            if isinstance(entry, NormsEntry):
+                if entry.sites_id in sites:
+                    track(entry.optimizer).take_norms(entry, sites[entry.sites_id])
+            elif isinstance(entry, StepsEntry):
+                track(entry.optimizer).take_steps(entry)
+            elif isinstance(entry, SitesEntry):
+                sites[entry.sites_id] = entry.sites
+            elif isinstance(entry, RunEntry):
+                self._run = entry.run
+                sites.clear()  # a new file: it brings its own
+            elif isinstance(entry, LostEntry):
+                self._lost |= entry
+
+        return take
+
+    def take_causes(self, journal: JournalReader) -> None:
+        """Take in the causes that another rank has found."""
+        found = IncidentCollector(journal.rank, most=MOST_INCIDENTS)
+        for entry in journal.entries():
+            found.take(entry)
+        self._incidents.append(found)
+        self.audit.take_findings(one.finding for one in found.incidents() if one.finding is not None)
+
+    def report(self, where: Path, rank: int, ranks: Sequence[int]) -> RunReport:
+        """The report of what was taken in."""
+        found = tracks(self._tracks)
+        accounts = self.audit.accounts()
+        account = accounts[-1] if accounts else None
+        known = self._run.rules if self._run else ()
+        rules = rule_states(known, self.audit.fired(), account if account and account.counted else None)
+        left_out = sum(one.left_out for one in self._incidents)
+        return RunReport(
+            folder=str(where),
+            rank=rank,
+            ranks=ranks,
+            run=self._run,
+            verdict=verdict(found, rules, account, bool(self.audit.damage)),
+            accounts=tuple(
+                line.removeprefix(PREFIX) for one in accounts[-MOST_ACCOUNTS:] for line in lines(one)
+            ),
+            notes=tuple(self._notes(found)),
+            tracks=found[:MOST_TRACKS],
+            incidents=tuple(explained(where, one) for one in self._best()),
+            incidents_left_out=left_out,
+            rules=rules,
+            actions=tuple(self.audit.sorted()),
+            steps=self.audit.steps,
+            cost=cost(account, found),
+            checkpoint=checkpoint(where),
+        )
+
+    def _best(self) -> list[Incident]:
+        """One incident of each name: of the rank that knows most, the first of equals."""
+        best: dict[str, Incident] = {}
+        for incident in (one for collected in self._incidents for one in collected.incidents()):
+            held = best.get(incident.name)
+            if held is None or better(incident.finding, held.finding):
+                best[incident.name] = incident
+        return sorted(best.values(), key=lambda one: one.step)[:MOST_INCIDENTS]
+
+    def _notes(self, found: Sequence[Track]) -> Iterator[str]:
+        """Sentences on what is missing from the journal, and so from the report."""
+        yield from (text for _, text in self.audit.not_read())
+        lost = self._lost
+        if lost.queue or lost.scalars or lost.norms or lost.events:
+            yield (
+                f"not written (disk too slow, or it refused): {lost.queue + lost.scalars:,} steps, norms of "
+                f"{lost.norms:,} steps, {lost.events:,} transitions of rules"
+            )
+        if lost.rotated:
+            yield f"{lost.rotated:,} bytes of older steps were deleted to stay within the journal's cap"
+        for track in found:
+            recorded = track.parameters.recorded
+            if recorded < track.steps:
+                yield (
+                    f"{track.title}: norms of parameters were recorded at {recorded:,} of {track.steps:,} steps; "
+                    "a spike of one parameter between them shows in the total norm alone"
+                )
+        if len(found) > MOST_TRACKS:
+            yield f"{len(found) - MOST_TRACKS} more optimizers or processes are not drawn"
+
+
+def cost(account: Account | None, found: Sequence[Track]) -> Cost | None:
+    """Own time by the account; of a process without one, of the steps recorded. None without steps."""
+    steps = sum(track.steps for track in found)
+    if not steps:
+        return None
+    largest = max(float(track.curves["overhead_seconds"].high.max()) for track in found)
+    if account is not None and account.watched.seconds > 0:
+        watched = account.watched
+        return Cost(watched.own_seconds, watched.seconds, watched.steps, largest)
+    return Cost(
+        sum(track.own_seconds for track in found), sum(track.seconds for track in found), steps, largest
+    )
+
+
+def checkpoint(where: Path) -> CheckpointHealth | None:
+    """The health of a checkpoint saved at the last step; None where no tag says so."""
+    try:
+        return read_tag(where if where.is_dir() else where.parent)
+    except (OSError, ValueError):
+        return None

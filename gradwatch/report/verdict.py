@@ -1,0 +1,105 @@
+"""The verdict on a run: one sentence, with the worst of it first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from gradwatch.account import Account, gaps
+from gradwatch.report.run_report import RuleState, State, Verdict
+from gradwatch.report.track import Track
+from gradwatch.runtime.printable import one_line
+
+LONGEST_CAUSE = 200
+_HEAD: dict[State, str] = {
+    "healthy": "Healthy",
+    "warning": "Look at this",
+    "critical": "Not healthy",
+    "broken off": "Broken off",
+    "running": "Still running",
+    "nothing": "Nothing to see",
+}
+
+
+def verdict(
+    tracks: Sequence[Track], rules: Sequence[RuleState], account: Account | None, damaged: bool
+) -> Verdict:
+    """The sentence; `account` None: not even who recorded is known. Damage keeps a run from being called healthy."""
+    state = _state(tracks, rules, account, damaged)
+    return Verdict(state, f"{_HEAD[state]}: {'; '.join(_parts(state, tracks, rules, account, damaged))}.")
+
+
+def _state(
+    tracks: Sequence[Track], rules: Sequence[RuleState], account: Account | None, damaged: bool
+) -> State:
+    fired = [one for one in rules if one.state == "fired"]
+    if any(one.severity == "critical" for one in fired):
+        return "critical"
+    if not tracks:
+        return "running" if account is not None and account.running else "nothing"
+    if account is not None and account.running:
+        return "running"
+    if fired or damaged or account is None:
+        return "warning"
+    if account.unended:
+        return "broken off"
+    return "warning" if gaps(account) or account.ended == "failed" else "healthy"
+
+
+def _parts(
+    state: State,
+    tracks: Sequence[Track],
+    rules: Sequence[RuleState],
+    account: Account | None,
+    damaged: bool,
+) -> Iterator[str]:
+    fired = [one for one in rules if one.state == "fired"]
+    steps = sum(track.steps for track in tracks)
+    if not tracks:
+        yield "no step was recorded"
+    if fired:
+        yield _fired(fired)
+        yield from _done(tracks, steps)
+    elif tracks:
+        yield f"no rule fired in {_many(steps, 'recorded step')}"
+        yield from _done(tracks, steps)
+    if damaged:
+        yield "part of the journal cannot be read"
+    if tracks and account is not None and not account.unended and gaps(account):
+        yield "not everything was watched (see below)"
+    yield _end(account)
+
+
+def _fired(fired: Sequence[RuleState]) -> str:
+    """The first of the most severe rules, with its cause, and how many others there are."""
+    worst = fired[0]
+    assert worst.fired is not None
+    cause = f" ({one_line(worst.fired.cause, LONGEST_CAUSE)})" if worst.fired.cause else ""
+    others = f", and {_many(len(fired) - 1, 'other rule')}" if len(fired) > 1 else ""
+    return f"rule {worst.rule} ({worst.severity}) fired at step {worst.fired.first_step:,}{cause}{others}"
+
+
+def _done(tracks: Sequence[Track], steps: int) -> Iterator[str]:
+    done = [
+        f"{word} {count:,}"
+        for word, name in (("skipped", "skipped"), ("clipped", "clipped"))
+        if (count := sum(track.total(name) for track in tracks))
+    ]
+    if done:
+        yield f"gradwatch {' and '.join(done)} of {_many(steps, 'recorded step')}"
+
+
+def _end(account: Account | None) -> str:
+    if account is None:
+        return "how it ended is not known"
+    if account.running:
+        return "the process is running"
+    if account.unended:
+        return "the process was killed, or ended without an account"
+    return {
+        "stopped": "the training was stopped",
+        "failed": "the training ended with an exception",
+    }.get(account.ended, "the training finished")
+
+
+def _many(count: int, noun: str) -> str:
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -1,0 +1,42 @@
+"""The report in Markdown."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from gradwatch.report import markdown_page, read_run
+from tests.report.runs import HOSTILE, broken, finished, recorded
+from tests.support.sink_records import make_sites
+
+
+def test_a_broken_run(tmp_path: Path) -> None:
+    """Verdict first; the stretch with the NaN, the skip and the clips; the incident's page; the rules; the cost."""
+    run = recorded(
+        tmp_path, broken(), account=finished(60, fired={"non-finite": 1}, no_data={"exploding": "warm-up"})
+    )
+    text = markdown_page.page([read_run(run)])
+    assert text.startswith(
+        "# run-1\n\n**Not healthy: rule non-finite (critical) fired at step 40 (the backward of sqrt"
+    )
+    for line in (
+        "| 0–5 | ",
+        "not finite | ",
+        "## incident-1: the backward of sqrt in encoder.norm at train.py:11",
+        "| 40 | NaN |  | 1.667 | ← here, skipped |",
+        "| `non-finite` | critical | 1 | 40 | 40 | the backward of sqrt in encoder.norm at train.py:11 |",
+        "- no data: `exploding`: warm-up",
+        "gradwatch's own cost: 5.0% of the time of the loop.",
+    ):
+        assert line in text, line
+    assert "| `layers.3.weight` | " in text
+
+
+def test_names_make_no_html_and_no_column(tmp_path: Path) -> None:
+    """A name with a bar or with markup stays inside its cell."""
+    sites = make_sites(names=[HOSTILE, "b", "c"])
+    text = markdown_page.page([read_run(recorded(tmp_path, broken(sites=sites, name=HOSTILE)))])
+    assert "<" not in "".join(
+        line for line in text.splitlines() if not line.startswith("    ")
+    )  # but in code
+    rows = [line for line in text.splitlines() if line.startswith("| `")]
+    assert {row.count("|") for row in rows} == {7}

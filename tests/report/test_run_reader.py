@@ -1,0 +1,163 @@
+"""From journals to a report: what is in it, and what is said where something is missing."""
+
+from __future__ import annotations
+
+import os
+import platform
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from gradwatch.errors import GradwatchError
+from gradwatch.report import load, read_run, run_reader
+from gradwatch.runtime.process_identity import alive
+from tests.report.runs import SITES, broken, events, finished, recorded, steps
+from tests.support.sink_records import make_event, make_record, make_sites
+
+
+def test_a_healthy_run(tmp_path: Path) -> None:
+    """Every step, every parameter in the order of depth, curves and cost; nothing to remark."""
+    report = read_run(recorded(tmp_path, steps(50), account=finished(50)))
+    (track,) = report.tracks
+    assert report.verdict.state == "healthy"
+    assert report.notes == ()
+    assert (report.name, report.steps, track.steps, track.axis.width) == ("run-1", 50, 50, 1)
+    assert track.parameters.names == SITES.names
+    assert track.curves["loss"].high[0] == 5
+    assert report.cost is not None
+    assert report.cost.share == pytest.approx(0.05)
+    assert [rule.state for rule in report.rules] == ["silent", "silent"]
+
+
+def test_a_broken_run(tmp_path: Path) -> None:
+    """What fired with its cause, the skip, the clips, and where the NaN stands."""
+    report = read_run(recorded(tmp_path, broken(), account=finished(60, fired={"non-finite": 1})))
+    (track,), (incident,) = report.tracks, report.incidents
+    assert report.verdict.state == "critical"
+    assert incident.found
+    assert [one.step for one in incident.incident.around] == list(range(32, 44))
+    assert {name: track.total(name) for name in ("skipped", "clipped", "clipped_by_script")} == {
+        "skipped": 1,
+        "clipped": 10,
+        "clipped_by_script": 0,
+    }
+    assert np.argwhere(track.parameters.grids["norm"].bad).tolist() == [[40, 3]]
+    assert track.curves["total_norm"].bad.nonzero()[0].tolist() == [40]
+    assert np.isfinite(track.parameters.grids["update_ratio"].high).any(1).nonzero()[0].tolist() == list(
+        range(0, 60, 4)
+    )
+    assert [line.action for line in report.actions] == ["clip", "skip_step"]
+
+
+def test_no_spike_is_lost(tmp_path: Path) -> None:
+    """One step of many, in one parameter: still there in the bucket of its step, in total and parameter."""
+    records = steps(2500, make_sites(3))
+    spike = records[1217].snapshot.norm.copy()
+    spike[1] = 777.0
+    records[1217] = make_record(records[0].snapshot.sites, spike, step=1217)
+    (track,) = read_run(recorded(tmp_path, records)).tracks
+    grid = track.parameters.grids["norm"]
+    bucket = 1217 // track.parameters.axis.width
+    assert track.parameters.axis.width > 1
+    assert grid.high[bucket, 1] == 777
+    assert (grid.high > 700).sum() == 1
+    assert track.curves["total_norm"].high[1217 // track.axis.width] == pytest.approx(777, 1e-3)
+
+
+def test_killed(tmp_path: Path) -> None:
+    """A process that left no end: the steps are there, and that it broke off is said first."""
+    report = read_run(recorded(tmp_path, steps(30), closed=False))
+    assert report.verdict.sentence.startswith("Broken off: no rule fired in 30 recorded steps")
+    assert "the journal has no end" in report.notes[0]
+    assert {rule.state for rule in report.rules} == {"not known"}
+    assert report.cost is not None
+    assert report.cost.share == pytest.approx(1e-4 / 0.01)
+
+
+def test_still_running(tmp_path: Path) -> None:
+    """A journal that is being written is read as far as it goes."""
+    since = next(at for at in (1e9, 2e9, 4e9) if alive(os.getpid(), at))
+    run = recorded(tmp_path, steps(30), closed=False, pid=os.getpid(), host=platform.node(), start_time=since)
+    assert read_run(run).verdict.state == "running"
+
+
+def test_no_step(tmp_path: Path) -> None:
+    """A run that never took a step says so."""
+    report = read_run(recorded(tmp_path, [], account=finished(0)))
+    assert report.verdict.state == "nothing"
+    assert "no step was recorded" in report.verdict.sentence
+    assert (report.tracks, report.cost) == ((), None)
+
+
+def test_damage_is_never_healthy(tmp_path: Path) -> None:
+    """Bytes that cannot be read: the rest is shown, and the verdict says that part is missing."""
+    run = recorded(tmp_path, steps(600), account=finished(600))
+    (journal,) = run.glob("*.gwj")
+    data = bytearray(journal.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    journal.write_bytes(data)
+    report = read_run(run)
+    assert report.verdict.state == "warning"
+    assert "part of the journal cannot be read" in report.verdict.sentence
+    assert report.tracks
+    assert any("cannot be read" in note for note in report.notes)
+
+
+def test_norms_that_were_thinned_are_said(tmp_path: Path) -> None:
+    """Where the cap took norms away, the report says at how many steps they are there."""
+    sites = make_sites(200)
+    report = read_run(recorded(tmp_path, steps(1500, sites), max_bytes=1 << 19, params="sampled"))
+    assert any("norms of parameters were recorded at" in note for note in report.notes)
+
+
+def test_sites_that_change(tmp_path: Path) -> None:
+    """Parameters that join later have rows of their own, empty before."""
+    later = [make_record(make_sites(8), 1.0, step=step) for step in range(20, 40)]
+    (track,) = read_run(recorded(tmp_path, [*steps(20), *later])).tracks
+    grid = track.parameters.grids["norm"]
+    assert len(track.parameters.names) == 8
+    assert np.isnan(grid.high[:20, 7]).all()
+    assert np.isfinite(grid.high[20:]).all()
+
+
+def test_several_optimizers(tmp_path: Path) -> None:
+    """Each has charts of its own, the one with the most steps first."""
+    other = [make_record(SITES, 2.0, step=step, optimizer=1) for step in range(5)]
+    report = read_run(recorded(tmp_path, [*other, *steps(10)]))
+    assert [(track.optimizer, track.steps) for track in report.tracks] == [(0, 10), (1, 5)]
+
+
+def test_many_incidents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first ones are shown, the others counted: a page must stay readable."""
+    monkeypatch.setattr(run_reader, "MOST_INCIDENTS", 5)
+    records = [make_record(SITES, 1.0, step=one.step, events=(one,)) for one in events(12)]
+    report = read_run(recorded(tmp_path, records))
+    assert [one.incident.name for one in report.incidents] == [f"i-{step}" for step in range(5)]
+    assert report.incidents_left_out == 7
+
+
+def test_pending_is_no_incident(tmp_path: Path) -> None:
+    """A rule whose condition did not last never fired."""
+    records = [make_record(SITES, 1.0, step=0, events=(make_event("pending"),)), *steps(5)[1:]]
+    assert read_run(recorded(tmp_path, records)).incidents == ()
+
+
+def test_causes_of_other_ranks(tmp_path: Path) -> None:
+    """The rank on which a NaN appeared first knows where; rank 0's report has its cause."""
+    mine = [make_record(SITES, 1.0, step=40, events=(make_event(step=40),))]
+    run = recorded(tmp_path, mine, world_size=2)
+    other = recorded(tmp_path / "other", broken(), rank=1, world_size=2)
+    for journal in other.glob("*.gwj"):
+        journal.rename(run / journal.name)
+    (incident,) = read_run(run).incidents
+    assert incident.incident.rank == 1
+    assert "sqrt" in incident.incident.title
+
+
+def test_a_rank_that_is_not_there(tmp_path: Path) -> None:
+    """An error names the ranks that are; so does one for a folder without journals."""
+    with pytest.raises(GradwatchError, match=r"no journal of rank 3 in .*; there are: 0"):
+        load(recorded(tmp_path, steps(2)), rank=3)
+    with pytest.raises(GradwatchError, match="no journal in"):
+        load(tmp_path / "run-1" / "..")
