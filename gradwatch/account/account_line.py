@@ -121,7 +121,7 @@ def _parts(account: Account, folder: str) -> Iterator[str]:
     if account.ended in ("stopped", "failed"):
         yield account.ended
     if folder:
-        yield f"next: gradwatch {'explain --run' if account.fired else 'audit'} {folder}"
+        yield f"next: gradwatch {'explain --run' if account.fired else 'report'} {folder}"
 
 
 def _steps(account: Account) -> str:

@@ -32,9 +32,14 @@ def script_data(reports: Sequence[RunReport]) -> str:
 
 
 def _run(report: RunReport) -> dict[str, Any]:
+    health = report.checkpoint
     return {
         "name": printable(report.name),
         "incidents": [_incident(one.incident) for one in report.incidents],
+        "periods": [
+            [printable(one.rule), one.severity, one.optimizer, one.first, one.last] for one in report.periods
+        ],
+        "last_healthy": None if health is None or health.healthy else health.last_healthy_step,
         "tracks": [_track(one) for one in report.tracks],
     }
 

@@ -44,6 +44,7 @@ def document(report: RunReport) -> dict[str, Any]:
         "tracks": [_track(one) for one in report.tracks],
         "incidents": [incident(one) for one in report.incidents],
         "incidents_left_out": report.incidents_left_out,
+        "firing": [asdict(one) for one in report.periods],
         "rules": [_rule(one) for one in report.rules],
         "actions": [line.to_dict(report.steps) for line in report.actions],
         "cost": _cost(report.cost),

@@ -13,6 +13,7 @@ from gradwatch.errors import GradwatchError
 from gradwatch.incidents.incident import Incident
 from gradwatch.journal import (
     Entry,
+    EventsEntry,
     JournalReader,
     LostEntry,
     NormsEntry,
@@ -27,6 +28,7 @@ from gradwatch.records.record import CheckpointHealth
 from gradwatch.records.run_info import RunInfo
 from gradwatch.records.snapshot import Sites
 from gradwatch.report.explained import explained
+from gradwatch.report.firing_periods import FiringPeriods
 from gradwatch.report.rule_states import rule_states
 from gradwatch.report.run_report import Cost, RunReport
 from gradwatch.report.track import Track
@@ -81,6 +83,7 @@ class RunCollector:
         self.audit = Audit()
         self._tracks: list[TrackCollector] = []
         self._incidents: list[IncidentCollector] = []
+        self._periods: list[FiringPeriods] = []
         self._run: RunInfo | None = None
         self._lost = LostEntry()
 
@@ -88,6 +91,9 @@ class RunCollector:
         """A function that takes in the entries of a journal of the rank that is shown."""
         found = IncidentCollector(journal.rank, all_fired=True, most=MOST_INCIDENTS)
         self._incidents.append(found)
+        periods = FiringPeriods()
+        self._periods.append(periods)
+        seen: set[int] = set()
         by_optimizer: dict[int, TrackCollector] = {}
         sites: dict[int, Sites] = {}
 
@@ -109,6 +115,10 @@ class RunCollector:
             elif isinstance(entry, RunEntry):
                 self._run = entry.run
                 sites.clear()  # a new file: it brings its own
+            elif isinstance(entry, EventsEntry):
+                if entry.number not in seen:  # written again where a disk failed
+                    seen.add(entry.number)
+                    periods.take(entry.events)
             elif isinstance(entry, LostEntry):
                 self._lost |= entry
 
@@ -143,6 +153,7 @@ class RunCollector:
             tracks=found[:MOST_TRACKS],
             incidents=tuple(explained(where, one) for one in self._best()),
             incidents_left_out=left_out,
+            periods=tuple(period for one in self._periods for period in one.periods()),
             rules=rules,
             actions=tuple(self.audit.sorted()),
             steps=self.audit.steps,

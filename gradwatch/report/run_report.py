@@ -10,6 +10,7 @@ from gradwatch.journal.audit import Fired, Line
 from gradwatch.records.record import CheckpointHealth
 from gradwatch.records.run_info import RunInfo
 from gradwatch.report.explained import Explained
+from gradwatch.report.firing_periods import Period
 from gradwatch.report.track import Track
 
 State = Literal["healthy", "warning", "critical", "broken off", "running", "nothing"]
@@ -69,8 +70,8 @@ class RunReport:
     """A run as one rank recorded it; causes are those that any rank found.
 
     `accounts` are the lines of the last launches; `notes` what is missing or damaged; `actions` what rules did;
-    `incidents_left_out` counts those beyond the first. `checkpoint` is the health of a checkpoint saved at the
-    last step, by the tags in the folder.
+    `incidents_left_out` counts those beyond the first; `periods` are those in which rules were firing; `checkpoint` is
+    the health of a checkpoint saved at the last step, by the tags in the folder.
     """
 
     folder: str
@@ -83,6 +84,7 @@ class RunReport:
     tracks: tuple[Track, ...] = ()
     incidents: tuple[Explained, ...] = ()
     incidents_left_out: int = 0
+    periods: tuple[Period, ...] = ()
     rules: tuple[RuleState, ...] = ()
     actions: tuple[Line, ...] = ()
     steps: int = 0

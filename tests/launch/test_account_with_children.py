@@ -91,7 +91,7 @@ def test_forked_workers_are_in_the_account_of_their_parent(tmp_path: Path) -> No
     assert done.returncode == 4, done.stderr
     line, missed = told(done.stderr)
     assert line.startswith("gradwatch: 12 of 12 steps watched in 3 processes · 3 optimizers, 6 parameters")
-    assert line.endswith("next: gradwatch audit runs/r")
+    assert line.endswith("next: gradwatch report runs/r")
     lost, _, recorded = missed.partition(", at least ")
     assert lost == "gradwatch: not seen: 1 process left no summary (killed, or ended by os._exit)"
     assert recorded in {f"{n} step{'s' * (n > 1)} recorded" for n in range(1, 7)}

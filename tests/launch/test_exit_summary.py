@@ -34,7 +34,7 @@ def test_every_way_out_is_told_and_kept(
     assert line.startswith(COUNTED)
     assert done.stderr.count("steps watched") == 1
     assert (f" · {ended} · " in line) == (ended != "finished")
-    assert line.endswith("next: gradwatch audit runs/r")
+    assert line.endswith("next: gradwatch report runs/r")
     assert main(["audit", str(tmp_path / "runs" / "r"), "--json"]) == 0
     (account,) = json.loads(capsys.readouterr().out)["accounts"]
     assert account["ended"] == ended

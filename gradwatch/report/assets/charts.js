@@ -117,9 +117,11 @@ gw.chart = (place, options, data, zoom) => {
 };
 gw.made = [];
 
+gw.FEW = 40;  // points up to which each is drawn: a line of one would not be seen
+
 // The lower bound, drawn with the upper one as a band; both the same where a bucket is one step.
 gw.band = (label, colour, more) => {
-  const points = {show: false};
+  const points = {show: u => u.data[0].length <= gw.FEW, size: 5};
   const between = (u, value, series, at) => {
     if (at === null || value === null || value === undefined) return gw.shown(value);
     const low = u.data[series + 1][at];

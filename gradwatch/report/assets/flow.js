@@ -14,7 +14,7 @@ gw.flow = (place, track, incidents, grids) => {
   const said = gw.element("p", {className: "reading"}, " ");
   place.append(gw.element("p", {className: "controls"}, gw.element("label", {}, "step ", slider), when, jumps));
   const few = names.length <= 60, [grey, blue] = [gw.colour("muted"), gw.colour("before")];
-  const ticks = gw.rowTicks(names.length);
+  const ticks = gw.rowTicks(names.length, parameters.together);
   const points = {show: few, size: 5};
   let bad = [];
   const chart = gw.chart(place, {
@@ -25,14 +25,14 @@ gw.flow = (place, track, incidents, grids) => {
         value: (u, value, series, at) => at === null ? "–" : `${gw.shown(u.data[2][at])} … ${gw.shown(value)}`},
       {label: "", stroke: grey + "60", width: 1, points: {show: false}, class: "quiet"},
       {label: "usual", stroke: grey, dash: [5, 4], width: 1.5, points: {show: false}, value: (u, value) => gw.shown(value)},
-      {label: "at this step", stroke: blue, width: 2, points, value: (u, value) => gw.shown(value)},
+      {label: axis.width > 1 ? "largest at these steps" : "at this step", stroke: blue, width: 2, points, value: (u, value) => gw.shown(value)},
     ],
     bands: [{series: [1, 2], fill: grey + "28"}],
     scales: {y: {distr: 3, range: () => gw.around([low, high])}},
     hooks: {draw: [u => gw.crosses(u, rows, bad)]},
     axes: [gw.axis({
       label: "parameter: input → output", labelSize: 20, size: 34, splits: () => ticks,
-      values: (u, splits) => splits.map(at => String(at * parameters.together)),
+      values: (u, splits) => splits.map(at => Math.round(at * parameters.together).toLocaleString("en")),
     }), gw.logarithmic("gradient norm (L2)")],
   }, [rows, high, low, usual, of(recorded[recorded.length - 1])], null);
   place.append(said);

@@ -89,7 +89,8 @@ gw.heatmap = (place, track, zoom, choose) => {
     scales: {y: {dir: -1, range: () => [0, names.length]}},
     axes: [gw.stepAxis("step"), gw.axis({
       scale: "y", size: gw.AXIS, label: "parameter: input → output", labelSize: 20, grid: {show: false}, space: 18,
-      splits: () => gw.rowTicks(names.length), values: (u, splits) => splits.map(at => Math.round(at) * parameters.together),
+      splits: () => gw.rowTicks(names.length, parameters.together),
+      values: (u, splits) => splits.map(at => Math.round(at * parameters.together).toLocaleString("en")),
     })],
     hooks: {
       draw: [u => gw.drawCells(u, state())],
@@ -125,9 +126,11 @@ gw.rowNames = parameters => {
   return rows;
 };
 
-gw.rowTicks = rows => {
-  const each = Math.max(1, Math.ceil(rows / 12)), ticks = [];
-  for (let at = 0; at < rows; at += each) ticks.push(at);
+// Rows at round numbers of parameters.
+gw.rowTicks = (rows, together) => {
+  const least = Math.max(1, rows * together / 12), power = Math.pow(10, Math.floor(Math.log10(least)));
+  const each = Math.max(together, [1, 2, 5, 10].map(factor => factor * power).find(size => size >= least)), ticks = [];
+  for (let at = 0; at < rows * together; at += each) ticks.push(at / together);
   return ticks;
 };
 
@@ -186,8 +189,22 @@ gw.drawCells = (u, {grid, stops, part, both}) => {
       pixels[y * wide + x] = colour;
     }
   }
+  gw.enlarge(pixels, wide, tall, bad);
   ctx.putImageData(image, 0, 0);
   u.ctx.drawImage(canvas, left, top);
+};
+
+// What is not finite is at least three pixels large, however small its cell is.
+gw.enlarge = (pixels, wide, tall, colour) => {
+  const found = [];
+  for (let at = 0; at < pixels.length; at++) if (pixels[at] === colour) found.push(at);
+  if (found.length > pixels.length / 50) return;
+  for (const at of found) {
+    const x = at % wide, y = (at - x) / wide;
+    for (let row = Math.max(0, y - 1); row <= Math.min(tall - 1, y + 1); row++) {
+      for (let column = Math.max(0, x - 1); column <= Math.min(wide - 1, x + 1); column++) pixels[row * wide + column] = colour;
+    }
+  }
 };
 
 gw.cellAt = (u, rows, axis) => {

@@ -8,7 +8,7 @@ gw.drawTrack = (article, run, track) => {
   };
   const zoom = new gw.Zoom(track.axis.first, track.last);
   let choose = () => {}, show = () => {};
-  gw.timeline(place("timeline"), track, run.incidents, zoom);
+  gw.timeline(place("timeline"), track, run, zoom);
   const grids = gw.heatmap(place("heatmap"), track, zoom, (at, row) => { show(at); choose(row); });
   const flow = place("flow");
   if (grids && grids.norm) show = gw.flow(flow, track, run.incidents, grids);

@@ -1,10 +1,11 @@
 "use strict";
 // Total norm and loss over the steps, with what happened as lines, and what was done in lanes below.
-gw.SEVERITIES = {critical: "critical", warning: "warning", info: "info"};
+gw.SEVERITIES = {critical: "critical", warning: "warning", info: "info", good: "good"};
 
-gw.timeline = (place, track, incidents, zoom) => {
-  const own = incidents.filter(one => one.optimizer === track.optimizer);
-  const marks = {drawAxes: [u => gw.incidentLines(u, own)]};
+gw.timeline = (place, track, run, zoom) => {
+  const own = run.incidents.filter(one => one.optimizer === track.optimizer);
+  const healthy = run.last_healthy === null ? [] : [{step: run.last_healthy, severity: "good"}];
+  const marks = {drawAxes: [u => gw.incidentLines(u, own.concat(healthy))]};
   const steps = gw.starts(track.axis);
   const legend = gw.element("p", {className: "key"});
   place.append(legend);
@@ -13,10 +14,11 @@ gw.timeline = (place, track, incidents, zoom) => {
     const curve = track.curves[name];
     if (curve && (name === "loss" || gw.varies(curve))) gw.oneCurve(place, curve, label, steps, marks, zoom);
   }
-  gw.lanes(place, track, own, zoom);
+  gw.lanes(place, track, run.periods.filter(one => one[2] === track.optimizer), zoom);
   legend.append("Drag over a stretch of steps to zoom, double-click for all of them. ",
     track.axis.width > 1 ? `One point is ${track.axis.width.toLocaleString("en")} steps: smallest and largest of them. ` : "",
-    "Dashed lines are incidents, crosses at the top values that are NaN or Inf.");
+    "Dashed lines are incidents, crosses at the top values that are NaN or Inf.",
+    healthy.length ? ` The green line is the last step after which a checkpoint was healthy (${run.last_healthy.toLocaleString("en")}).` : "");
 };
 
 gw.varies = curve => {
@@ -120,33 +122,42 @@ gw.LANES = [
 ];
 gw.LANE = 30;
 
-// One lane for incidents, and one for each thing that was done at any step; darker where at more of a bucket's steps.
-gw.lanes = (place, track, incidents, zoom) => {
-  const counts = track.counts, lanes = gw.LANES.filter(([name]) => counts[name]);
-  if (incidents.length) lanes.unshift([null, "incidents", "critical"]);
+gw.MOST_RULES = 8;
+
+// One lane for each rule that fired, while it was firing, and one for each thing that was done at any step.
+gw.lanes = (place, track, periods, zoom) => {
+  const counts = track.counts, done = gw.LANES.filter(([name]) => counts[name]);
+  const lanes = gw.firing(periods).concat(done.map(([name, label, colour]) => ({name, label, colour})));
   if (!lanes.length) return;
   const {first, width, count} = track.axis;
   const draw = u => {
     const ctx = u.ctx, ratio = devicePixelRatio, {left, top, width: wide} = u.bbox;
+    const bar = (from, to, y) => {
+      const [begin, end] = [from, to].map(step => u.valToPos(step, "x", true));
+      ctx.fillRect(begin, y + 15 * ratio, Math.max(end - begin, 3 * ratio), 11 * ratio);
+    };
     ctx.save();
     ctx.beginPath();
     ctx.rect(left, top, wide, u.bbox.height);
     ctx.clip();
-    lanes.forEach(([name, label, colour], row) => {
+    lanes.forEach((lane, row) => {
       const y = top + row * gw.LANE * ratio;
       ctx.fillStyle = gw.colour("lane");
       ctx.fillRect(left, y + 15 * ratio, wide, 11 * ratio);
       ctx.fillStyle = gw.colour("muted");
       [ctx.textAlign, ctx.textBaseline] = ["left", "alphabetic"];
       ctx.font = `${11 * ratio}px system-ui, sans-serif`;
-      ctx.fillText(label, left + 2, y + 11 * ratio);
-      if (name === null) return gw.incidentTicks(u, incidents, y);
-      ctx.fillStyle = gw.colour(colour);
+      ctx.fillText(lane.label, left + 2, y + 11 * ratio);
+      for (const [, severity, , from, to] of lane.periods || []) {
+        ctx.fillStyle = gw.colour(gw.SEVERITIES[severity] || "muted");
+        bar(from, to === null ? track.last + 1 : to, y);
+      }
+      if (lane.periods) return;
+      ctx.fillStyle = gw.colour(lane.colour);
       for (let at = 0; at < count; at++) {
-        if (!counts[name][at]) continue;
-        const from = u.valToPos(first + at * width, "x", true), to = u.valToPos(first + (at + 1) * width, "x", true);
-        ctx.globalAlpha = 0.35 + 0.65 * counts[name][at] / Math.max(1, counts.steps[at]);
-        ctx.fillRect(from, y + 15 * ratio, Math.max(to - from, 2 * ratio), 11 * ratio);
+        if (!counts[lane.name][at]) continue;
+        ctx.globalAlpha = 0.35 + 0.65 * counts[lane.name][at] / Math.max(1, counts.steps[at]);
+        bar(first + at * width, first + (at + 1) * width, y);
       }
       ctx.globalAlpha = 1;
     });
@@ -161,10 +172,15 @@ gw.lanes = (place, track, incidents, zoom) => {
   }, [steps, steps.map(() => null)], zoom);
 };
 
-gw.incidentTicks = (u, incidents, y) => {
-  const ctx = u.ctx, ratio = devicePixelRatio;
-  for (const one of incidents) {
-    ctx.fillStyle = gw.colour(gw.SEVERITIES[one.severity] || "muted");
-    ctx.fillRect(u.valToPos(one.step, "x", true) - 1.5 * ratio, y + 15 * ratio, 3 * ratio, 11 * ratio);
-  }
+// Lanes of rules, the critical ones first, then by their first step; those beyond the most are one lane.
+gw.firing = periods => {
+  const rank = severity => ["critical", "warning", "info"].indexOf(severity);
+  const byRule = new Map();
+  for (const one of periods) byRule.set(one[0], (byRule.get(one[0]) || []).concat([one]));
+  const rules = [...byRule].sort(([, one], [, other]) => rank(one[0][1]) - rank(other[0][1]) || one[0][3] - other[0][3]);
+  const most = rules.length > gw.MOST_RULES ? gw.MOST_RULES - 1 : gw.MOST_RULES;
+  const lanes = rules.slice(0, most).map(([rule, found]) => ({label: `firing: ${rule.length > 60 ? rule.slice(0, 60) + "…" : rule}`, periods: found}));
+  const rest = rules.slice(most);
+  if (rest.length) lanes.push({label: `firing: ${rest.length} other rules`, periods: rest.flatMap(([, found]) => found)});
+  return lanes;
 };

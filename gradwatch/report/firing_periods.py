@@ -1,0 +1,47 @@
+"""Periods in which rules were firing, from the transitions of a journal."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from gradwatch.records.event import Event
+
+MOST = 2000
+"""Periods kept of those that have ended, the first ones."""
+
+
+@dataclass(frozen=True, slots=True)
+class Period:
+    """A rule of one optimizer was firing from step `first` to step `last`, at which it resolved; None = to the end."""
+
+    rule: str
+    severity: str
+    optimizer: int
+    first: int
+    last: int | None = None
+
+
+class FiringPeriods:
+    """Collects the periods of one journal; at most `MOST`."""
+
+    def __init__(self) -> None:
+        self._open: dict[tuple[int, str], Period] = {}
+        self._closed: list[Period] = []
+
+    def take(self, events: Iterable[Event]) -> None:
+        """Add transitions, in their order."""
+        for event in events:
+            key = event.optimizer, event.rule
+            if event.kind == "firing" and key not in self._open:
+                self._open[key] = Period(event.rule, event.severity, event.optimizer, event.step)
+            elif event.kind == "resolved" and key in self._open:
+                began = self._open.pop(key)
+                if len(self._closed) < MOST:
+                    self._closed.append(
+                        Period(began.rule, began.severity, began.optimizer, began.first, event.step)
+                    )
+
+    def periods(self) -> tuple[Period, ...]:
+        """The periods so far, by their first step."""
+        return tuple(sorted((*self._closed, *self._open.values()), key=lambda one: (one.first, one.rule)))

@@ -1,0 +1,38 @@
+"""Periods in which rules were firing."""
+
+from __future__ import annotations
+
+import pytest
+
+from gradwatch.report import firing_periods
+from gradwatch.report.firing_periods import FiringPeriods, Period
+from tests.support.sink_records import make_event
+
+
+def test_from_firing_to_resolved() -> None:
+    """Each firing of each rule and optimizer until it resolved; repeats and pending ones begin none."""
+    found = FiringPeriods()
+    found.take(
+        [
+            make_event("pending", step=1),
+            make_event("firing", step=3),
+            make_event("repeat", step=4),
+            make_event("firing", step=5, optimizer=1),
+            make_event("resolved", step=7),
+            make_event("firing", step=9),
+        ]
+    )
+    assert found.periods() == (
+        Period("non-finite", "critical", 0, 3, 7),
+        Period("non-finite", "critical", 1, 5),
+        Period("non-finite", "critical", 0, 9),
+    )
+
+
+def test_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rule that fires at every other step of a long run does not fill the page."""
+    monkeypatch.setattr(firing_periods, "MOST", 3)
+    found = FiringPeriods()
+    for step in range(0, 20, 2):
+        found.take([make_event("firing", step=step), make_event("resolved", step=step + 1)])
+    assert [one.first for one in found.periods()] == [0, 2, 4]
