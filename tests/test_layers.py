@@ -337,23 +337,24 @@ assert before == during == state(), (before, during, state())
 
 
 def set_from_elsewhere(tree: ast.AST) -> set[str]:
-    """Attributes of an `OptimizerCapture` or `RankMembership`, by the names these go by, that some code assigns to."""
+    """Attributes of a capture, a membership or a window, by the names these go by, that some code assigns to."""
     stored = (
         node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
     )
-    owners = {"captured", "built", "membership"}
+    owners = {"captured", "built", "membership", "window"}
     return {ast.unparse(node) for node in stored if ast.unparse(node.value).rpartition(".")[2] in owners}
 
 
-def test_captures_and_memberships_set_their_own_attributes() -> None:
-    """What is known of one optimizer, and of its ranks, changes in one file: others call a method that says why."""
+def test_captures_memberships_and_windows_set_their_own_attributes() -> None:
+    """What is known of an optimizer, its ranks and its window changes in one file: others call methods that say why."""
     assert offenders(lambda path: set_from_elsewhere(parsed(path))) == {}
 
 
 def test_an_attribute_set_from_elsewhere_is_found() -> None:
     """Also in a tuple, and where it is added to."""
-    code = "captured.step += 1\nctx.membership.late, x = True, 1\nbuilt.a: int = 0\nself.captured = 1\ncaptured.f()"
-    assert set_from_elsewhere(ast.parse(code)) == {"captured.step", "ctx.membership.late", "built.a"}
+    code = "captured.step += 1\nctx.membership.late, x = True, 1\nbuilt.a: int = 0\none.window.b = 2"
+    found = set_from_elsewhere(ast.parse(code + "\nself.captured = 1\ncaptured.f()"))
+    assert found == {"captured.step", "ctx.membership.late", "built.a", "one.window.b"}
 
 
 # A sink knows Records; of many optimizers that step inside one backward there is one context.

@@ -88,6 +88,8 @@ RETIRED = {
     "arriving": "AsyncCopy, pending",
     "nobody": "the subject: torch, the loop, gradwatch, another rank",
     "somebody": "the subject: torch, the loop, gradwatch, another rank",
+    "everybody": "all ranks, all code of the process",
+    "anybody": "other code, any user",
     "let_go": "release, dropped_by_script",
     "give_back": "restore",
     "stand_in": "shadow optimizer",
@@ -95,8 +97,10 @@ RETIRED = {
 }
 # Refused in docstrings and comments too; the others are English there ("of course", "what is told to Prometheus").
 PROSE = {
+    "anybody",
     "courier",
     "deaf",
+    "everybody",
     "heard",
     "hears",
     "hear",

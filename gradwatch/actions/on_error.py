@@ -16,7 +16,7 @@ def by_rule(decision: Decision) -> bool:
 def put_aside(captured: OptimizerCapture) -> dict[int, Tensor]:
     """Copies of the gradients, by position, for `put_back`; none where there is no memory for them.
 
-    To divide again would not give back the same bits. Only on the CPU, where what touches many gradients may stop
+    To divide again would not restore the same bits. Only on the CPU, where what touches many gradients may stop
     halfway: a device is handed all of them in one launch.
     """
     try:

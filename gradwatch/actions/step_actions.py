@@ -58,7 +58,7 @@ class StepActions:
         self.held = False  # something may be set aside for the step under way, or set on its optimizer
 
     def close(self) -> None:
-        """Give back any gradient set aside, and `found_inf` as it was."""
+        """Restore any gradient set aside, and `found_inf` as it was."""
         self._amp.restore()
         if self.held:
             self.release(finished=True)

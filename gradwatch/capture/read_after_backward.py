@@ -1,4 +1,4 @@
-"""Hooks and the end-of-backward read: which gradients arrived, and their norms before anybody touches them.
+"""Hooks and the end-of-backward read: which gradients arrived, and their norms before other code touches them.
 
 `register_post_accumulate_grad_hook` only counts an arrival. The first of a graph task queues a callback
 that queues another: the nested one runs after DDP and FSDP have finished their reduction, on the caller's

@@ -158,5 +158,5 @@ def _owners(module: Any, handle: Any) -> tuple[frozenset[int] | None, bool]:
         return ranks, True
     replicas, here = sorted(dist.get_process_group_ranks(between)), dist.get_rank()
     # Of the others' groups this rank knows none: a mesh is regular, so they are its own, moved by as many ranks.
-    everyone = frozenset(rank + replica - here for rank in ranks for replica in replicas)
-    return everyone, here == replicas[0]
+    owners = frozenset(rank + replica - here for rank in ranks for replica in replicas)
+    return owners, here == replicas[0]

@@ -367,7 +367,7 @@ class Slots:
         )
 
     def alive_modules(self) -> list[nn.Module]:
-        """Forget the models that are gone; the modules of the others."""
+        """Discard the models that are gone; the modules of the others."""
         modules = []
         for model in self.watched.note_gone():
             modules += module_tree.modules(model)

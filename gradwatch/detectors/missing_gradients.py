@@ -126,7 +126,7 @@ class Never(Detector):
         return bool((cast(WaitState, state).waited < 0).all())
 
     def advance(self, state: State, sample: Sample) -> tuple[FloatArray | None, State]:
-        """As `score` and `learn`; nothing to say once everybody has had a gradient."""
+        """As `score` and `learn`; nothing to report once every series has had a gradient."""
         if int(state[0].max()) < 0:
             return None, state
         return self.score(state, sample), self.learn(state, sample)

@@ -4,7 +4,7 @@ Never torch's default group: a collective of gradwatch's among the user's could 
 meeting goes through the store that `init_process_group` made. Every rank leaves a card there; rank 0 reads
 them and one verdict is written, by compare-and-set, so that all ranks hold the same: a rank that came too
 late, or not at all, cannot leave some of them waiting for it. Whatever fails later closes this rank's
-connections, at which the others' collective raises at once, and everybody goes on alone.
+connections, at which the others' collective raises at once, and every rank goes on alone.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from gradwatch.errors import GradwatchError
 MEET_SECONDS = 30.0
 """How long the first step waits, once, for a rank that does not watch. Ranks of one training come together."""
 WAIT_SECONDS = 60.0
-"""How long a step waits for a rank that stays away before everybody goes on alone."""
+"""How long a step waits for a rank that stays away before every rank goes on alone."""
 
 
 _c10d: Any = dist  # its stubs do not export what is used here
@@ -99,7 +99,7 @@ def _store(name: str) -> Any:
 
 
 def _collect(store: Any, world: int) -> dict[str, Any]:
-    """Rank 0's proposal: everybody's cards, or who is missing."""
+    """Rank 0's proposal: the hellos of all ranks, or which are missing."""
     deadline = time.monotonic() + MEET_SECONDS
     hellos = []
     for rank in range(world):

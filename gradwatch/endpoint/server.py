@@ -205,7 +205,7 @@ class Endpoint:
         return next(waiting, None) or next(iter(self._connections.values()))
 
     def _make_room(self, now: float) -> None:
-        """Training needs file descriptors more than we do: give back half, and stay away for a moment."""
+        """Leave file descriptors to training: close half of the connections, and accept none for a moment."""
         for connection in list(self._connections.values())[: (len(self._connections) + 1) // 2]:
             self._drop(connection)
         self._selector.unregister(self._listener)

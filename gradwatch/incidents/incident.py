@@ -23,7 +23,7 @@ AROUND = 8
 
 @dataclass(frozen=True, slots=True)
 class StepNorms:
-    """The norms of one step: L2 over all parameters, before and after everybody's clipping. `loss` None = not told."""
+    """The norms of one step: L2 over all parameters, before and after all clipping. `loss` None = not known."""
 
     step: int
     total_norm: float

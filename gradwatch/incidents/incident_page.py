@@ -143,7 +143,7 @@ def _off(norm: float, level: float) -> float:
 
 
 def markdown(lines: Iterable[str]) -> str:
-    """The page as a file: every line printable, and none of anybody's HTML outside what is quoted as code."""
+    """The page as a file: every line printable, and no HTML from elsewhere outside what is quoted as code."""
     return "".join(f"{_harmless(one_line(line, LONGEST_LINE))}\n" for line in lines)
 
 

@@ -48,7 +48,7 @@ class Cadence:
     def choose(self, record: Record, every: int, now: int) -> list[Chosen]:
         """Choose the norms to write after this record, in the order of steps.
 
-        `now` counts records of all optimizers; the ring forgets what is over 400 of them old, which bounds
+        `now` counts records of all optimizers; the ring discards what is over 400 of them old, which bounds
         how late norms can follow their step.
         """
         reason = self._reason(record, every)
@@ -81,7 +81,7 @@ class Cadence:
         return "sample" if record.snapshot.step % every == 0 else None
 
     def _expire(self, step: int, now: int) -> None:
-        """Forget what is out of reach of an incident at `step`."""
+        """Discard what is out of reach of an incident at `step`."""
         while self._ring:
             since, oldest = self._ring[0]
             near = oldest.snapshot.step >= step - AROUND and since > now - 2 * AROUND

@@ -303,7 +303,7 @@ class Detail:
 
 
 def suspicious(squares: Squares, floor: NDArray[np.float64]) -> NDArray[np.intp]:
-    """Positions where the fast sum cannot be trusted: non-finite, or so small that squares were flushed.
+    """Positions where the fast sum may be wrong: non-finite, or so small that squares were flushed.
 
     `floor` is numel * UNDERFLOW of every tensor.
     """

@@ -11,7 +11,7 @@ from gradwatch.reading.row_sums import UNDERFLOW
 
 
 def exact_norm(grad: Tensor) -> tuple[float, Detail | None]:
-    """The L2 norm, and the second look where the first could not be trusted.
+    """The L2 norm, and the second look where the first may have over- or underflowed.
 
     The batched read of `batched.CpuReader` does the same for many gradients at once.
     """

@@ -31,7 +31,7 @@ class Record:
 
     `overhead_seconds` is what gradwatch itself cost since the last Record; `step_seconds` the time since the
     last `optimizer.step()` (None on the first); `wall_time` seconds since the epoch. `checkpoint` is None in what a
-    journal gives back. `findings` say what made the gradients of an incident non-finite, where a rule had it looked
+    journal restores. `findings` say what made the gradients of an incident non-finite, where a rule had it looked
     for.
     """
 

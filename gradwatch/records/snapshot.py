@@ -75,7 +75,7 @@ class Column(NamedTuple):
 class Snapshot:
     """Everything measured about one `optimizer.step()`.
 
-    `norm[S]` float32 is the L2 norm of the gradient the optimizer is about to get, before anybody's clipping;
+    `norm[S]` float32 is the L2 norm of the gradient the optimizer is about to get, before any clipping;
     it means something only where `calls[S] > 0` (how many times a gradient arrived; 0 = none this step). NaN
     and Inf there always mean "this gradient is not finite" (or its true norm exceeds float32).
     `coef[S]` is the smallest multiplier applied between `norm` and the optimizer (1 = untouched).

@@ -1,6 +1,6 @@
 """One thread for every sink that talks to a network or writes to a slow disk; training waits for neither.
 
-A sink hands over a *round*: something to do, done again after the seconds it asks for and whenever it is woken.
+A sink hands over a *job*: something to do, done again after the seconds it asks for and whenever it is woken.
 Rounds take turns, so what one may wait for must be bounded (a timeout on every request); what is not gets a
 `BackgroundWorker` of its own.
 """
@@ -25,7 +25,7 @@ Work = Callable[[], float | None]
 class Job:
     """Job of one sink, and its result; made by `BackgroundWorker.enter`.
 
-    A failure is counted in `health`, and the round made again after 1, 2, 4 … 60 s: a server that is away is
+    A failure is counted in `health`, and the job done again after 1, 2, 4 … 60 s: a server that is away is
     not asked at every step of a bad phase.
     """
 
@@ -55,33 +55,33 @@ class Job:
 
 
 class BackgroundWorker:
-    """The thread, and the rounds it makes; it ends when no sink has anything for it any more."""
+    """The thread, and the jobs it does; it ends when no sink has anything for it any more."""
 
     def __init__(self, name: str = THREAD_NAME) -> None:
         self._name = name
         self._condition = threading.Condition()
-        self._rounds: list[Job] = []
+        self._jobs: list[Job] = []
         self._thread: threading.Thread | None = None
 
     def enter(self, name: str, work: Work, health: Health) -> Job:
-        """Take a round on; nothing is done before it is woken. RuntimeError where no thread can be had."""
+        """Take a job on; nothing is done before it is woken. RuntimeError where no thread can be had."""
         made = Job(name, work, health)
         with self._condition:
-            self._rounds.append(made)
+            self._jobs.append(made)
             if self._thread is None or not self._thread.is_alive():
                 self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
                 self._thread.start()
         return made
 
     def wake(self, one: Job) -> None:
-        """There is something to do; returns at once. A round that failed waits its time all the same."""
+        """Wake a job; returns at once. One that failed waits its time all the same."""
         with self._condition:
             one.asked += 1
             one.due = one.backoff.until
             self._condition.notify_all()
 
     def wait_for(self, one: Job, timeout: float) -> bool:
-        """Have the round made once more, from now on; False where that fails or takes longer."""
+        """Have a job done once more, from now on; False where that fails or takes longer."""
         if one.inherited:
             return True  # the parent's thread is at work
         deadline = time.monotonic() + timeout
@@ -89,17 +89,17 @@ class BackgroundWorker:
             one.asked += 1
             asked, one.due = one.asked, 0.0
             self._condition.notify_all()
-            while one.done < asked and one in self._rounds and (left := deadline - time.monotonic()) > 0:
+            while one.done < asked and one in self._jobs and (left := deadline - time.monotonic()) > 0:
                 self._condition.wait(left)
             return one.done >= asked and not one.backoff.failing
 
     def leave(self, one: Job) -> None:
-        """Forget a round; the thread ends with the last one. Idempotent."""
+        """Discard a job; the thread ends with the last one. Idempotent."""
         if one.inherited:
             return
         with self._condition:
-            if one in self._rounds:
-                self._rounds.remove(one)
+            if one in self._jobs:
+                self._jobs.remove(one)
             self._condition.notify_all()
 
     def _run(self) -> None:
@@ -118,9 +118,9 @@ class BackgroundWorker:
                 self._condition.notify_all()
 
     def _next(self) -> Job | None:
-        """The round that is due, once one is; None where there are none left."""
-        while self._rounds:
-            waiting = [one for one in self._rounds if one.due is not None]
+        """The job that is due, once one is; None where there are none left."""
+        while self._jobs:
+            waiting = [one for one in self._jobs if one.due is not None]
             first = min(waiting, key=lambda one: one.due or 0.0, default=None)
             pause = None if first is None or first.due is None else first.due - time.monotonic()
             if first is not None and pause is not None and pause <= 0:
@@ -141,7 +141,7 @@ def _after_fork_in_child() -> None:
     """The thread stayed with the parent, and so may a lock that it held."""
     global _shared
     _shared._condition = threading.Condition()
-    _shared._rounds.clear()
+    _shared._jobs.clear()
     _shared = BackgroundWorker()
 
 

@@ -1,6 +1,6 @@
 """Processes found in the run folders: which processes (rank and attempt) there are, and whether they still run.
 
-Anybody's files may lie there, half-written or hostile: what cannot be read is passed over, nothing is followed,
+Files of any user may lie there, half-written or hostile: what cannot be read is passed over, nothing is followed,
 nothing is written.
 """
 

@@ -34,9 +34,9 @@ def enabled(env: Mapping[str, str] = os.environ) -> bool:
     return env.get("GRADWATCH", "1") != "0"
 
 
-def quiet_asked(env: Mapping[str, str] = os.environ) -> bool:
+def quiet_asked() -> bool:
     """True if `--quiet` (GRADWATCH_QUIET) asks for no account at the end."""
-    return env.get("GRADWATCH_QUIET", "0") not in ("", "0")
+    return os.environ.get("GRADWATCH_QUIET", "0") not in ("", "0")
 
 
 def told_by(env: Mapping[str, str] = os.environ) -> int:

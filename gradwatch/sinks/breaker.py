@@ -144,7 +144,7 @@ class Breaker:
 
     @_contained(None)
     def conclude(self, account: Account) -> None:
-        """Tell the sink what the run comes to, just before it is closed, if it wants to know."""
+        """Give the sink the totals of the run, just before it is closed, if it takes them."""
         conclude = getattr(self.sink, "conclude", None)
         if conclude is not None and not self._closed and self._opened:
             conclude(account)

@@ -79,7 +79,6 @@ class JournalSink:
         self.params = params
         self.max_bytes = max_bytes
         self.on_acknowledged = on_acknowledged
-        self.acknowledged = 0
         self.dropped = 0
         self._lock = threading.Lock()
         self._condition = threading.Condition(self._lock)
@@ -254,7 +253,6 @@ class JournalSink:
         self._health.mark(self.name, error is None)
 
     def _acknowledge(self, events: tuple[Event, ...]) -> None:
-        self.acknowledged += len(events)
         if self.on_acknowledged is None:
             return
         for event in events:

@@ -50,7 +50,7 @@ class Sink(Protocol):
         """Wait at most `timeout` seconds until everything taken is where it belongs; False if it is not."""
 
     def close(self) -> None:
-        """Give back threads, sockets and files."""
+        """Release threads, sockets and files."""
 
 
 SinkFactory = Callable[..., Sink]

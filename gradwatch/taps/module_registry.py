@@ -58,7 +58,7 @@ class ModuleRegistry:
         ]
 
     def close(self) -> None:
-        """Give torch back as found, and forget everything."""
+        """Restore torch as found, and discard everything."""
         while self._removes:
             self._removes.pop()()
         for known in (self._modules, self._owners, self._parents):
@@ -232,7 +232,7 @@ class ModuleRegistry:
             self._parents[id(child)] = (place,)
 
     def _prune(self) -> None:
-        """Forget what is about modules that are gone."""
+        """Discard what is about modules that are gone."""
         self._modules = {key: ref for key, ref in list(self._modules.items()) if ref() is not None}
         self._owners = {key: one for key, one in list(self._owners.items()) if one.module() is not None}
         self._parents = {key: v for key, v in list(self._parents.items()) if key in self._modules}

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from gradwatch.distributed import process_group
 from tests.ranks.cadence import FLIPPED, POISONED, SHIFTED
 
 JOB = "tests.ranks.cadence"
-PATIENCE = 25.0  # seconds; a rank left waiting for another would need WAIT_SECONDS, more than twice that
+PATIENCE = process_group.WAIT_SECONDS  # of a whole run: one in which a rank was left waiting takes longer
 DUE = list(range(0, 95, 10))
 
 

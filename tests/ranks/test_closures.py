@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from gradwatch.distributed import process_group
 from tests.ranks.closures import INJURED, REPLICAS, SHARDED, STEPS
 
 JOB = "tests.ranks.closures"
-PATIENCE = 25.0  # seconds; a rank left waiting for another would need more than twice that
+PATIENCE = process_group.WAIT_SECONDS  # of a whole run: one in which a rank was left waiting takes longer
 
 
 @pytest.mark.parametrize("name", SHARDED)

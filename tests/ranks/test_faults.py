@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
+from gradwatch.distributed import process_group
 from tests.ranks.faults import SITES, SITUATIONS, TRIALS_PER_WATCH
 from tests.ranks.launch import ALL, FEW, launch
 
 JOB = "tests.ranks.faults"
-PATIENCE = 25.0  # seconds; a rank left waiting for another would need WAIT_SECONDS, more than twice that
+PATIENCE = process_group.WAIT_SECONDS  # of a whole run: one in which a rank was left waiting takes longer
 FAULTS = [f"fault in {site}" for site in SITES]
 AFTER_THE_EXCHANGE = {"hear", "assemble", "evaluate", "decide", "clipped"}
 HARMLESS = {"read", "sample"}  # read again at the step; nothing samples in these rules

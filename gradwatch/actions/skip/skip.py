@@ -68,7 +68,7 @@ class StepSkipper:
         after = self.optimizer.register_step_post_hook(first)
         self._handles.append(after)
         hooks: Any = self.optimizer._optimizer_step_post_hooks
-        with contextlib.suppress(KeyError, AttributeError):  # else the end of the boundary gives back
+        with contextlib.suppress(KeyError, AttributeError):  # else the end of the boundary restores it
             hooks.move_to_end(after.id, last=False)
 
     def skip_step(self) -> None:

@@ -6,7 +6,7 @@ the last (partial) window of an epoch would otherwise be seen only after the use
 
 from __future__ import annotations
 
-LEARNED = 3  # equal counts of backwards before a loop is believed
+LEARNED = 3  # equal counts of backwards before a loop counts as learned
 VARIED = 100  # steps after a change of that count during which every backward is read
 
 

@@ -19,9 +19,8 @@ MOST = 2
 class Background:
     """Runs what `submit` takes; `failed` gets what a job raises. In a forked child it does nothing."""
 
-    def __init__(self, failed: Callable[[BaseException], None], most: int = MOST) -> None:
+    def __init__(self, failed: Callable[[BaseException], None]) -> None:
         self._failed = failed
-        self._most = most
         self._pid = os.getpid()
         self._jobs: deque[Callable[[], object]] = deque()
         self._changed = threading.Condition()
@@ -32,7 +31,7 @@ class Background:
         if os.getpid() != self._pid:
             return False
         with self._changed:
-            if len(self._jobs) + self._running >= self._most:
+            if len(self._jobs) + self._running >= MOST:
                 return False
             self._jobs.append(job)
             if not self._running:

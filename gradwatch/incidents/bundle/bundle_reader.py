@@ -1,4 +1,4 @@
-"""A bundle from anybody, read: what is wrong with it is said with file and place, and nothing of it is ever run."""
+"""Reading of a bundle from anywhere: what is wrong is reported with file and place, and nothing of it is ever run."""
 
 from __future__ import annotations
 

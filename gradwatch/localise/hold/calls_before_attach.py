@@ -1,4 +1,4 @@
-"""The calls of models before anybody watches them, so that the first step of a training can be run again too.
+"""The calls of models before a Watch is attached, so that the first step of a training can be run again too.
 
 Held like those of a watched model, with one difference: no hook on a parameter says when gradients are thrown away, so
 that is read off the parameters when a backward reaches the model.
@@ -53,8 +53,8 @@ class PreAttachCalls(ModelRecorder):
 class PreAttachRecorder(StepRecorder):
     """Holds the calls of models from now on; `handed_over` to a Watch, or closed."""
 
-    def __init__(self, failed: Callable[[str, BaseException], None], max_bytes: int = MAX_BYTES) -> None:
-        super().__init__(failed, max_bytes)
+    def __init__(self, failed: Callable[[str, BaseException], None]) -> None:
+        super().__init__(failed, MAX_BYTES)
         self._wrappers: list[Callable[[], None]] = []
 
     def add(self, model: nn.Module, modules: Sequence[nn.Module] | None = None) -> None:

@@ -160,7 +160,7 @@ class ModelRecorder:
     def cleared(self, over: Container[int] | None = None) -> set[int]:
         """Release the calls that only gradients which were thrown away had reached.
 
-        With `over` only what the graph tasks in it have reached. The graph tasks of what is forgotten.
+        With `over` only what the graph tasks in it have reached. Returns the graph tasks of what is released.
         """
         now = backward.current()
         gone = [call for call in list(self.calls) if call.tasks and now not in call.tasks]

@@ -25,7 +25,7 @@ from gradwatch.taps.dynamo import anything_compiled, compiles
 
 UNCALLED = 2  # steps after which a model that was not called is looked for in its children
 LEVELS = 3  # of children
-OLD = 8  # optimizer steps after which a forward without a backward is forgotten
+OLD = 8  # optimizer steps after which a forward without a backward is released
 WIDEST = 64  # parts of one model
 FEW = 16  # parts held beside their model: each call of one costs 4 us
 

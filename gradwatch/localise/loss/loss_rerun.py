@@ -1,6 +1,6 @@
 """The loss code of a step run again under the recorder, model and all, and its backward.
 
-What comes of it is believed only if the gradients that it brings to the model's outputs are those that the step
+What comes of it is used only if the gradients that it brings to the model's outputs are those that the step
 brought there, bit for bit.
 """
 

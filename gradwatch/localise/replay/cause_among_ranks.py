@@ -1,9 +1,9 @@
 """Several ranks and one cause: what all of them must agree on, and whose step it was.
 
-A NaN of one rank is in everybody's gradients once they are reduced, so all ranks judge alike and localise alike, each
-its own step. They exchange what they found, and all report the same cause, with its rank. Nothing
-here is a collective of torch's: ranks meet in the store that `init_process_group` made, all of them or none, and wait
-for one another for a bounded time (`gradwatch.distributed.process_group`).
+A NaN of one rank is in the gradients of all ranks once they are reduced, so all ranks judge alike and localise alike,
+each its own step. They exchange what they found, and all report the same cause, with its rank. Nothing here is a
+collective of torch's: ranks meet in the store that `init_process_group` made, all of them or none, and wait for one
+another for a bounded time (`gradwatch.distributed.process_group`).
 """
 
 from __future__ import annotations

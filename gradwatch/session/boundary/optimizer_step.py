@@ -93,7 +93,7 @@ class Boundary:
         ]
 
     def close(self) -> None:
-        """Remove the hooks; judge what still waits; give back any gradient set aside."""
+        """Remove the hooks; judge what still waits; restore any gradient set aside."""
         for remove in self._removes:
             remove()
         self._guarded(self._in_backward.finish)

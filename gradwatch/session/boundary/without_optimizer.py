@@ -146,7 +146,7 @@ class LoopsWithoutOptimizer:
             self._notices.unowned(names)
 
     def _registered(self, module: nn.Module, name: str, value: Any) -> bool:
-        """Look at a value that a watched module is about to get; True if nothing else need take notice of it."""
+        """Look at a value that a watched module is about to get; True if nothing else need look at it."""
         try:
             with self._capture.arranging.held:
                 if self._loops and self._replaced.registered(module, name, value):
@@ -231,7 +231,7 @@ class LoopsWithoutOptimizer:
     # -- the step ----------------------------------------------------------------------------------------
 
     def _open(self) -> list[_Loop]:
-        """The loops of which a step is open; one is forgotten as soon as an optimizer has some parameter of it."""
+        """The loops of which a step is open; one is discarded as soon as an optimizer has some parameter of it."""
         unowned = self._capture.unowned_slots()
         if unowned is not self._unowned:
             self._unowned = unowned

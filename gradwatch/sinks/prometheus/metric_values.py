@@ -231,7 +231,7 @@ def _by_component(values: Mapping[str, float]) -> Iterable[Value]:
 
 
 def _of_process(view: View, name: str) -> Iterable[Value]:
-    """Absent where it is not counted: in what a journal gives back."""
+    """Absent where it is not counted: in what a journal restores."""
     return _one(view.process[name]) if name in view.process else []
 
 
