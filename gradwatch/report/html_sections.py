@@ -25,12 +25,12 @@ _STATES = {
 
 
 def text(value: str, limit: int = LONGEST_SENTENCE) -> str:
-    """Prose of anybody's as HTML."""
+    """Prose from elsewhere as HTML."""
     return html.escape(one_line(value, limit)).encode("utf-8", "replace").decode()
 
 
 def name(value: str) -> str:
-    """A name of anybody's as HTML."""
+    """A name from elsewhere as HTML."""
     return html.escape(printable(value))
 
 
