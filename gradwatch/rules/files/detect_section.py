@@ -10,6 +10,7 @@ from typing import Any
 import gradwatch.detectors  # noqa: F401  (registers the built-in kinds)
 from gradwatch.detectors.detector import DETECTORS, KNOWN_NOT_BUILT, Detector, find_detector, rule_keys
 from gradwatch.rules.condition import When
+from gradwatch.rules.files import words_of_other_tools
 from gradwatch.rules.files.pydantic_models import RuleEntry, detector_model
 from gradwatch.rules.files.validation import check, keys_of
 from gradwatch.rules.yaml.nodes import Map, Mark, Problems, Scalar, quoted, shown, without
@@ -46,7 +47,9 @@ def find_kind(node: Map, at: Mark, where: str, problems: Problems) -> Found | No
     cls = _kind(kind, problems)
     if cls is None:
         return None
-    model = check(without(node, "kind"), detector_model(cls), problems, at, f"detect '{kind.text}'", _IN_RULE)
+    wanted = detector_model(cls)
+    advice = {**words_of_other_tools.detect_keys(keys_of(wanted)), **_IN_RULE}
+    model = check(without(node, "kind"), wanted, problems, at, f"detect '{kind.text}'", advice)
     if model is None:
         return None
     return Found(cls, {name: getattr(model, name) for name in type(model).model_fields})
@@ -63,10 +66,12 @@ def _kind(kind: Scalar, problems: Problems) -> type[Detector] | None:
         cls, hint = None, f"the package that provides it does not load: {type(error).__name__}"
     if cls is None:
         known = sorted({*DETECTORS, *KNOWN_NOT_BUILT})
-        message = f"unknown detector kind {quoted(kind.text)}{problems.meant(kind.text, known)}"
+        advice = words_of_other_tools.KINDS.get(kind.text.lower(), "")
+        message = f"unknown detector kind {quoted(kind.text)}"
+        message += "" if advice else problems.meant(kind.text, known)
         if kind.text == When.kind:
             hint = "a condition stands in the place of `detect:`: when: {all: […]}"
-        problems.add(kind.mark, "GW201", message, hint or f"kinds: {', '.join(known)}")
+        problems.add(kind.mark, "GW201", message, hint or advice or f"kinds: {', '.join(known)}")
     return cls
 
 

@@ -7,6 +7,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from gradwatch.rules.action_kinds import ACTIONS
+from gradwatch.rules.files import words_of_other_tools
 from gradwatch.rules.files.models import parameters_model
 from gradwatch.rules.files.validation import check
 from gradwatch.rules.rule_set import Action, SinkSpec
@@ -61,8 +62,10 @@ def actions(node: Node | None, problems: Problems) -> tuple[Action, ...]:
     for name, mark, params in named_items(node, "action", problems):
         kind = ACTIONS.get(name)
         if kind is None:
-            message = f"unknown action {quoted(name)}{problems.meant(name, ACTIONS)}"
-            problems.add(mark, "GW203", message, f"actions: {', '.join(ACTIONS)}")
+            advice = words_of_other_tools.ACTIONS.get(name.lower(), "")
+            meant = "" if advice else problems.meant(name, ACTIONS)
+            hint = advice or f"actions: {', '.join(ACTIONS)}"
+            problems.add(mark, "GW203", f"unknown action {quoted(name)}{meant}", hint)
             continue
         valid = check(params, parameters_model(kind.params), problems, mark, f"action '{name}'")
         if valid is None:
@@ -108,5 +111,7 @@ def sinks(node: Node | None, problems: Problems) -> tuple[SinkSpec, ...]:
 
 def _unknown_sink(name: str, mark: Mark, problems: Problems) -> None:
     known = sorted(SINKS)
-    meant = problems.meant(name, known)
-    problems.add(mark, "GW204", f"unknown sink {quoted(name)}{meant}", f"sinks: {', '.join(known)}")
+    advice = words_of_other_tools.SINKS.get(name.lower(), "")
+    meant = "" if advice else problems.meant(name, known)
+    hint = advice or f"sinks: {', '.join(known)}"
+    problems.add(mark, "GW204", f"unknown sink {quoted(name)}{meant}", hint)

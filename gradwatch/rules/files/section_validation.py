@@ -7,6 +7,7 @@ from dataclasses import fields
 
 from gradwatch.detectors.detector import DETECTORS
 from gradwatch.rules.field_types import NAME
+from gradwatch.rules.files import words_of_other_tools
 from gradwatch.rules.files.annotations import check_annotations, check_labels
 from gradwatch.rules.files.do_and_sinks import actions, sinks
 from gradwatch.rules.files.models import Model
@@ -93,4 +94,5 @@ def _named(section: Node | None, what: str, model: type[Model], problems: Proble
 def _in_detect() -> dict[str, str]:
     keys = {each.name for cls in DETECTORS.values() for each in fields(cls)}  # type: ignore[arg-type]
     keys = (keys | {"kind"}) - set(keys_of(RuleEntry))
-    return dict.fromkeys(keys, "a key of the detector: write it inside `detect:`")
+    inside = dict.fromkeys(keys, "a key of the detector: write it inside `detect:`")
+    return {**words_of_other_tools.RULE_KEYS, **inside}

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from gradwatch.records.columns import is_observed
+from gradwatch.rules.files import words_of_other_tools
 from gradwatch.rules.sink_kinds import ADDRESS, SECRET, SECRET_URL
 from gradwatch.rules.yaml.nodes import (
     MAX_SUGGESTIONS,
@@ -267,6 +268,8 @@ def _choice(expected: str, node: Node, label: str, problems: Problems) -> tuple[
     word = node.text if isinstance(node, Scalar) else ""
     meant = problems.meant(word.strip("."), known) if word else ""
     hint = f"one of: {', '.join(known) or expected}" + (TAKEN_BY if is_observed(word) else "")
+    if label == "'of'" and word in words_of_other_tools.COLUMNS:
+        meant, hint = "", words_of_other_tools.COLUMNS[word]
     return "GW104", f"{label} cannot be {shown(node)}{meant}", hint
 
 

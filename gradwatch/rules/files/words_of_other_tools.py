@@ -1,0 +1,117 @@
+"""Advice on words that people type from other tools, or by guess: what is written here instead."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+_NOTHING = (
+    "no action is needed: what fires is logged, recorded and exported; `severity:` says how grave it is, and "
+    "`sinks:` who is written to (slack, email, webhook, alertmanager)"
+)
+_GROUP = (
+    "name them as a group, `groups: {mine: {match: [...]}}` beside `rules:`, and write `groups: [mine]` here"
+)
+_NOT_FINITE = "nonfinite: a NaN or Inf"
+_TOO_LARGE = "above (a fixed threshold), spike (against its own past), or jump (before there is a past)"
+_TOO_SMALL = "below (a fixed threshold), below_recent_min or drop (against its own past), or all_zero"
+
+
+def _each(words: str, write: str = "", say: str = "") -> dict[str, str]:
+    """One advice for several words: what to `write`, or a sentence of its own."""
+    return dict.fromkeys(words.split(), say or f"write {write}")
+
+
+KINDS: Mapping[str, str] = {
+    **_each("nan inf nan_inf naninf isnan non_finite non-finite not_finite infinite", _NOT_FINITE),
+    **_each("explode exploding explosion exploding_gradient exploding_gradients overflow", _TOO_LARGE),
+    **_each("gt greater greater_than max maximum threshold limit over", "above: a fixed threshold"),
+    **_each("vanish vanishing vanishing_gradient vanishing_gradients underflow", _TOO_SMALL),
+    **_each("lt less less_than min minimum under", "below: a fixed threshold"),
+    **_each(
+        "zscore z_score z-score anomaly outlier sigma ewma mean_std",
+        "spike: `above:` is in standard deviations",
+    ),
+    **_each("loss loss_nan loss_explode", "loss_nonfinite, loss_spike, or above with `of: loss`"),
+    **_each("lr learning_rate", "lr_jump, or above or below with `of: lr`"),
+    **_each("frozen unchanged not_updating", "stuck (weights that do not move) or never (no gradient)"),
+    **_each("zero zeros zero_grad", "all_zero (every gradient) or dead (one parameter's elements)"),
+    **_each("ratio update update_to_weight", "update_ratio"),
+}
+"""For `kind:` of a detector."""
+
+ACTIONS: Mapping[str, str] = {
+    **_each("alert notify warn warning log report print slack email webhook pagerduty page", say=_NOTHING),
+    **_each("skip skip_batch skip_update ignore drop", "skip_step"),
+    **_each("abort halt raise exit kill terminate fail stop_training", "stop"),
+    **_each(
+        "clip_norm clip_grad clip_grad_norm clip_value",
+        "clip, with `max_norm:`; or the section `clip:` for every step",
+    ),
+    **_each("checkpoint save dump bundle", "snapshot: the step with all that is needed to run it again"),
+    **_each("zero zero_grad zero_nan nan_to_num", "zero_nonfinite"),
+    **_each("explain debug detect_anomaly cause locate", "localise: the operation and the line"),
+    **_each("scale scale_down", "rescale"),
+}
+"""For entries of `do:`."""
+
+SINKS: Mapping[str, str] = {
+    **_each("console stdout stderr print terminal", "log"),
+    **_each(
+        "discord teams msteams ntfy telegram mattermost pagerduty opsgenie http",
+        "webhook, with the `body:` it wants",
+    ),
+    **_each("mail smtp e-mail", "email"),
+    **_each("file jsonl csv json disk", "journal: the recording of the run"),
+    **_each("grafana metrics", "prometheus: what dashboards read"),
+    **_each("opentelemetry otel", "otlp"),
+    **_each("tb", "tensorboard"),
+    **_each("statsd graphite influx datadog", "otlp: to a collector that passes it on"),
+}
+"""For entries of `sinks:`."""
+
+RULE_KEYS: Mapping[str, str] = {
+    **_each("params parameters param parameter match names layer modules module include only", say=_GROUP),
+    **_each("action actions then", "do: [...]"),
+    **_each("level priority", "severity: info, warning or critical"),
+    **_each("if condition conditions", "`detect:` for one measurement, `when:` to join rules"),
+    **_each("description message summary", 'annotations: {description: "…"}'),
+    **_each("id name title", say="the key above is its name"),
+    **_each("patience duration consecutive", "for: so many steps in a row"),
+    **_each("interval frequency freq", "every: so many steps"),
+    **_each("disabled", "enabled: false"),
+}
+"""For keys of a rule."""
+
+DETECT_KEYS: Mapping[str, Mapping[str, str]] = {
+    "threshold": _each(
+        "above below max min value limit level gt lt greater_than less_than", "threshold: the value"
+    ),
+    "above": _each(
+        "threshold z zscore z_score sigma sigmas std value limit", "above: in standard deviations"
+    ),
+}
+"""For keys inside `detect:` of a kind that has the key in front."""
+
+COLUMNS: Mapping[str, str] = {
+    **_each(
+        "loss", "`kind: loss_spike` for the loss against its own past; `above` and `below` take `of: loss`"
+    ),
+    **_each("lr learning_rate", "`kind: lr_jump`; `above` and `below` take `of: lr`"),
+    **_each("grad gradient gradients grad_norm gradient_norm", "norm (of each parameter) or total_norm"),
+    **_each("weight weights param", "weight_norm, weight_mean or weight_std"),
+    **_each("update updates", "update_norm, or update_ratio for its share of the weight"),
+    **_each("activation activations", "activation_std and others, of modules"),
+}
+"""For `of:` where the detector does not take the word."""
+
+
+def detect_keys(known: Iterable[str]) -> Mapping[str, str]:
+    """Advice by word on keys inside `detect:` of a kind that knows these."""
+    own = set(known)
+    return {
+        word: advice
+        for key, words in DETECT_KEYS.items()
+        if key in own
+        for word, advice in words.items()
+        if word not in own
+    }
