@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import numpy as np
@@ -19,6 +18,7 @@ from gradwatch.detectors.detector import (
     register_detector,
 )
 from gradwatch.detectors.thresholds import Positive
+from gradwatch.records.dataclass import dataclass
 from gradwatch.records.snapshot import BoolArray, FloatArray
 
 LOSS = "loss"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple, cast
 
 import numpy as np
@@ -17,6 +16,7 @@ from numpy.typing import NDArray
 from gradwatch.detectors.detector import STRICT, Comparison, Detector, Sample, State, register_detector
 from gradwatch.detectors.thresholds import Positive
 from gradwatch.records.columns import CONFIRMED_JUMP, CONFIRMED_NORM
+from gradwatch.records.dataclass import dataclass
 from gradwatch.records.snapshot import BoolArray, FloatArray
 
 LEAST = 2

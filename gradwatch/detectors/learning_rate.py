@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple, cast
 
 import numpy as np
@@ -12,6 +11,7 @@ from numpy.typing import NDArray
 
 from gradwatch.detectors.detector import STRICT, Detector, Sample, State, register_detector
 from gradwatch.detectors.thresholds import Positive
+from gradwatch.records.dataclass import dataclass
 from gradwatch.records.snapshot import BoolArray, FloatArray
 
 Array32 = NDArray[np.float32]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -17,6 +16,7 @@ from gradwatch.detectors.detector import (
 )
 from gradwatch.detectors.limits import Limits
 from gradwatch.records.columns import BATCH_HASH
+from gradwatch.records.dataclass import dataclass
 
 Batches = Annotated[int, Limits(ge=1, le=10_000)]
 Differing = Annotated[int, Limits(ge=0, le=10_000)]

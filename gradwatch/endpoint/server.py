@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
 from gradwatch.endpoint.address import Address
 from gradwatch.endpoint.http_protocol import (
@@ -29,6 +29,7 @@ from gradwatch.endpoint.http_protocol import (
     plain,
     respond,
 )
+from gradwatch.records.dataclass import dataclass
 from gradwatch.runtime.backoff import Backoff
 
 THREAD_NAME = "gradwatch-endpoint"

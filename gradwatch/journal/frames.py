@@ -21,7 +21,8 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-from dataclasses import dataclass
+
+from gradwatch.records.dataclass import dataclass
 
 MAGIC = b"\x8fGW1"
 MAX_PAYLOAD = 1 << 26

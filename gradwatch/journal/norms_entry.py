@@ -6,13 +6,14 @@ Axes: S sites.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.journal.payload import Array, Payload, encode_payload, of_length
+from gradwatch.records.dataclass import dataclass
 from gradwatch.records.histogram import BINS, Histogram
 from gradwatch.records.snapshot import Column
 

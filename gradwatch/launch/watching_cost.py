@@ -6,7 +6,6 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from tempfile import TemporaryDirectory
 
 import numpy as np
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 import gradwatch
 from gradwatch.capture.parameter_names import named_parameters
 from gradwatch.engine import Engine
+from gradwatch.records.dataclass import dataclass
 from gradwatch.records.snapshot import Sites
 from gradwatch.rules.rule_set import RuleSet
 from gradwatch.sinks.journal import JournalSink

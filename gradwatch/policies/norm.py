@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -19,6 +18,7 @@ from gradwatch.policies.policy import (
     finite,
     register_policy,
 )
+from gradwatch.records.dataclass import dataclass
 from gradwatch.records.snapshot import BoolArray
 
 EPSILON = np.float32(1e-6)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
@@ -20,6 +19,7 @@ from gradwatch.policies.policy import (
     register_policy,
     usable,
 )
+from gradwatch.records.dataclass import dataclass
 from gradwatch.records.snapshot import BoolArray
 
 

@@ -5,12 +5,13 @@ Axes: S sites.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gradwatch.records.dataclass import dataclass
 from gradwatch.records.snapshot import BoolArray
 
 PARTLY = "some gradients had been changed when it failed"

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from gradwatch.records.dataclass import dataclass
 from gradwatch.records.event import Severity
 
 

@@ -6,9 +6,10 @@ Axes: S sites, K series of a rule.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import NamedTuple
 
+from gradwatch.records.dataclass import dataclass
 from gradwatch.records.event import Event
 from gradwatch.records.snapshot import BoolArray, FloatArray
 

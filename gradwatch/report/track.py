@@ -6,11 +6,13 @@ Axes: B buckets of steps, P parameters by depth.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from gradwatch.records.dataclass import dataclass
 
 CURVES = (
     "total_norm",

@@ -13,9 +13,10 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import fields
 
 from gradwatch.account import Taken
+from gradwatch.records.dataclass import dataclass
 from gradwatch.runtime.held_weakly import Distinct
 
 

@@ -5,7 +5,7 @@ Axes: S sites (parameters, then modules), K series of one rule.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,6 +16,7 @@ from gradwatch.engine.rule_plan import Plan, RulePlan
 from gradwatch.policies import ElementwisePolicy
 from gradwatch.policies.norm_bound import Bound
 from gradwatch.records.columns import MODULE_COLUMNS
+from gradwatch.records.dataclass import dataclass
 from gradwatch.records.snapshot import BoolArray
 from gradwatch.rules.impossible_actions import BOUNDED, at_backward
 from gradwatch.rules.rule_set import Action, RuleSet

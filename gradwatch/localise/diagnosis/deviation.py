@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import field
 
+from gradwatch.records.dataclass import dataclass
 from gradwatch.records.finding import AS_USUAL
 
 TWICE = (

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, NamedTuple
 
 from gradwatch.errors import Problem, RuleFileError
+from gradwatch.records.dataclass import dataclass
 from gradwatch.rules.problem_codes import CODES
 from gradwatch.runtime.spelling import closest
 

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import get_args
 
 from gradwatch.incidents import explanation
+from gradwatch.records.dataclass import dataclass
 from gradwatch.records.event import Event, Severity
 from gradwatch.records.record import Record
 
