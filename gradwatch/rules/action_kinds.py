@@ -32,7 +32,7 @@ class ClipTo(Parameters):
 class Rescale(Parameters):
     """Multiply gradients by a standing factor, from the next step on."""
 
-    factor: Positive
+    factor: Positive = key(description="What every gradient is multiplied by.")
 
 
 class Localise(Parameters):

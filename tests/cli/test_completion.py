@@ -24,7 +24,7 @@ completed() {{
 LINES = {
     "completed gradwatch ''": "run rules report audit explain replay serve deploy doctor demo completion version",
     "completed gradwatch ru": "run rules",
-    "completed gradwatch rules ''": "check test explain list schema",
+    "completed gradwatch rules ''": "check test kinds columns actions policies sinks explain list schema",
     "completed gradwatch run --strict": "--strict --strict-rules",
     "completed gradwatch run --on-config-error ''": "exit continue",
     "completed gradwatch run --rules def": "default",

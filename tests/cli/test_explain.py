@@ -125,8 +125,8 @@ def test_what_cannot_be_read_of_a_journal_is_told(
         said = capsys.readouterr().out
         assert f"bytes of {journal.name} cannot be read" in said
         main([*command, "--json"])
-        (damage,) = json.loads(capsys.readouterr().out)["damage"]
-        assert damage["length"] > 0
+        damage = json.loads(capsys.readouterr().out)["damage"]  # of one frame, or of two side by side
+        assert sum(part["length"] for part in damage) >= 200
     journal.write_bytes(os.urandom(5000))
     main(["audit", str(copy)])
     assert f"5,000 bytes of {journal.name} cannot be read" in capsys.readouterr().out

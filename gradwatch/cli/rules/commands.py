@@ -1,4 +1,4 @@
-"""`gradwatch rules check | test | explain | list | schema`: everything about rule files, without torch."""
+"""`gradwatch rules …`: everything about rule files, without torch."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
-from gradwatch.cli.rules import unit_tests
+from gradwatch.cli.rules import reference, unit_tests
 from gradwatch.cli.terminal import complain, framed, paint, plural, table
 from gradwatch.errors import GradwatchError, RuleFileError
+from gradwatch.runtime.spelling import did_you_mean
 
 if TYPE_CHECKING:
     from torch import nn
@@ -48,14 +49,15 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     check.set_defaults(handler=handle_check)
 
     unit_tests.add_parser(verbs)
+    reference.add_parsers(verbs)
 
     explain = verbs.add_parser(
         "explain",
-        help="what an error code such as GW101 means and how to fix it",
+        help="what an error code such as GW101 means and how to fix it; or what a kind of detector does",
         description="Say what an error code of `gradwatch rules check` means, with an example and how to fix it.",
     )
     explain.add_argument(
-        "code", metavar="CODE", nargs="?", help="the code; without one, all of them are listed"
+        "code", metavar="CODE", nargs="?", help="the code, or a kind; without one, all codes are listed"
     )
     explain.add_argument("--json", action="store_true", help="print JSON")
     explain.set_defaults(handler=handle_explain)
@@ -160,7 +162,15 @@ def handle_explain(arguments: argparse.Namespace) -> int:
     code = arguments.code.upper()
     entry = CODES.get(code)
     if entry is None:
-        complain(f"gradwatch: there is no code {arguments.code!r}; `gradwatch rules explain` lists them all")
+        kinds = reference.entries_of("kinds")
+        if arguments.code in kinds:
+            arguments.topic, arguments.name = "kinds", arguments.code
+            return reference.handle(arguments)
+        hint = did_you_mean(arguments.code, kinds)
+        complain(
+            f"gradwatch: there is no code and no kind of detector {arguments.code!r}{hint}; "
+            "`gradwatch rules explain` lists all codes, `gradwatch rules kinds` all kinds"
+        )
         return 2
     print(json.dumps({"code": code, **asdict(entry)}, indent=2) if arguments.json else explained(code, entry))
     return 0

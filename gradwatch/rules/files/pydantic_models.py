@@ -18,6 +18,7 @@ from gradwatch.records.decision import OnError
 from gradwatch.records.event import Severity
 from gradwatch.rules.field_types import Count, Glob, Globs, Names, Steps, Words
 from gradwatch.rules.files.models import CONFIG, Model, unset
+from gradwatch.rules.key_descriptions import described
 from gradwatch.rules.rule_set import ClipAt, HistogramOf, Mode, Scope, Tap
 
 HistogramsOf = Annotated[list[HistogramOf], Field(min_length=1)]
@@ -215,11 +216,13 @@ def _keys(cls: type) -> dict[str, Any]:
     """Fields of a dataclass for `create_model`, less those that the rule sets."""
     hints = get_type_hints(cls, include_extras=True)
     keys: dict[str, Any] = {}
+    sentences = described(cls)
     for each in fields(cls):  # every registered kind is a dataclass
         if each.metadata.get("rule_key"):
             continue
         default: Any = ... if each.default is MISSING else each.default
         if each.default_factory is not MISSING:
             default = Field(default_factory=each.default_factory)
-        keys[each.name] = (hints[each.name], default)
+        sentence = Field(description=sentences[each.name] or None)
+        keys[each.name] = (Annotated[hints[each.name], sentence], default)
     return keys
