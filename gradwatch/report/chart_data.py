@@ -128,7 +128,8 @@ def _ratios(above: NDArray[np.float64], below: NDArray[np.float64]) -> list[floa
 
 def usual_norms(grid: Grid) -> NDArray[np.float64]:
     """Of each parameter the median over the buckets of the geometric mean of smallest and largest; NaN without one."""
-    middle = np.sqrt(grid.low.astype(np.float64) * grid.high)
+    with np.errstate(invalid="ignore"):  # a damaged journal may say anything
+        middle = np.sqrt(grid.low.astype(np.float64) * grid.high)
     # A column without any value would be a warning.
     known = np.isfinite(middle).any(0)
     usual = np.full(middle.shape[1], np.nan)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timezone
 
@@ -77,6 +78,8 @@ def when(seconds: float) -> str:
 
 def duration(seconds: float) -> str:
     """`3 h 12 min`, `45 s`."""
+    if not math.isfinite(seconds):
+        return "an unknown time"
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from math import inf, nan
 from pathlib import Path
 
 from gradwatch.account import Account
@@ -31,7 +32,7 @@ from gradwatch.report.explained import explained
 from gradwatch.report.firing_periods import FiringPeriods
 from gradwatch.report.rule_states import rule_states
 from gradwatch.report.run_report import Cost, RunReport
-from gradwatch.report.track import Track
+from gradwatch.report.track import Track, span
 from gradwatch.report.track_collector import TrackCollector, tracks
 from gradwatch.report.verdict import verdict
 
@@ -197,8 +198,9 @@ def cost(account: Account | None, found: Sequence[Track]) -> Cost | None:
     steps = sum(track.steps for track in found)
     if not steps:
         return None
-    largest = max(float(track.curves["overhead_seconds"].high.max()) for track in found)
-    if account is not None and account.watched.seconds > 0:
+    own = [track.curves["overhead_seconds"].high for track in found if "overhead_seconds" in track.curves]
+    largest = max((span(high)[1] for high in own), default=nan)
+    if account is not None and 0 < account.watched.seconds < inf:
         watched = account.watched
         return Cost(watched.own_seconds, watched.seconds, watched.steps, largest)
     return Cost(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
@@ -57,8 +58,8 @@ class TrackCollector:
         self._last = max(self._last, *steps)
         self._steps += len(rows)
         self._pruned |= entry.every > 1
-        self._own_seconds += sum(row.overhead_seconds for row in rows)
-        self._seconds += sum(row.step_seconds or 0.0 for row in rows)
+        self._own_seconds += sum(filter(math.isfinite, (row.overhead_seconds for row in rows)))
+        self._seconds += sum(filter(math.isfinite, (row.step_seconds or 0.0 for row in rows)))
         slots = self._axis.slots(steps)
         given = [
             [get(row) for row in rows]
@@ -161,7 +162,8 @@ class ParameterCollector:
         having = [at for at, entry in enumerate(entries) if name in entry.columns]
         if having:
             columns = [entries[at].columns[name] for at in having]
-            values = np.array([each.values for each in columns], np.float32)[:, self._chosen]
+            with np.errstate(over="ignore"):  # beyond float32 it is as good as infinite
+                values = np.array([each.values for each in columns], np.float32)[:, self._chosen]
             present = np.array([each.present for each in columns])[:, self._chosen]
             self._add(name, slots[having], values, present)
 

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from gradwatch.cli import main
-from gradwatch.report import html_page, read_run
+from gradwatch.records.snapshot import Column
+from gradwatch.report import html_page, json_document, markdown_page, read_run
 from gradwatch.report.run_report import RunReport
 from tests.report.runs import HOSTILE, broken, finished, recorded, steps
 from tests.support.chromium import Chromium
@@ -147,6 +150,33 @@ def test_other_runs(browser: Chromium, report: RunReport, tmp_path: Path) -> Non
     browser.theme(True)
     assert browser.value("getComputedStyle(document.body).backgroundColor") == "rgb(13, 17, 23)"
     assert (browser.complaints, browser.requests) == ([], [])
+
+
+@pytest.mark.parametrize("first", [0, 2**61])
+def test_odd_numbers(browser: Chromium, tmp_path: Path, first: int) -> None:
+    """Extremes of floating point in every number, and step numbers that JavaScript cannot count: drawn all the same."""
+    odd = [0.0, 1e-45, 3e38, math.inf, math.nan, -1.0, 1e300, 1.0]
+    records = []
+    for at in range(24):
+        one, other = odd[at % 8], odd[at // 3]
+        ratios = Column(np.full(2, other), np.array([True, at % 2 == 0]))
+        with np.errstate(all="ignore"):
+            made = make_record(
+                make_sites(2),
+                [one, other],
+                step=first + at,
+                scalars={"loss": one, "lr": other},
+                columns={"update_ratio": ratios},
+                overhead=one,
+                step_seconds=other,
+                wall_time=one,
+                loss_scale=other,
+            )
+        records.append(made)
+    report = read_run(recorded(tmp_path, records))
+    shown(browser, tmp_path, report)
+    markdown_page.page([report])
+    json_document.text([report])
 
 
 def test_a_notebook_draws_it(browser: Chromium, report: RunReport, tmp_path: Path) -> None:

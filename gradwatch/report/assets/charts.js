@@ -79,13 +79,26 @@ gw.logarithmic = label => gw.axis({
   },
 });
 
+// Round numbers between two bounds, `pixels` apart. uPlot's own never end where a step is too small to be added.
+gw.even = (u, low, high, length, pixels, least) => {
+  const rough = Math.max(least, (high - low) / Math.max(1, length / devicePixelRatio / pixels));
+  const power = Math.pow(10, Math.floor(Math.log10(rough)));
+  const step = [1, 2, 2.5, 5, 10].map(factor => factor * power).find(size => size >= rough * 0.999 && size >= least);
+  const first = Math.ceil(low / step), found = [];
+  if (!Number.isFinite(first) || !Number.isFinite(step)) return [low, high];
+  for (let at = 0; at < 100 && (first + at) * step <= high; at++) found.push((first + at) * step);
+  return [...new Set(found)];
+};
+
 gw.linear = label => gw.axis({
   scale: "y", size: gw.AXIS, label, labelSize: 20,
+  splits: (u, axis, low, high) => gw.even(u, low, high, u.bbox.height, 36, 0),
   values: (u, splits) => splits.map(gw.shown),
 });
 
 gw.stepAxis = label => gw.axis({
-  label, labelSize: 20, size: 34, space: 70,
+  label, labelSize: 20, size: 34,
+  splits: (u, axis, low, high) => gw.even(u, low, high, u.bbox.width, 75, 1),
   values: (u, splits) => splits.map(value => Number.isInteger(value) ? value.toLocaleString("en") : ""),
 });
 
