@@ -128,10 +128,11 @@ class Captures:
         if captured is not None and captured.succeeded_by(optimizer, params, fresh, sites, kept):
             self.coverage.adopted()
             return captured
-        built = OptimizerCapture(index, optimizer, params, sites, kept, fresh, like=captured)
+        built = OptimizerCapture(
+            index, optimizer, params, sites, kept, fresh, like=captured, uncleared=self._uncleared
+        )
         built.ask_hooks(self.slots.hooks.swapped)
         built.use_threads(self.losses.threads)
-        built.loop_events.uncleared.awaiting = self._uncleared
         if captured is None:
             self.captures.append(built)
         else:

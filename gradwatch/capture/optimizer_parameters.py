@@ -99,8 +99,18 @@ class OptimizerParameters:
         """Note that these are the optimizer's parameters, after so many registrations in the models."""
         self.compared = registrations
 
-    def takes_over(self, params: Sequence[nn.Parameter], sites: Sites, slots: NDArray[np.intp]) -> bool:
-        """Take up the slots again if the optimizer is gone, and these parameters stand there in the same layout."""
+    def succeeded_by(
+        self,
+        optimizer: Optimizer,
+        params: list[nn.Parameter],
+        given: Sequence[nn.Parameter],
+        sites: Sites,
+        slots: NDArray[np.intp],
+    ) -> bool:
+        """Go on with an optimizer over parameters of the same layout, if that of before is gone; else False.
+
+        What depends on the layout alone stays, and so does the count of steps.
+        """
         if (
             sites is not self.sites
             or self.optimizer is None
@@ -110,6 +120,8 @@ class OptimizerParameters:
         ):
             return False
         self.slots, self.position = self._places
+        self.hold(optimizer, params, given)
+        self.succeeds = True
         return True
 
     def stands(self) -> None:

@@ -11,7 +11,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import gradwatch
-from gradwatch.capture import optimizer_capture
+from gradwatch.capture import arrived_gradients, optimizer_capture
 from gradwatch.rules.files import parse_rules
 from gradwatch.rules.rule_set import RuleSet
 from tests.support.kept import Kept
@@ -164,12 +164,13 @@ def test_a_gradient_that_lies_where_the_last_one_did_arrives_after_a_swap(
 ) -> None:
     """On a device no norm tells it from the freed one, and a swap of the parameters has silenced the hooks."""
     gradients_on_device(monkeypatch)
-    monkeypatch.setattr(
-        optimizer_capture,
-        "id",
-        lambda one: id(one) if isinstance(one, nn.Parameter) or not isinstance(one, torch.Tensor) else 7,
-        raising=False,
-    )
+    for module in (arrived_gradients, optimizer_capture):
+        monkeypatch.setattr(
+            module,
+            "id",
+            lambda one: id(one) if isinstance(one, nn.Parameter) or not isinstance(one, torch.Tensor) else 7,
+            raising=False,
+        )
     model = nn.Linear(4, 2)
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
     kept = Kept()
@@ -192,7 +193,7 @@ def test_gradients_that_are_not_held_may_be_swapped(
     monkeypatch: pytest.MonkeyPatch, without_optimizer: bool
 ) -> None:
     """Of a large model nothing of ours refers to a gradient, nor stops `Module.to` between backward and step."""
-    monkeypatch.setattr(optimizer_capture, "KEPT", 0)
+    monkeypatch.setattr(arrived_gradients, "KEPT", 0)
     monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
     given, kept = {}, Kept()
     for watched in (False, True):

@@ -28,8 +28,11 @@ KEPT_UP = frozenset({CLIPPED_SCALE, IDLE_CLIPS, DISCARDED})
 class LoopEvents:
     """Events between two steps of an optimizer with K parameters: clips, loss scales removed, gradients cleared."""
 
-    def __init__(self, params: Sequence[Tensor], arrivals: ArrivalCounts) -> None:
-        self.uncleared = UnclearedGradients(params, arrivals)
+    def __init__(
+        self, params: Sequence[Tensor], arrivals: ArrivalCounts, awaiting: list[UnclearedGradients]
+    ) -> None:
+        """`awaiting` holds those, of all of a watch, whose next backward is to be compared."""
+        self.uncleared = UnclearedGradients(params, arrivals, awaiting)
         self.clips = UserClips()
         self.altered = AlteredGradients()
         self.pending = (

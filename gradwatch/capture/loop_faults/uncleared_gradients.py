@@ -55,14 +55,17 @@ class Still(NamedTuple):
 class UnclearedGradients:
     """Parameters, of K of one optimizer, to whose gradients of the last step the next backward adds.
 
-    `params` and `arrivals` are those of its capture. `awaiting` holds it while a backward is to be compared.
+    `params` and `arrivals` are those of its capture. `awaiting`, shared by all of a watch, holds it while a backward is
+    to be compared.
     """
 
-    def __init__(self, params: Sequence[Tensor], arrivals: ArrivalCounts) -> None:
+    def __init__(
+        self, params: Sequence[Tensor], arrivals: ArrivalCounts, awaiting: list[UnclearedGradients]
+    ) -> None:
         self.suspected = False  # the end of this step is to be noted: `step_taken`
         self.names_due: Sequence[int] = ()  # positions of those to be named now
         self.thread = 0  # that has taken the step
-        self.awaiting: list[UnclearedGradients] = []  # shared by all of a watch
+        self._awaiting = awaiting
         self._params = params
         self._arrivals = arrivals
         self._used: Used | None = None  # at the end of the last step
@@ -94,7 +97,7 @@ class UnclearedGradients:
         if elements:
             self.thread = get_ident()
             self._used = Used(list(map(id, grads)), versions_of(grads), elements)
-            self.awaiting.append(self)
+            self._awaiting.append(self)
 
     def look(self) -> None:
         """Note, before a backward, which of these gradients are still there as the step has left them."""
@@ -118,8 +121,8 @@ class UnclearedGradients:
     def discard(self) -> None:
         """Compare nothing with the end of the last step."""
         self._used = self._still = None
-        if self in self.awaiting:
-            self.awaiting.remove(self)
+        if self in self._awaiting:
+            self._awaiting.remove(self)
 
     def release(self) -> None:
         """Hold none of the parameters any more."""
