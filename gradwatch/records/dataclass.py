@@ -1,4 +1,4 @@
-"""`dataclass` as the standard library has it, at a tenth of the time that it takes there.
+"""`dataclass` as the standard library has it, in a fifth of the time that it takes there.
 
 That compiles five methods for each class when it is imported: 0.6 ms, and 130 classes were half of what the start of
 `gradwatch run` takes. Here `__init__` is compiled when it is first looked up, and no other method is compiled at all.
