@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,11 +15,10 @@ from torch import Tensor, nn
 
 import gradwatch
 from gradwatch.errors import AttachError
-from gradwatch.incidents.bundle.background_jobs import Background
+from gradwatch.incidents.bundle import background_jobs
 from gradwatch.incidents.bundle.bundle_reader import read_document
 from gradwatch.localise.replay import bundle_evidence
 from gradwatch.rules.files import parse_rules
-from gradwatch.session.actions import snapshot_action
 from gradwatch.session.watch import session_of
 from gradwatch.taps import module_calls
 from tests.incidents.bundle.cases import BAD, RULES, Fragile, Run, batch, rules
@@ -196,9 +194,7 @@ def test_a_snapshot_changes_no_bit(
     model: str, optimizer: str, mode: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Bundles of healthy steps, batch and weights and all: losses, weights, optimizer, generators as without us."""
-    monkeypatch.setattr(
-        snapshot_action, "Background", functools.partial(Background, most=9)
-    )  # the steps take no time
+    monkeypatch.setattr(background_jobs, "MOST", 9)  # the steps take no time
     text = FIRES.replace("OPTIONS", "batch: true, parameters: true, keep: 9")
 
     @contextmanager
