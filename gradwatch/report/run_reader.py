@@ -56,7 +56,7 @@ def read_run(
     """Read the report of a run; `progress` is called with the number of steps so far.
 
     Norms, steps and rules are those of one rank, causes those of all. Raises `GradwatchError` where there is no journal
-    of that rank; whatever else is wrong with a journal is said in the report.
+    of that rank, or nothing of it can be read; whatever else is wrong with a journal is said in the report.
     """
     where = Path(run)
     try:
@@ -74,7 +74,10 @@ def read_run(
     for journal in journals:
         if journal not in chosen:
             collector.take_causes(journal)
-    return collector.report(where, rank, ranks)
+    report = collector.report(where, rank, ranks)
+    if report.run is None and not report.tracks and not report.incidents:
+        raise GradwatchError(f"nothing in {where} can be read as a journal")
+    return report
 
 
 class RunCollector:

@@ -15,7 +15,7 @@ _HEAD: dict[State, str] = {
     "warning": "Look at this",
     "critical": "Not healthy",
     "broken off": "Broken off",
-    "running": "Still running",
+    "running": "So far",
     "nothing": "Nothing to see",
 }
 
@@ -66,7 +66,7 @@ def _parts(
         yield "part of the journal cannot be read"
     if tracks and account is not None and not account.unended and gaps(account):
         yield "not everything was watched (see below)"
-    yield _end(account)
+    yield from _end(account)
 
 
 def _fired(fired: Sequence[RuleState]) -> str:
@@ -88,17 +88,16 @@ def _done(tracks: Sequence[Track], steps: int) -> Iterator[str]:
         yield f"gradwatch {' and '.join(done)} of {_many(steps, 'recorded step')}"
 
 
-def _end(account: Account | None) -> str:
+def _end(account: Account | None) -> Iterator[str]:
     if account is None:
-        return "how it ended is not known"
-    if account.running:
-        return "the process is running"
-    if account.unended:
-        return "the process was killed, or ended without an account"
-    return {
-        "stopped": "the training was stopped",
-        "failed": "the training ended with an exception",
-    }.get(account.ended, "the training finished")
+        yield "how it ended is not known"
+    elif account.running:
+        yield "the training goes on"
+    elif account.unended:
+        yield "the process was killed, or ended without an account"
+    else:
+        endings = {"stopped": "the training was stopped", "failed": "the training ended with an exception"}
+        yield endings.get(account.ended, "the training finished")
 
 
 def _many(count: int, noun: str) -> str:

@@ -17,6 +17,7 @@ def test_from_firing_to_resolved() -> None:
             make_event("pending", step=1),
             make_event("firing", step=3),
             make_event("repeat", step=4),
+            make_event("firing", step=4),
             make_event("firing", step=5, optimizer=1),
             make_event("resolved", step=7),
             make_event("firing", step=9),

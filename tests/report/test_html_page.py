@@ -80,12 +80,13 @@ def test_drawn_whatever_things_are_called(
 def test_no_script_but_its_own_runs(browser: Chromium, report: RunReport, tmp_path: Path) -> None:
     """Even where markup got into the page, the policy refuses the script and the request."""
     page = html_page.page([report]).replace(
-        "<header>", "<script>document.title='owned'</script><img src='http://127.0.0.1:9/x'><header>"
+        "<header>",
+        "<script>document.title='owned'</script><img src='http://127.0.0.1:9/x'><object data='http://127.0.0.1:9/y'></object><header>",
     )
     (tmp_path / "owned.html").write_text(page, encoding="utf-8")
     browser.open(tmp_path / "owned.html")
     assert browser.value("document.title") != "owned"
-    assert len([text for text in browser.complaints if "Content Security Policy" in text]) == 2
+    assert len([text for text in browser.complaints if "Content Security Policy" in text]) == 3
 
 
 def test_search_sort_and_choose(browser: Chromium, report: RunReport, tmp_path: Path) -> None:

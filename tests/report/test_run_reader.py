@@ -10,7 +10,11 @@ import numpy as np
 import pytest
 
 from gradwatch.errors import GradwatchError
+from gradwatch.journal import JournalReader, NormsEntry, RunEntry, SitesEntry, StepsEntry
+from gradwatch.journal.columnar_steps import step_row
+from gradwatch.records.run_info import RunInfo
 from gradwatch.report import load, read_run, run_reader
+from gradwatch.report.run_reader import RunCollector
 from gradwatch.runtime.process_identity import alive
 from tests.report.runs import SITES, broken, events, finished, recorded, steps
 from tests.support.sink_records import make_event, make_record, make_sites
@@ -121,6 +125,29 @@ def test_sites_that_change(tmp_path: Path) -> None:
     assert np.isfinite(grid.high[20:]).all()
 
 
+def test_no_gradient_is_no_value(tmp_path: Path) -> None:
+    """A parameter that got no gradient at a step has nothing there, not the zero that its norm is recorded as."""
+    calls = [1, 0, 1, 1, 1, 1]
+    records = [make_record(SITES, 1.0, step=step, calls=calls if step == 3 else 1) for step in range(6)]
+    (track,) = read_run(recorded(tmp_path, records)).tracks
+    assert np.argwhere(np.isnan(track.parameters.grids["norm"].high)).tolist() == [[3, 1]]
+
+
+def test_names_of_sites_are_those_of_their_file() -> None:
+    """Norms whose sites stood in another file of the journal are left out: names there may be others."""
+    norms = NormsEntry(
+        0, 1, 7, "full", 1, np.ones(2, np.float32), np.ones(2, np.int32), np.ones(2, np.float32)
+    )
+    steps_entry = StepsEntry(0, 7, [step_row(make_record(make_sites(2), step=1), {})])
+    for second_file, count in (([], 2), ([RunEntry(RunInfo("", ""), 1)], 0)):
+        collector = RunCollector()
+        take = collector.taking(JournalReader(__file__))
+        for entry in (SitesEntry(7, 0, make_sites(2)), *second_file, steps_entry, norms):
+            take(entry)
+        (track,) = collector.report(Path(__file__), 0, [0]).tracks
+        assert len(track.parameters.names) == count
+
+
 def test_several_optimizers(tmp_path: Path) -> None:
     """Each has charts of its own, the one with the most steps first."""
     other = [make_record(SITES, 2.0, step=step, optimizer=1) for step in range(5)]
@@ -161,3 +188,9 @@ def test_a_rank_that_is_not_there(tmp_path: Path) -> None:
         load(recorded(tmp_path, steps(2)), rank=3)
     with pytest.raises(GradwatchError, match="no journal in"):
         load(tmp_path / "run-1" / "..")
+
+
+def test_a_file_that_is_no_journal() -> None:
+    """An error says so: a page about nothing would look like a run without steps."""
+    with pytest.raises(GradwatchError, match=r"nothing in .* can be read as a journal"):
+        load(__file__)

@@ -69,7 +69,7 @@ def fired(severity: str, rule: str = "nan", cause: str = "") -> RuleState:
             [],
             Account(running=1),
             False,
-            "Still running: no rule fired in 9 recorded steps; the process is running.",
+            "So far: no rule fired in 9 recorded steps; the training goes on.",
         ),
         (
             [],
