@@ -45,6 +45,7 @@ _KEYS: Mapping[str, str] = {
     "ratio": "The largest norm after clipping, as a multiple of what it is compared with.",
     "settle": "Steps of a new scaler within which halvings are not counted.",
     "slow": "Half-life of the long-term level, in samples.",
+    "smooth": "Half-life of a mean, in samples, that is judged in the place of the sample itself.",
     "target": "The norm that a gradient is brought to.",
     "threshold": "The bound, in the unit of the column.",
     "values": "Which count: nan, inf, or both.",
@@ -54,6 +55,10 @@ _KEYS: Mapping[str, str] = {
     "z": "Deviations from the usual norm beyond which it clips.",
 }
 _OF_KIND: Mapping[tuple[str, str], str] = {
+    (
+        "above_recent_deviation",
+        "above",
+    ): "The factor over the largest distance from the level in the window from which it fires; more than 1.",
     (
         "above_recent_max",
         "above",

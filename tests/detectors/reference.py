@@ -218,3 +218,47 @@ class RecentExtreme:
         if value > 0:
             self.learned.append(min(x, reference + math.log(self.above)))
         return math.exp(x - reference) if compared and n >= self.warmup else NAN
+
+
+class RecentDeviation:
+    """The distance of a value from its level over the largest such distance of a window in parts of a tenth."""
+
+    def __init__(
+        self, above: float, window: int, lag: int, smooth: int | None, half_life: int, warmup: int
+    ) -> None:
+        self.above, self.part, self.lag, self.warmup = above, -(-window // 10), lag, warmup
+        self.a, self.follow = gain(half_life), 1.0 if smooth is None else gain(smooth)
+        self.parts, self.m, self.x, self.distances = -(-window // self.part), 0.0, 0.0, list[float]()
+
+    def __call__(self, value: float | None) -> float:
+        """The factor of the next sample, which is then learned, up to `above` times the largest."""
+        if value is None or not math.isfinite(value) or value == 0:
+            return NAN
+        n = len(self.distances)
+        newest = n // self.part - -(-self.lag // self.part)
+        largest = max(
+            (
+                d
+                for i, d in enumerate(self.distances)
+                if newest - self.parts <= i // self.part < newest
+                or (not self.lag and i // self.part == newest)
+            ),
+            default=0.0,
+        )
+        reference = max(largest, 0.1 * abs(self.m)) if largest else 0.0
+        bound = self.above * reference if reference and n >= 20 else math.inf
+        before = self.x if n else value
+        if self.follow < 1:
+            value_learned = (
+                before + max(-bound / 2, min(bound / 2, self.follow * (value - before))) / self.follow
+            )
+            self.x = before + self.follow * (value_learned - before)
+        else:
+            value_learned = self.m + max(-bound, min(bound, value - self.m))
+            self.x = value
+        off = self.x - self.m
+        judged = off > 0 or (value < 0 and self.follow == 1)
+        score = (abs(off) if judged else 0.0) / reference if reference else NAN
+        self.distances.append(min(bound, abs(off)) if n else 0.0)
+        self.m += max(self.a, 1 / (n + 1)) * (value_learned - self.m)
+        return score if n >= self.warmup else NAN

@@ -9,6 +9,7 @@ import numpy as np
 
 from gradwatch.detectors import (
     Above,
+    AboveRecentDeviation,
     AboveRecentMax,
     AllZero,
     Below,
@@ -128,6 +129,7 @@ def packs() -> dict[str, tuple[Rule, ...]]:
         rule("low", Below(threshold=-2.0, of="observed.reward"), for_=2),
         rule("spike", Spike(of="observed.reward", above=4.0, warmup=5)),
         rule("spike-signed", LossSpike(of="observed.reward", above=4.0, warmup=5)),
+        rule("off", AboveRecentDeviation(of="observed.reward", above=2.0, window=20, half_life=3, warmup=5)),
         rule("drift", Drift(of="observed.reward", above=1.5, fast=3, slow=30)),
         rule("nan", LossNonFinite(of="observed.reward")),
         rule("never", Above(threshold=0.0, of="observed.other")),

@@ -182,7 +182,17 @@ def test_the_advice_names_the_kinds_that_take_one() -> None:
 
 
 @pytest.mark.parametrize(
-    "kind", ["above", "below", "above_recent_max", "spike", "drift", "loss_spike", "loss_nonfinite"]
+    "kind",
+    [
+        "above",
+        "below",
+        "above_recent_max",
+        "above_recent_deviation",
+        "spike",
+        "drift",
+        "loss_spike",
+        "loss_nonfinite",
+    ],
 )
 def test_its_alert_claims_nothing_of_gradients(kind: str) -> None:
     """The alert of such a rule is the general one, as is its runbook."""

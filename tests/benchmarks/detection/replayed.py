@@ -111,6 +111,8 @@ REPLAYED: Mapping[str, Replayed] = {
         Replayed("Inf in a layer", scaled(lambda k: math.inf), 1, True),
         Replayed("loss spike × 10", of_scalar("loss", 10)),
         Replayed("loss spike × 100", of_scalar("loss", 100)),
+        Replayed("loss rises × 2", of_scalar("loss", 2), 60),
+        Replayed("loss rises × 3", of_scalar("loss", 3), 60),
         Replayed("learning rate × 10", of_scalar("lr", 10), 20),
         Replayed("learning rate × 100", of_scalar("lr", 100), 20),
         Replayed("learning rate 0", of_scalar("lr", 0), 20),

@@ -51,6 +51,7 @@ def by_rank(*values: float) -> Column:
 
 FAULTS: dict[str, Fault] = {
     "above": norms(100.0, 2.0, 2.0, 2.0),
+    "above_recent_deviation": scalar("loss", 1e6),
     "above_recent_max": norms(100.0, 2.0, 2.0, 2.0),
     "all_zero": norms(0.0, 2.0, 2.0, 2.0),
     "below": norms(1e-3, 2.0, 2.0, 2.0),
