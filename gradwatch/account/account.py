@@ -149,6 +149,12 @@ class Account:
     rebaselined: Mapping[str, int] = field(default_factory=dict)
 
     @property
+    def has_judged(self) -> bool:
+        """True if there are rules, and a step or window that they could judge."""
+        seen = self.watched
+        return self.rules > 0 and seen.steps + seen.unowned > seen.provisional + seen.unjudged
+
+    @property
     def trained_or_watched(self) -> bool:
         """True if there is anything to report: the process trained, or something was watched in it."""
         return self.counted or self.unended
@@ -198,12 +204,12 @@ class Account:
 def merged(accounts: Iterable[Account], taken: Taken = NOTHING_TAKEN) -> Account:
     """Several watches of one process as one account; `taken` is what the process did.
 
-    A rule counts as one that never had data only where it had none in any watch that has the rule.
+    A rule counts as one that never had data where it had none in any watch that has judged a step by its rules.
     """
     found = list(accounts)
     if not found:
         return Account(taken=taken)
-    last = found[-1]
+    last, having = found[-1], [one for one in found if one.has_judged] or found
     seen = [one.watched for one in found]
     totals = {name: sum(getattr(one, name) for one in seen) for name in COUNTS}
     times = {name: sum(getattr(one, name) for one in seen) for name in ("own_seconds", "seconds")}
@@ -214,8 +220,8 @@ def merged(accounts: Iterable[Account], taken: Taken = NOTHING_TAKEN) -> Account
         fired=summed(one.fired for one in found),
         actions=summed(one.actions for one in found),
         rebaselined=summed(one.rebaselined for one in found),
-        inactive=_in_all([one.inactive for one in found]),
-        no_data=_in_all([one.no_data for one in found]),
+        inactive=_in_all([one.inactive for one in having]),
+        no_data=_in_all([one.no_data for one in having]),
         never_judged=_names_of_all([one.never_judged for one in found]),
         rules=max(one.rules for one in found),
         reasons=tuple(dict.fromkeys(reason for one in found for reason in one.reasons)),

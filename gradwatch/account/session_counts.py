@@ -84,17 +84,27 @@ class SessionCounts:
         return self.records - self.provisional - self.unjudged
 
     def watched(
-        self, steps: int, backwards: int, optimizers: int, parameters: int, replaced: int = 0
+        self,
+        steps: int,
+        backwards: int,
+        optimizers: int,
+        parameters: int,
+        replaced: int = 0,
+        concluded: int = 0,
     ) -> Watched:
-        """The totals of now; several Records may belong to one of the `steps`."""
+        """The totals of now; several Records may belong to one of the `steps`.
+
+        Where `concluded` steps have fewer Records, an error ended the judging of some: ours, or the script's own.
+        """
         own_seconds, seconds = self.own_time.share()
+        without_record = max(0, concluded + self.unowned - self.records)
         return Watched(
             steps=steps,
             backwards=backwards,
             rejected=self.rejected,
             cleared=self.cleared,
             provisional=self.provisional,
-            unjudged=self.unjudged,
+            unjudged=self.unjudged + without_record,
             unowned=self.unowned,
             replaced=replaced,
             without_histogram=self.without_histogram,

@@ -29,7 +29,7 @@ def _gaps(account: Account) -> Iterator[str]:
         yield f"{steps} gave no histogram of gradients: the loss scale is no power of two"
     yield from _never_judged(account)
     if seen.unjudged:
-        yield f"{_many(seen.unjudged, 'watched step')} could not be judged (internal errors, see the journal)"
+        yield f"{_many(seen.unjudged, 'watched step')} could not be judged ({_why_unjudged(account)})"
 
 
 def _never_judged(account: Account) -> Iterator[str]:
@@ -59,6 +59,14 @@ def _steps(account: Account) -> Iterator[str]:
     if taken.rejected > seen.rejected:
         lost = taken.rejected - seen.rejected
         yield f"{lost:,} of {_many(taken.rejected, 'step')} rejected by a GradScaler not watched"
+
+
+def _why_unjudged(account: Account) -> str:
+    """The errors that may have ended the judging of a step: in gradwatch, or, where steps raised, in the script."""
+    own = "internal errors, see the journal"
+    if not account.taken.raised:
+        return own
+    return f"{_many(account.taken.raised, 'step')} ended by an exception of the script's; or {own}"
 
 
 def _raised(account: Account) -> Iterator[str]:

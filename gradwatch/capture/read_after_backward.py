@@ -66,7 +66,9 @@ class Capture(Captures):
         )
         self.backwards_without_hook = 0  # that the few hooks left did not see, known by their gradients
         self._patterns: dict[tuple[int, int], list[int]] = {}  # by how many arrived, and which first
-        self._unlisten = backward_entry.listen(self._about_to_run, self._uncleared)
+        self._unlisten = backward_entry.listen(
+            self._about_to_run, self._uncleared, self.slots.held_back.groups
+        )
 
     # -- parameters --------------------------------------------------------------------------------------
 
@@ -127,7 +129,8 @@ class Capture(Captures):
     @property
     def backwards(self) -> int:
         """Number of backwards that reached a watched parameter, parts of one (reentrant checkpointing) included."""
-        return self._ends.begun + self.backwards_without_hook
+        begun = self._ends.begun
+        return begun + self.backwards_without_hook + self.slots.held_back.count(begun)
 
     def close(self) -> None:
         """Remove every hook and release every parameter."""
@@ -144,6 +147,8 @@ class Capture(Captures):
         """Look, before a backward, at gradients of some step that may still be there."""
         if call.accumulates and not call.nested:
             try:
+                if self.slots.held_back.groups:
+                    self.slots.held_back.begins(self._ends.begun)
                 with torch.no_grad():
                     for uncleared in tuple(self._uncleared):
                         if self.losses.threads.may_look(uncleared.thread):

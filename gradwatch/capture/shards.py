@@ -87,16 +87,30 @@ def offloaded_in(modules: Iterable[nn.Module]) -> dict[int, nn.Parameter]:
     """Parameters of these modules' own that are `offloaded`."""
     found = {}
     for module in modules:
-        for one in _fsdp_params(module) if hasattr(type(module), _FSDP2) else ():
+        for one in _fsdp_params(module):
             if one.offload_to_cpu:
                 found[id(one.sharded_param)] = one.sharded_param
     return found
 
 
-def _fsdp_params(module: Any) -> Iterable[Any]:
+def fsdp2_in(modules: Iterable[nn.Module]) -> list[nn.Module]:
+    """Those that `fully_shard` was called on."""
+    return [module for module in modules if hasattr(type(module), _FSDP2)]
+
+
+def fsdp2_groups(module: Any) -> list[Any]:
+    """The groups of parameters that FSDP2 gathers and reduces together in a module's forward and backward."""
     if not hasattr(type(module), _FSDP2):
-        return ()
-    return getattr(getattr(module._get_fsdp_state(), "_fsdp_param_group", None), "fsdp_params", ())
+        return []
+    state = module._get_fsdp_state()
+    groups = getattr(
+        state, "_fsdp_param_groups", None
+    )  # several with mixed policies; one in earlier versions
+    return [one for one in (groups if groups is not None else [state._fsdp_param_group]) if one is not None]
+
+
+def _fsdp_params(module: Any) -> Iterator[Any]:
+    return (param for group in fsdp2_groups(module) for param in group.fsdp_params)
 
 
 def _has_no_gradient(param: Tensor) -> bool:

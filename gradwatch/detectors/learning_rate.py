@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import ClassVar, Literal, NamedTuple, cast
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from gradwatch.detectors.detector import STRICT, Detector, Sample, State, register_detector
 from gradwatch.detectors.thresholds import Positive
@@ -17,6 +17,7 @@ from gradwatch.records.snapshot import BoolArray, FloatArray
 Array32 = NDArray[np.float32]
 
 
+LARGEST = float(np.finfo(np.float32).max)
 LEAST = 10
 """Values that must be known before one is judged: a warm-up may begin at a thousandth, and rise by much at once."""
 
@@ -38,7 +39,8 @@ class LrJump(Detector):
     breach: warm-ups climb by less (`ConstantLR` by 3 by default), restarts go back to what was there before. A warm-up
     by epochs from less than 1 / above does, after its first epoch, and so does an optimizer or an averaging of weights
     that goes on with a larger rate. The eleventh rate is the first to be judged; 0 is neither judged nor learned
-    (`below` is for one that stays 0). Of several parameter groups only the first is seen.
+    (`below` is for one that stays 0). One that is not finite ruins every weight: the score is infinite, from the first
+    rate on. Of several parameter groups only the first is seen.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -62,15 +64,16 @@ class LrJump(Detector):
         return RateState(np.zeros(size, np.int32), np.zeros(size, np.float32), np.zeros(size, np.float32))
 
     def score(self, state: State, sample: Sample) -> NDArray[np.float64]:
-        """As above; NaN for the first ten, and one that is missing, not finite or not positive."""
-        rate, value = cast(RateState, state), sample.values.astype(np.float32)
+        """As above; NaN for the first ten, and one that is missing or not positive."""
+        rate, value = cast(RateState, state), _single(sample.values)
         with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
             factor = np.where(value > rate.largest, value.astype(np.float64) / rate.last, 0.0)
-        return np.where(_known(sample) & (rate.n >= LEAST), factor, np.nan)
+        ruinous = sample.present & ~np.isfinite(sample.values)
+        return np.where(ruinous, np.inf, np.where(_known(sample) & (rate.n >= LEAST), factor, np.nan))
 
     def learn(self, state: State, sample: Sample) -> RateState:
         """The last value and the largest, with this one."""
-        rate, value, known = cast(RateState, state), sample.values.astype(np.float32), _known(sample)
+        rate, value, known = cast(RateState, state), _single(sample.values), _known(sample)
         largest = np.where(known, np.maximum(rate.largest, value), rate.largest)
         n = np.minimum(rate.n + known, LEAST).astype(np.int32)
         return RateState(n, np.where(known, value, rate.last), largest)
@@ -78,11 +81,11 @@ class LrJump(Detector):
     def indifferent(self, state: State, scalar: Callable[[str], float | None]) -> bool:
         """True of the same value as before, or none."""
         value, rate = scalar(self.of), cast(RateState, state)
-        return value is None or bool(rate.n[0] >= LEAST and np.float32(value) == rate.last[0])
+        return value is None or bool(rate.n[0] >= LEAST and _single(value) == rate.last[0])
 
     def logs_of(self, values: Sequence[float]) -> Array32:
         """The values themselves: what `advance_many_logs` takes of this kind."""
-        return np.array(values, np.float32)
+        return _single(values)
 
     def advance_logs(self, state: State, x: Array32) -> tuple[FloatArray | None, State]:
         """As `advance` of these values, all present."""
@@ -111,6 +114,13 @@ def _without_rise(state: RateState, x: Array32) -> RateState | None:
     if (judged & (x > before[:-1])).any():
         return None
     return RateState(np.minimum(n + len(x), LEAST).astype(np.int32), x[-1].copy(), before[-1].copy())
+
+
+def _single(values: ArrayLike) -> Array32:
+    """In single precision, a rate beyond it (one that is no infinity) as its largest number."""
+    given = np.asarray(values, np.float64)
+    capped: Array32 = np.where(np.isinf(given), given, np.clip(given, -LARGEST, LARGEST)).astype(np.float32)
+    return capped
 
 
 def _known(sample: Sample) -> BoolArray:

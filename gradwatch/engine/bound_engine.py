@@ -84,6 +84,11 @@ class BoundEngine:
         """The reason why a rule of the file judges nothing here, by rule id."""
         return self.plan.inactive
 
+    @property
+    def judging(self) -> frozenset[str]:
+        """The ids of the rules that judge something here."""
+        return frozenset(one.rule.id for one in self.plan.rules)
+
     def warming_up(self, state: EngineState) -> dict[str, str]:
         """The rules none of whose baselines has the samples it needs to judge, with how many the fullest has."""
         found = {}

@@ -271,6 +271,7 @@ class Session:
             rule_bindings.most_parameters,
             rule_bindings.warming_up(),
             boundary.windows_replaced,
+            boundary.concluded,
         )
 
     def observed_only(self) -> list[int]:

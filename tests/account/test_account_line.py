@@ -187,12 +187,33 @@ def test_no_step_is_missing_in_silence(account: Account) -> None:
 
 @given(st.lists(accounts, min_size=1, max_size=3), takens)
 def test_watches_of_one_process_add_up(found: list[Account], taken: Taken) -> None:
-    """Steps and firings are sums; a rule was without data only where every watch says so."""
+    """Steps and firings are sums; a rule was without data only where every watch that has judged a step says so."""
     launch_total = merged(found, taken)
     assert launch_total.taken == taken
     assert launch_total.watched.steps == sum(one.watched.steps for one in found)
     assert sum(launch_total.fired.values()) == sum(sum(one.fired.values()) for one in found)
-    assert set(launch_total.no_data) == set.intersection(*(set(one.no_data) for one in found))
+    judged = [one for one in found if one.has_judged] or found
+    assert set(launch_total.no_data) == set.intersection(*(set(one.no_data) for one in judged))
+
+
+def test_a_process_that_judged_nothing_hides_no_rule_without_data() -> None:
+    """A worker that only runs backwards has no rules; one whose every step was judged by none has no data to tell."""
+    trained = Account(Taken(steps=9), Watched(steps=9), no_data={"a": "warm-up not over"}, rules=2)
+    worker = Account(Taken(backwards=4))
+    provisional = Account(Taken(steps=2), Watched(steps=2, provisional=2), rules=2)
+    for found in ([trained, worker], [worker, trained], [provisional, trained, worker]):
+        assert merged(found).no_data == trained.no_data
+
+
+def test_a_step_without_a_verdict_is_told_with_what_may_have_ended_it() -> None:
+    """Internal errors, or exceptions of the script where steps were ended by any."""
+    (internal,) = gaps(Account(Taken(steps=9), Watched(steps=9, unjudged=1)))
+    assert internal == "1 watched step could not be judged (internal errors, see the journal)"
+    several = gaps(Account(Taken(steps=9, raised=3), Watched(steps=9, unjudged=2)))
+    assert (
+        "2 watched steps could not be judged (3 steps ended by an exception of the script's; or internal errors, see "
+        "the journal)" in several
+    )
 
 
 def test_the_whole_short_reason_is_shown() -> None:

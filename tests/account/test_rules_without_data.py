@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -13,9 +14,14 @@ from hypothesis import strategies as st
 from torch import nn
 
 import gradwatch
+from gradwatch.account import gaps
 from gradwatch.account.rules_without_data import NO_OUTPUT, RulesWithoutData
 from gradwatch.engine import Engine
+from gradwatch.engine.bound_engine import BoundEngine
+from gradwatch.engine.engine_state import EngineState
 from gradwatch.engine.turns import NONE_IN_TURN
+from gradwatch.records.snapshot import Snapshot
+from gradwatch.records.verdict import Verdict
 from gradwatch.rules.files import parse_rules
 from gradwatch.session.binding.rule_data import reads_of
 from gradwatch.session.watch import session_of
@@ -362,3 +368,63 @@ def test_rules_about_the_loop_have_no_data_where_no_optimizer_steps() -> None:
         no_data = session_of(gw).account().no_data
     assert "no torch optimizer steps here" in no_data["no-zero-grad"]
     assert "no torch optimizer steps here" in no_data["discarded-before-step"]
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_rule_of_one_optimizer_is_warming_up_whatever_the_other_does(late: int) -> None:
+    """Muon beside AdamW: a rule on parameters of one of them is listed until it is warm there."""
+    rules = parse_rules("""version: 1
+groups: {ours: {params: ["0.*"]}}
+rules:
+  own: {detect: {kind: spike, of: norm}, groups: [ours], warmup: 20}
+  all: {detect: {kind: spike, of: norm}, warmup: 8}
+""")
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 1))
+    optimizers = [torch.optim.SGD(layer.parameters(), 0.01) for layer in model]
+    with gradwatch.watch(model, optimizers, rules=rules, sinks=[], strict=True) as gw:
+        for step in range(10):
+            model.zero_grad()
+            model(torch.randn(3, 4)).square().mean().backward()
+            for optimizer in optimizers if step else optimizers[late : late + 1]:
+                optimizer.step()
+        account = session_of(gw).account()
+    assert account.no_data.keys() == {"own"}
+    assert account.no_data["own"].endswith("of 20 samples")
+
+
+class InterruptedStepError(Exception):
+    """What a script raises from a signal handler of its own."""
+
+
+@pytest.mark.parametrize("error", [ValueError("ours"), InterruptedStepError()])
+def test_steps_that_an_error_ended_are_told(error: Exception, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault of gradwatch's as it judges, or what the script raises there: watched, and no verdict."""
+    rules = parse_rules(
+        "version: 1\nrules: {r: {detect: {kind: above, of: norm, threshold: 1e9}, do: [skip_step]}}\n"
+    )
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    judge = BoundEngine.evaluate
+    asked: list[int] = []
+
+    def evaluate(self: BoundEngine, state: EngineState, snapshot: Snapshot) -> tuple[Verdict, EngineState]:
+        asked.append(snapshot.step)
+        if snapshot.step == 4:
+            raise error
+        return judge(self, state, snapshot)
+
+    def refuse(*_: object) -> None:
+        return None
+
+    monkeypatch.setattr(BoundEngine, "evaluate", evaluate)
+    monkeypatch.setattr(BoundEngine, "evaluate_many", refuse)
+    with gradwatch.watch(model, optimizer, rules=rules, sinks=[]) as gw:
+        for _ in range(8):
+            optimizer.zero_grad()
+            model(torch.randn(3, 4)).square().mean().backward()
+            with contextlib.suppress(InterruptedStepError):
+                optimizer.step()
+        account = session_of(gw).account()
+    assert 4 in asked
+    assert (account.watched.steps, account.watched.unjudged) == (8, 1)
+    assert any("1 watched step could not be judged" in gap for gap in gaps(account))

@@ -86,3 +86,15 @@ def test_time_inside_a_measured_call_counts_once(monkeypatch: pytest.MonkeyPatch
     assert spent.news() == 3.0
     spent.end(outer)
     assert (spent.news(), spent.seconds) == (3.0, 6.0)
+
+
+def test_a_step_that_left_no_record_counts_as_unjudged() -> None:
+    """Of the steps that were concluded, beside windows of loops without an optimizer."""
+    totals = SessionCounts()
+    for step in range(5):
+        totals.observe(make_record(make_sites(), step=step), {})
+
+    def unjudged(concluded: int) -> int:
+        return totals.watched(steps=7, backwards=7, optimizers=1, parameters=1, concluded=concluded).unjudged
+
+    assert [unjudged(n) for n in (3, 5, 7)] == [0, 0, 2]

@@ -14,6 +14,7 @@ from torch.optim import lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 
 from gradwatch.detectors import LrJump, may_breach
+from gradwatch.detectors.detector import Sample
 from tests.detectors.test_detectors import scores
 from tests.support.examples import examples
 
@@ -56,10 +57,32 @@ def test_a_rate_beyond_a_schedule_breaches_at_its_step(name: str) -> None:
 
 
 def test_what_is_no_rate_is_neither_judged_nor_learned() -> None:
-    """Zero, NaN, and a step without one."""
-    found = scores(LrJump(), [*[1e-3] * 10, 0.0, math.nan, None, 1e-2])
-    assert [math.isnan(score) for score in found] == [True] * 13 + [False]
+    """Zero, and a step without one."""
+    found = scores(LrJump(), [*[1e-3] * 10, 0.0, None, 1e-2])
+    assert [math.isnan(score) for score in found] == [True] * 12 + [False]
     assert found[-1] == pytest.approx(10)
+
+
+@pytest.mark.parametrize("rate", [math.inf, -math.inf, math.nan])
+@pytest.mark.parametrize("before", [0, 3, 20])
+def test_a_rate_that_is_not_finite_breaches_at_once(rate: float, before: int) -> None:
+    """It ruins every weight, whatever was before it; what follows is compared with what was before."""
+    found = scores(LrJump(), [*[1e-3] * before, rate, 1e-3])
+    assert found[before] == math.inf
+    assert not found[-1] > 1
+
+
+def test_a_rate_beyond_single_precision_is_one(recwarn: pytest.WarningsRecorder) -> None:
+    """1e300 breaches by the largest factor there is, and no warning is given."""
+    detector = LrJump()
+    state = detector.init(1)
+    for value in [1e-3] * 10 + [1e300]:
+        sample = Sample(np.array([value]), np.ones(1, np.bool_))
+        score, state = detector.score(state, sample), detector.learn(state, sample)
+    assert detector.indifferent(state, lambda _: 1e300)
+    assert math.isfinite(score[0])
+    assert score[0] > 1e40
+    assert not recwarn.list
 
 
 @settings(max_examples=examples(100))

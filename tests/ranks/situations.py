@@ -11,12 +11,12 @@ import contextlib
 import copy
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
@@ -160,6 +160,7 @@ def trained(
     micros: int = 1,
     clip: Callable[[nn.Module], None] | None = None,
     batch: Batch = batch,
+    held_back: bool = False,
 ) -> dict[str, Any]:
     """Train a wrapped model for a few steps under a watch, and a plain twin of it beside it."""
     twin = net()  # plain: takes the same steps by hand, in float64
@@ -176,6 +177,8 @@ def trained(
                 quiet = (
                     model.no_sync() if not last and hasattr(model, "no_sync") else contextlib.nullcontext()
                 )
+                if held_back:
+                    cast(FSDPModule, model).set_requires_gradient_sync(last)
                 with quiet:
                     x = batch(step, micro, rank)
                     loss_of(model, x.requires_grad_(True)).backward()
@@ -189,7 +192,9 @@ def trained(
             _follow(twin64, step, micros, factor, batch)
         found = [numbers(record) for record in collector.records]
         columns = [ranks_of(record, "rank_norm") for record in collector.records]
-        return {"told": told, "found": found, "rank_norm": columns, "errors": gw.health.errors()}
+        reached = session_of(gw).account().watched.backwards
+        errors = gw.health.errors()
+        return {"told": told, "found": found, "rank_norm": columns, "errors": errors, "reached": reached}
 
 
 def _follow(model: nn.Module, step: int, micros: int, factor: float, batch: Batch) -> None:
@@ -315,6 +320,7 @@ NORMS: dict[str, Callable[[int], Any]] = {
     "fsdp2": lambda rank: trained(rank, fsdp2),
     "fsdp2 clipped": lambda rank: trained(rank, fsdp2, clip=clip_torch),
     "fsdp2 accumulated": lambda rank: trained(rank, fsdp2, micros=2, clip=clip_torch),
+    "fsdp2 held back": lambda rank: trained(rank, fsdp2, micros=3, clip=clip_torch, held_back=True),
     "hsdp2": lambda rank: trained(rank, hsdp2, clip=clip_torch),
     "fsdp1 original": lambda rank: trained(rank, fsdp1(True), clip=clip_fsdp),
     "pipeline gpipe": lambda rank: pipelined(rank, schedule("ScheduleGPipe")),

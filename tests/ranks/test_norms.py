@@ -90,6 +90,17 @@ def test_the_number_of_micro_batches_is_learned(homes: dict[str, list[Any]], nam
         assert {found["micro"] for found in home["found"]} <= {wanted, 0 if "bubble" in name else wanted}
 
 
+@pytest.mark.parametrize(
+    ("name", "micros"), [("ddp no_sync", 3), ("fsdp2 accumulated", 2), ("fsdp2 held back", 3), ("hsdp2", 1)]
+)
+def test_every_backward_counts_as_one_that_reached_the_model(
+    homes: dict[str, list[Any]], name: str, micros: int
+) -> None:
+    """Also those whose gradients DDP or FSDP2 keeps back until the last of the step."""
+    for home in came_home(homes, name):
+        assert home["reached"] == micros * len(home["found"])
+
+
 def test_a_column_that_shards_cannot_make_is_told_as_that(homes: dict[str, list[Any]]) -> None:
     """The maximum of a part is not that of the parameter: its rule is without data, for that reason."""
     reason = "parameters are sharded over ranks, and max_abs of the whole is not made of its parts'"

@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from gradwatch.capture.shards import fsdp2_groups
+
 Hook = Callable[..., Any]
 
 
@@ -23,7 +25,7 @@ def ungatherable(model: nn.Module, parallelised: bool) -> str:
     `parallelised`: modules of it compute on DTensors, whoever made these.
     """
     states = [state for module in model.modules() if (state := _state(module)) is not None]
-    held = [one for state in states for group in _groups(state) for one in group.fsdp_params]
+    held = [one for module in model.modules() for group in fsdp2_groups(module) for one in group.fsdp_params]
     made = {id(one.sharded_param) for one in held}
     if not parallelised and any(getattr(one, "is_dtensor", True) for one in held):
         return (
@@ -108,18 +110,13 @@ def _handles(handle: Any) -> Sequence[Any]:
 
 def _types(model: nn.Module) -> dict[int, torch.dtype | None]:
     """The type FSDP2 computes in, by the id of its shard; None = the parameter's own."""
-    states = [state for module in model.modules() if (state := _state(module)) is not None]
-    held = (one for state in states for group in _groups(state) for one in group.fsdp_params)
+    groups = (group for module in model.modules() for group in fsdp2_groups(module))
+    held = (one for group in groups for one in group.fsdp_params)
     return {id(one.sharded_param): one.param_dtype for one in held}
 
 
 def _state(module: Any) -> Any:
     return getattr(module, "_get_fsdp_state", lambda: None)()
-
-
-def _groups(state: Any) -> list[Any]:
-    groups = getattr(state, "_fsdp_param_groups", None)
-    return [one for one in (groups if groups is not None else [state._fsdp_param_group]) if one is not None]
 
 
 def is_dtensor(param: Tensor) -> bool:

@@ -232,10 +232,13 @@ class RuleBindings:
         return begun or found
 
     def warming_up(self) -> dict[str, str]:
-        """The rules whose every baseline is still warming up, in all captures, with how far the best of them is."""
-        captures = [bound_rules.bound.warming_up(bound_rules.state) for bound_rules in self.begun()]
-        shared = set(captures[0]).intersection(*captures[1:]) if captures else set()
-        return {rule: captures[0][rule] for rule in sorted(shared)}
+        """The rules that are warming up in every capture that they judge anything of, with how far they are in one."""
+        begun, waiting, warm = self.begun(), dict[str, str](), set[str]()
+        for bound_rules in begun:
+            here = bound_rules.bound.warming_up(bound_rules.state)
+            waiting = here | waiting
+            warm |= bound_rules.bound.judging.difference(here)
+        return {rule: waiting[rule] for rule in sorted(waiting) if rule not in warm}
 
     def _count_parameters(self) -> None:
         named = (zip(bound_rules.sites.names, bound_rules.sites.kinds, strict=True) for bound_rules in self)

@@ -33,7 +33,7 @@ from gradwatch.records.columns import (
     OF_THE_LOOP,
     OTHER_RULES,
     RANK_COLUMNS,
-    UNCLEARED,
+    SCALED_BY,
     is_observed,
     is_scalar,
 )
@@ -56,6 +56,8 @@ NOTHING_CHOSEN: Mapping[HistogramOf, str] = {
     "gradients": "`histograms: params:` matches no parameter",
     "activations": "`histograms: modules:` matches no tapped module",
 }
+_WITH_PENDING_GRADIENTS = tuple(name for name in OF_THE_LOOP if name != SCALED_BY)
+"""Columns of the loop that come of what happens to gradients between the backward and the step."""
 KIND: Mapping[HistogramOf, str] = {"gradients": "param", "activations": "module"}
 """The kind of the sites that histograms are of."""
 
@@ -69,7 +71,7 @@ def unread_columns(ctx: OptimizerContext) -> dict[str, str]:
             **dict.fromkeys(column_reader.COLUMNS, NOT_READ.format(why)),
             **dict.fromkeys(OF_THE_LOOP, NOT_LOOKED_AT.format(why)),
         }
-    unread = {UNCLEARED: SHARDED_GRADIENTS} if captured.distributed else {}
+    unread = dict.fromkeys(_WITH_PENDING_GRADIENTS, SHARDED_GRADIENTS) if captured.distributed else {}
     if layout is not None and layout.pooled:
         unread |= {name: SHARDED.format(name) for name in column_reader.COLUMNS.difference(REDUCED_COLUMNS)}
     return unread

@@ -54,6 +54,9 @@ class Deferral(Generic[Step]):
         self._since = 0.0
         self.awaits_ranks = False
 
+    def __len__(self) -> int:
+        return len(self._waiting or ()) + len(self._coming or ())
+
     def submit(self, step: Step) -> bool:
         """Put a step at the end of the queue; whether enough wait, or the oldest has waited long enough."""
         now = time.monotonic()

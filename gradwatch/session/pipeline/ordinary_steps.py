@@ -98,7 +98,6 @@ class OrdinarySteps:
             raise
         except Exception:
             bound_rules.health_tracker.unjudged(left[-1][0].step)
-            self._publishing.totals.unjudged += count
             raise
         return True
 

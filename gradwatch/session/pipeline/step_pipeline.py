@@ -215,6 +215,7 @@ class StepPipeline:
             decision = self._decisions.permitted(step, verdict, decision)
             judged = self._judged(step, verdict, decision, grads_present)
             self._rule_bindings.hooks.publish_bounds(bound_rules)
+            self._publishing.totals.unjudged += verdict is UNJUDGED
             return judged
         except Exception as error:
             self._judging_failed(measurement, error)
@@ -268,7 +269,6 @@ class StepPipeline:
         self._note_ordinary(step, verdict, snapshot)
         broken = not math.isfinite(found.total_norm)
         bound_rules.health_tracker.nonfinite_statistics = self._sources.statistics.nonfinite(broken)
-        self._publishing.totals.unjudged += verdict is UNJUDGED
         usual = partial(bound_rules.bound.usual_norms, bound_rules.state)
         findings = self._causes(step, snapshot, verdict, decision, usual)
         if verdict.events:
