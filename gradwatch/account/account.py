@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
-
-from gradwatch.records.dataclass import dataclass
 
 Ending = Literal["", "finished", "stopped", "failed"]
 """How a process ended: "" while it runs; "stopped" by a rule or by Ctrl-C; "failed" by an exception."""

@@ -6,10 +6,9 @@ The line that the first process of a launch prints, and what `gradwatch audit` s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from gradwatch.account.account import Account, merged, summed, taken_by_one, total
-from gradwatch.records.dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
@@ -24,7 +24,6 @@ from gradwatch.actions.elementwise_clip import Elementwise, Scale
 from gradwatch.reading import foreach
 from gradwatch.reading.batched import CpuReader
 from gradwatch.reading.device import DeviceNorms, clip_factor, on_host
-from gradwatch.records.dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,12 +9,12 @@ from __future__ import annotations
 import operator
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradwatch.records.dataclass import dataclass
 from gradwatch.runtime.held_weakly import noted
 from gradwatch.taps import module_tree
 from gradwatch.taps.module_registry import WRAPPERS

@@ -8,14 +8,13 @@ it, empty on ranks that hold nothing of it.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.snapshot import Sites
 from gradwatch.taps import module_tree
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 import numpy as np
@@ -18,7 +19,6 @@ from gradwatch.reading.cpu import CpuNorms, add_up_all
 from gradwatch.reading.device import host_value
 from gradwatch.reading.row_sums_by_blas import silently
 from gradwatch.records.columns import SCALED_BY
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.histogram import Histogram
 from gradwatch.records.snapshot import Column, Sites, Snapshot
 

@@ -8,7 +8,7 @@ import os
 import platform
 import tempfile
 from collections.abc import Iterator
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -18,7 +18,6 @@ from gradwatch.cli.terminal import paint
 from gradwatch.cli.user_function import from_here, load
 from gradwatch.cli.version import versions
 from gradwatch.errors import RuleFileError
-from gradwatch.records.dataclass import dataclass
 
 if TYPE_CHECKING:
     from gradwatch.launch.watching_cost import Factory

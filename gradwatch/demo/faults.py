@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
 
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.event import Event
 
 STEPS_PER_SECOND = 9.0  # of train.py on two ordinary cores; fixes the plan, so that a run is reproducible

@@ -11,14 +11,13 @@ import threading
 import time
 from collections import deque
 from collections.abc import Iterable
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO
 
 import gradwatch
 from gradwatch.demo.faults import Plan
 from gradwatch.journal import EventsEntry, JournalReader, StepsEntry
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.event import Event
 
 SCRIPT = Path(__file__).with_name("train.py")

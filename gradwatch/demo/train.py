@@ -15,13 +15,12 @@ from __future__ import annotations
 import argparse
 import sys
 import sysconfig
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-
-from gradwatch.records.dataclass import dataclass
 
 VOCABULARY = 128  # ASCII; everything else is read as a question mark
 PADDING = 0

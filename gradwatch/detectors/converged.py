@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, ClassVar, Literal, NamedTuple, cast
 
@@ -27,7 +27,6 @@ from gradwatch.detectors.detector import (
 from gradwatch.detectors.recent_extremes import Factor
 from gradwatch.detectors.share_and_depth import ZERO_NORM
 from gradwatch.detectors.thresholds import Positive
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.snapshot import BoolArray, FloatArray
 
 CLAMP = 2.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, ClassVar, NamedTuple, cast
 
@@ -35,7 +35,6 @@ from gradwatch.detectors.detector import (
     register_detector,
 )
 from gradwatch.detectors.thresholds import Positive
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.snapshot import BoolArray, FloatArray
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import numpy as np
@@ -25,7 +26,6 @@ from gradwatch.detectors.detector import (
 )
 from gradwatch.detectors.thresholds import Positive
 from gradwatch.records.columns import CONFIRMED_JUMP, CONFIRMED_NORM
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.snapshot import BoolArray, FloatArray
 
 LOSS = "loss"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import numpy as np
@@ -21,7 +21,6 @@ from gradwatch.detectors.detector import (
 )
 from gradwatch.detectors.recent_extremes import Factor
 from gradwatch.detectors.thresholds import Positive
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.snapshot import BoolArray, FloatArray
 
 LOSS = "loss"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import ClassVar, Literal, NamedTuple, cast
 
 import numpy as np
@@ -11,7 +12,6 @@ from numpy.typing import ArrayLike, NDArray
 
 from gradwatch.detectors.detector import STRICT, Detector, Sample, State, register_detector
 from gradwatch.detectors.thresholds import Positive
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.snapshot import BoolArray, FloatArray
 
 Array32 = NDArray[np.float32]

@@ -7,6 +7,7 @@ below gradients overflow by themselves, and training stands still.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -15,7 +16,6 @@ from numpy.typing import NDArray
 from gradwatch.detectors.detector import STRICT, Holds, Sample, State, register_detector
 from gradwatch.detectors.limits import Limits
 from gradwatch.detectors.thresholds import Positive
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.snapshot import BoolArray
 
 JUMP = 4.0

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import sys
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.detectors.detector import STRICT, Detector, ObservedColumn, Sample, State, register_detector
-from gradwatch.records.dataclass import dataclass
 
 NonFiniteColumn = Literal[
     "norm",

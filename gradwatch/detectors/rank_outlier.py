@@ -7,7 +7,7 @@ and are inactive where there is one, or where ranks hold different parameters.
 from __future__ import annotations
 
 import math
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import ClassVar, Literal, cast
 
 import numpy as np
@@ -28,7 +28,6 @@ from gradwatch.detectors.baseline import (
 from gradwatch.detectors.detector import STRICT, Detector, Sample, Scope, State, register_detector
 from gradwatch.detectors.share_and_depth import ZERO_NORM
 from gradwatch.detectors.thresholds import Finite, Positive
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.snapshot import BoolArray
 
 

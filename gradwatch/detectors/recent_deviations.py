@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cache
 from typing import Any, ClassVar, Literal, NamedTuple, cast
 
@@ -23,7 +23,6 @@ from gradwatch.detectors.detector import (
 from gradwatch.detectors.recent_extremes import PARTS, Factor, Lag, Window
 from gradwatch.detectors.thresholds import Positive
 from gradwatch.records.columns import scalar_name
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.snapshot import BoolArray, FloatArray
 
 

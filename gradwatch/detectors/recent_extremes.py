@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast
@@ -31,7 +31,6 @@ from gradwatch.detectors.limits import Limits
 from gradwatch.detectors.share_and_depth import ZERO_NORM
 from gradwatch.detectors.thresholds import Positive
 from gradwatch.records.columns import scalar_name
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.snapshot import BoolArray, FloatArray
 
 PARTS = 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -16,7 +17,6 @@ from gradwatch.detectors.detector import (
 )
 from gradwatch.detectors.limits import Limits
 from gradwatch.records.columns import BATCH_HASH
-from gradwatch.records.dataclass import dataclass
 
 Batches = Annotated[int, Limits(ge=1, le=10_000)]
 Differing = Annotated[int, Limits(ge=0, le=10_000)]

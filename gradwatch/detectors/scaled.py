@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, NamedTuple
 
 import numpy as np
@@ -9,7 +10,6 @@ from numpy.typing import NDArray
 
 from gradwatch.detectors.detector import STRICT, Exceeding, Holds, Sample, Scope, State, register_detector
 from gradwatch.detectors.thresholds import Positive
-from gradwatch.records.dataclass import dataclass
 
 ALIKE = 1e-5
 """Relative difference of two factors that are one: more than the rounding of float32 makes of a multiplication."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast
 
 import numpy as np
@@ -32,7 +32,6 @@ from gradwatch.detectors.detector import (
 )
 from gradwatch.detectors.limits import Limits
 from gradwatch.detectors.thresholds import Dimensions, Positive
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.snapshot import BoolArray, FloatArray
 
 ZERO_NORM = 1e-30

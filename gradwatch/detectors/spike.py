@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from array import array
 from collections.abc import Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
@@ -36,7 +36,6 @@ from gradwatch.detectors.baseline import (
 from gradwatch.detectors.detector import STRICT, NormColumn, ObservedColumn, Sample, State, register_detector
 from gradwatch.detectors.recent_extremes import AboveRecentMax, Factor, Window
 from gradwatch.detectors.thresholds import Finite, Positive
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.snapshot import BoolArray, FloatArray
 
 LEAST_OF_WINDOW = 50

@@ -8,6 +8,7 @@ anything (a rail must not be climbed by a NaN); the others say nothing of NaN, w
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Annotated, ClassVar, Literal
 
 import numpy as np
@@ -26,7 +27,6 @@ from gradwatch.detectors.detector import (
     register_detector,
 )
 from gradwatch.detectors.limits import Limits
-from gradwatch.records.dataclass import dataclass
 
 Finite = Annotated[float, Limits(allow_inf_nan=False)]
 Positive = Annotated[float, Limits(gt=0, allow_inf_nan=False)]

@@ -6,7 +6,7 @@ It is what each rank measured of itself, joined with the facts that they have ex
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -19,7 +19,6 @@ from gradwatch.distributed.all_reduced_facts import ReducedFacts
 from gradwatch.distributed.membership import RankMembership
 from gradwatch.distributed.noise_scale import noise_scale
 from gradwatch.records.columns import NOISE_SCALE
-from gradwatch.records.dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -10,13 +10,12 @@ Axes: U parameters of all ranks together, K of them on this rank, W ranks.
 
 from __future__ import annotations
 
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.snapshot import Sites
 
 Vector: TypeAlias = NDArray[np.float64]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -17,7 +18,6 @@ from gradwatch.capture.window.window_norms import Norms, WindowNorms
 from gradwatch.distributed.all_reduced_facts import UPDATED, Layout, Vector, count_of, sum_of
 from gradwatch.distributed.replica_divergence import compare
 from gradwatch.distributed.sharded_norms import pool
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.snapshot import Column
 
 PACE = 0.05

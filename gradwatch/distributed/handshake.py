@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from torch import nn
@@ -15,7 +16,6 @@ from gradwatch.distributed.all_reduced_facts import Layout
 from gradwatch.distributed.membership import RankMembership
 from gradwatch.distributed.process_group import AloneError, Group, Meeting, announce, meet
 from gradwatch.reading.layouts import dense
-from gradwatch.records.dataclass import dataclass
 
 PARTIAL = (
     "some gradients are DTensors that still need a reduction over ranks (as SequenceParallel leaves them), or "

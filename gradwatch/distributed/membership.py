@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 
 import numpy as np
 from torch.nn.parallel import DistributedDataParallel
@@ -16,7 +16,6 @@ from gradwatch.distributed.all_reduced_facts import Layout, ReducedFacts
 from gradwatch.distributed.facts_of_this_rank import Usual
 from gradwatch.distributed.process_group import Group
 from gradwatch.distributed.replica_divergence import agreeing
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.snapshot import Sites
 
 MOST_COMPARED = 64

@@ -15,6 +15,7 @@ import json
 import os
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
 from weakref import WeakSet
@@ -25,7 +26,6 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from gradwatch.errors import GradwatchError
-from gradwatch.records.dataclass import dataclass
 
 MEET_SECONDS = 30.0
 """How long the first step waits, once, for a rank that does not watch. Ranks of one training come together."""

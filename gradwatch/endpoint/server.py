@@ -16,7 +16,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from gradwatch.endpoint.address import Address
 from gradwatch.endpoint.http_protocol import (
@@ -29,7 +29,6 @@ from gradwatch.endpoint.http_protocol import (
     plain,
     respond,
 )
-from gradwatch.records.dataclass import dataclass
 from gradwatch.runtime.backoff import Backoff
 
 THREAD_NAME = "gradwatch-endpoint"

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.engine.staggering import Staggering
 from gradwatch.records.columns import BATCH_HASH, OPTIMIZER_STATE, is_free
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.snapshot import BoolArray
 from gradwatch.rules.rule_set import Rule, RuleSet
 

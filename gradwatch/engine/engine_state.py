@@ -6,7 +6,7 @@ Axes: K series of a bank or a rule.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,7 +17,6 @@ from gradwatch.engine.rule_plan import Plan
 from gradwatch.engine.series import Series
 from gradwatch.engine.turns import InTurn, OverdueSeries
 from gradwatch.errors import GradwatchError
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.snapshot import BoolArray
 from gradwatch.records.verdict import Verdict
 

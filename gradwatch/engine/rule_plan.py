@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from types import MappingProxyType
 from typing import NamedTuple
@@ -21,7 +21,6 @@ from gradwatch.engine.series import Series, roots_of, series_of
 from gradwatch.engine.snapshot_reader import Reader
 from gradwatch.engine.staggering import Staggering
 from gradwatch.records.columns import MODULE_COLUMNS, RANK_COLUMNS, is_free
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.snapshot import BoolArray, FloatArray, Sites
 from gradwatch.rules.condition import When
 from gradwatch.rules.rule_set import Action, Rule, RuleSet

@@ -6,7 +6,7 @@ Axes: S sites, I selected sites, K series.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
@@ -21,7 +21,6 @@ from gradwatch.records.columns import (
     is_free,
     is_scalar,
 )
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.snapshot import BoolArray, Sites
 from gradwatch.rules.rule_set import Group, Rule, RuleSet
 

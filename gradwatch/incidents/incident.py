@@ -7,12 +7,11 @@ page (`gradwatch.incidents.incident_page`).
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from gradwatch.incidents.explanation import sentence
 from gradwatch.incidents.suggestions import suggestion_for
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.decision import Decision, Order
 from gradwatch.records.event import Event
 from gradwatch.records.finding import Finding

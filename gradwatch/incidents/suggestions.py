@@ -7,8 +7,8 @@ tried on the real operation in `tests/incidents/test_suggestions.py`.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.finding import PHASES, Finding, Operand
 
 HALF = ("float16",)

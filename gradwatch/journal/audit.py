@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, field
+from dataclasses import asdict, dataclass, field
 from statistics import median
 
 from gradwatch.account import Account
@@ -19,7 +19,6 @@ from gradwatch.journal import Entry, EventsEntry, JournalReader, StepsEntry
 from gradwatch.journal.frames import Damage
 from gradwatch.journal.incidents import better
 from gradwatch.journal.process_account import Recorded
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.decision import Order
 from gradwatch.records.event import Event
 from gradwatch.records.finding import Finding

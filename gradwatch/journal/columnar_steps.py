@@ -6,13 +6,13 @@ Axes: n steps of one optimizer, in order.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.journal.payload import Array, Payload, encode_payload
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.decision import Decision, Order
 from gradwatch.records.record import Record
 from gradwatch.records.snapshot import Sites

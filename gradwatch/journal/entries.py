@@ -6,7 +6,7 @@ Axes: S sites, n steps of one batch. An entry stands on its own: it needs at mos
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,6 @@ from gradwatch.journal.norms_block import KIND as NORMS_BLOCK
 from gradwatch.journal.norms_block import decode_block
 from gradwatch.journal.norms_entry import NormsEntry, decode_norms
 from gradwatch.journal.payload import Array, Payload, decode_payload, encode_payload, of_length
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.event import Event
 from gradwatch.records.finding import Finding
 from gradwatch.records.run_info import RunInfo

@@ -21,8 +21,7 @@ from __future__ import annotations
 import os
 import struct
 import zlib
-
-from gradwatch.records.dataclass import dataclass
+from dataclasses import dataclass
 
 MAGIC = b"\x8fGW1"
 MAX_PAYLOAD = 1 << 26

@@ -6,7 +6,7 @@ Axes: n steps of one optimizer, S sites. A block reads back as n `NormsEntry`, s
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import numpy as np
@@ -14,7 +14,6 @@ from numpy.typing import NDArray
 
 from gradwatch.journal.norms_entry import NormsEntry, Reason
 from gradwatch.journal.payload import Array, Payload, encode_payload, of_length
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.record import Record
 from gradwatch.records.snapshot import Column
 

@@ -6,14 +6,13 @@ Axes: S sites.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Literal, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.journal.payload import Array, Payload, encode_payload, of_length
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.histogram import BINS, Histogram
 from gradwatch.records.snapshot import Column
 

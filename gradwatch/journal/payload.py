@@ -13,13 +13,13 @@ from __future__ import annotations
 import json
 import struct
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.journal.frames import MAX_PAYLOAD
-from gradwatch.records.dataclass import dataclass
 
 Array = NDArray[Any]
 _LENGTH = struct.Struct("<I")

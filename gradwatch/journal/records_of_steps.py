@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 import numpy as np
@@ -16,7 +16,6 @@ import numpy as np
 from gradwatch.journal.columnar_steps import StepRow, StepsEntry
 from gradwatch.journal.entries import Entry, EventsEntry, RunEntry, SitesEntry
 from gradwatch.journal.norms_entry import NormsEntry
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.record import Record
 from gradwatch.records.snapshot import Sites, Snapshot
 from gradwatch.records.verdict import Verdict

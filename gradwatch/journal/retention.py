@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from gradwatch.journal.frames import Damage, Frame, FrameScanner, encode_frame
@@ -18,7 +18,6 @@ from gradwatch.journal.norms_block import KIND as NORMS_BLOCK
 from gradwatch.journal.norms_block import decode_block
 from gradwatch.journal.payload import Payload, decode_payload, encode_payload
 from gradwatch.journal.reader import opened
-from gradwatch.records.dataclass import dataclass
 from gradwatch.runtime.atomic_files import replacing
 
 RESERVE = 64 << 10

@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TypeVar
 
@@ -22,7 +22,6 @@ from gradwatch.journal.health_tag import HealthTag
 from gradwatch.journal.norms_batch import StepNorms, encode_norms, put_together, steps_at_once, to_write
 from gradwatch.journal.norms_cadence import FIRST, Cadence
 from gradwatch.journal.retention import Retention
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.event import Event
 from gradwatch.records.record import Record
 from gradwatch.records.run_info import RunInfo

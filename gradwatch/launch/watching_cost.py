@@ -6,6 +6,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from tempfile import TemporaryDirectory
 
 import numpy as np
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 import gradwatch
 from gradwatch.capture.parameter_names import named_parameters
 from gradwatch.engine import Engine
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.snapshot import Sites
 from gradwatch.rules.rule_set import RuleSet
 from gradwatch.sinks.journal import JournalSink

@@ -12,7 +12,7 @@ import contextlib
 import time
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor, nn
@@ -27,7 +27,6 @@ from gradwatch.localise.hold.recorded_call import Call
 from gradwatch.localise.hold.step_recorder import StepRecorder
 from gradwatch.localise.loss.loop_causes import LoopCauses
 from gradwatch.localise.sharded.whole_parameters import is_spread
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.finding import GAINS, LOSS_SIDE, Finding
 from gradwatch.runtime.interruption import not_ours
 from gradwatch.taps import backward, step_hooks

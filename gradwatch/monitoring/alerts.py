@@ -8,12 +8,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from textwrap import dedent
 from typing import Literal
 
 from gradwatch.monitoring.scrape_interval import Pace
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.event import Severity
 from gradwatch.rules.rule_set import Rule, RuleSet
 from gradwatch.sinks.alert_names import FALLBACK, alert_name

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import gradwatch
@@ -19,7 +19,6 @@ from gradwatch.monitoring.prometheus_files import (
 )
 from gradwatch.monitoring.scrape_interval import Pace
 from gradwatch.monitoring.yaml_text import to_yaml
-from gradwatch.records.dataclass import dataclass
 from gradwatch.rules.rule_set import RuleSet
 from gradwatch.runtime.atomic_files import write_whole
 from gradwatch.sinks.prometheus.metric_catalogue import SERVE_METRICS, documentation

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from gradwatch.monitoring.alerts import (
@@ -17,7 +18,6 @@ from gradwatch.monitoring.alerts import (
 from gradwatch.monitoring.recording_rules import Recording, recordings
 from gradwatch.monitoring.scrape_interval import Pace
 from gradwatch.monitoring.yaml_text import to_yaml
-from gradwatch.records.dataclass import dataclass
 from gradwatch.rules.rule_set import RuleSet
 
 

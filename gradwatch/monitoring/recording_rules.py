@@ -5,8 +5,9 @@ Named `level:metric:operation`, as Prometheus recommends; the level is one run.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from gradwatch.monitoring.scrape_interval import Pace
-from gradwatch.records.dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

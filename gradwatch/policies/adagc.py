@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, cast
 
 import numpy as np
@@ -19,7 +20,6 @@ from gradwatch.policies.policy import (
     register_policy,
     usable,
 )
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.snapshot import BoolArray
 
 EPSILON = 1e-8

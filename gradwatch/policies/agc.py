@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
 from gradwatch.policies.gradient_rows import MARGIN, row_norms
 from gradwatch.policies.policy import ElementwisePolicy, Positive, register_policy
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.snapshot import BoolArray, Sites
 
 if TYPE_CHECKING:

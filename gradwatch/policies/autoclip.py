@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, NamedTuple, cast
 
 import numpy as np
@@ -10,7 +11,6 @@ from numpy.typing import NDArray
 from gradwatch.detectors.limits import Limits
 from gradwatch.policies.norm import clip_coefficients
 from gradwatch.policies.policy import Coefficients, Count, Floats, Policy, State, register_policy, usable
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.snapshot import BoolArray
 
 SMALLEST = 16  # rows; doubled until there are `history` of them

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any, ClassVar, cast
 
 import numpy as np
@@ -21,7 +22,6 @@ from gradwatch.policies.policy import (
     register_policy,
     usable,
 )
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.snapshot import BoolArray
 
 WIDTHS = 2.0

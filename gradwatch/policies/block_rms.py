@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar, Literal
 
 import numpy as np
 
 from gradwatch.policies.norm_bound import Bound
 from gradwatch.policies.policy import Coefficients, Floats, Policy, Positive, State, finite, register_policy
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.snapshot import BoolArray
 
 

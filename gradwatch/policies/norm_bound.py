@@ -9,12 +9,11 @@ Axes: S sites.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-
-from gradwatch.records.dataclass import dataclass
 
 LARGEST = float(np.finfo(np.float32).max)
 

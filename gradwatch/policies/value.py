@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, ClassVar
 
 from gradwatch.policies.gradient_rows import MARGIN
 from gradwatch.policies.policy import ElementwisePolicy, Positive, register_policy
-from gradwatch.records.dataclass import dataclass
 
 if TYPE_CHECKING:
     from torch import Tensor

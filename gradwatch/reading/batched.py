@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,6 @@ from gradwatch.reading.read_plan import Plan
 from gradwatch.reading.row_sums import ROW, RowBuffer
 from gradwatch.reading.row_sums_by_blas import NO_WARNINGS, SquareRows, silently, vecdot
 from gradwatch.reading.row_sums_by_torch import NormRows
-from gradwatch.records.dataclass import dataclass
 from gradwatch.runtime.interruption import not_ours
 
 FEW_FOR_FLOAT32 = 2048  # row norms whose squares float32 may add up

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Literal
-
-from gradwatch.records.dataclass import dataclass
 
 Severity = Literal["info", "warning", "critical"]
 EventKind = Literal["pending", "firing", "resolved", "repeat", "escalated", "failed", "rebaselined"]

@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, get_args
 
-from gradwatch.records.dataclass import dataclass
 from gradwatch.runtime.json_numbers import json_ready
 
 Phase = Literal[

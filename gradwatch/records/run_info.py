@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.event import Severity
 
 

@@ -10,14 +10,13 @@ import fnmatch
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.records.columns import scalar_name
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.histogram import Histogram
 
 FloatArray = NDArray[np.floating[Any]]

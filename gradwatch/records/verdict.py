@@ -6,10 +6,9 @@ Axes: S sites, K series of a rule.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.event import Event
 from gradwatch.records.snapshot import BoolArray, FloatArray
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from gradwatch.incidents import incident_page
 from gradwatch.incidents.incident import Incident
-from gradwatch.records.dataclass import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.event import Event
 
 MOST = 2000

@@ -6,13 +6,11 @@ Axes: B buckets of steps, P parameters by depth.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-
-from gradwatch.records.dataclass import dataclass
 
 CURVES = (
     "total_norm",

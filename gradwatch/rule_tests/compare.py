@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.decision import Order
 from gradwatch.records.event import Event
 from gradwatch.rule_tests.simulate import Simulation

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +20,6 @@ from gradwatch.engine.actions.norms_after_actions import reshaped, unclipped, wi
 from gradwatch.engine.actions.permissions import permitted
 from gradwatch.policies.norm_bound import Bound, at_site, factor_of
 from gradwatch.records.columns import scalar_name
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.decision import Decision, Order
 from gradwatch.records.event import Event
 from gradwatch.records.snapshot import Column, Snapshot

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, get_args
 
 import numpy as np
@@ -18,7 +19,6 @@ from gradwatch.records.columns import (
     is_observed,
     is_scalar,
 )
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.decision import CLIP_SECTION
 from gradwatch.records.snapshot import Sites
 from gradwatch.rule_tests.schema import CaseEntry, Document, ExpectedAction, ExpectedEvent

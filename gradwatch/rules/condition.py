@@ -9,12 +9,12 @@ not: that is unknown (None), and joined as Kleene's logic has it, so that what f
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, ClassVar, Literal
 
 from gradwatch.detectors import Detector, Scope
 from gradwatch.detectors.detector import Comparison
 from gradwatch.records.columns import OTHER_RULES
-from gradwatch.records.dataclass import dataclass
 
 Join = Literal["rule", "all", "any", "not"]
 JOINS: tuple[Join, ...] = ("all", "any", "not")

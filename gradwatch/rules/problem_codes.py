@@ -7,8 +7,8 @@ rule files. A code never changes its meaning; `gradwatch rules explain CODE` pri
 from __future__ import annotations
 
 import textwrap
+from dataclasses import dataclass
 
-from gradwatch.records.dataclass import dataclass
 from gradwatch.runtime.spelling import did_you_mean
 
 

@@ -7,11 +7,10 @@ Nothing here knows YAML: `gradwatch.rules.files` builds these objects, the engin
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 from gradwatch.records.columns import COSTLY_COLUMNS, RANK_COLUMNS, is_scalar
-from gradwatch.records.dataclass import dataclass
 
 if TYPE_CHECKING:  # numpy, which `gradwatch run` does without
     from gradwatch.records.decision import OnError

@@ -11,9 +11,9 @@ import ipaddress
 import platform
 import socket
 from collections.abc import Iterable
+from dataclasses import dataclass
 from functools import lru_cache
 
-from gradwatch.records.dataclass import dataclass
 from gradwatch.serve.process_discovery import EndpointFile
 
 _Network = ipaddress.IPv4Network | ipaddress.IPv6Network

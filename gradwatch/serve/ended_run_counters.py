@@ -11,7 +11,7 @@ import os
 from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -20,7 +20,6 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from gradwatch.journal.entries import EndEntry, Entry, EventsEntry, LostEntry
 from gradwatch.journal.reader import JournalReader
 from gradwatch.journal.records_of_steps import join_records
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.run_info import RunInfo
 from gradwatch.runtime.atomic_files import write_whole
 from gradwatch.serve.process_discovery import Process

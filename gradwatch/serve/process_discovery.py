@@ -13,12 +13,12 @@ import platform
 import re
 import stat
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
 from gradwatch.endpoint.address import Address
 from gradwatch.journal.reader import JournalName
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.run_info import RunInfo
 from gradwatch.runtime.atomic_files import read_regular
 from gradwatch.runtime.process_identity import is_running, started_at

@@ -5,14 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
-from dataclasses import field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
 from gradwatch.endpoint.address import Address
 from gradwatch.journal.entries import RunEntry
 from gradwatch.journal.reader import JournalReader
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.run_info import RunInfo
 from gradwatch.serve.allowed_targets import AllowedTargets
 from gradwatch.serve.ended_run_counters import Summaries, Summary

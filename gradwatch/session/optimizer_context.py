@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from gradwatch.actions.lbfgs_and_sam import ClosureCalls
@@ -11,7 +11,6 @@ from gradwatch.actions.step_actions import StepActions
 from gradwatch.capture.discarded_gradients import DiscardedGradients
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.distributed.membership import RankMembership
-from gradwatch.records.dataclass import dataclass
 from gradwatch.session.binding.optimizer_rules import OptimizerRules
 from gradwatch.session.pipeline.deferred_steps import Deferral
 

@@ -6,7 +6,7 @@ import itertools
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from torch import Tensor, nn
@@ -20,7 +20,6 @@ from gradwatch.distributed.run_identity import placed
 from gradwatch.engine import Engine
 from gradwatch.errors import AttachError, GradwatchError
 from gradwatch.localise.hold.calls_before_attach import PreAttachRecorder
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.event import Event
 from gradwatch.records.record import CheckpointHealth, Record
 from gradwatch.records.run_info import RunInfo

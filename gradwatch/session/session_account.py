@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from gradwatch.account import Account, Ending, Taken, merged
 from gradwatch.account.session_counts import SessionCounts
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.run_info import RunInfo
 from gradwatch.session.settings import told_by
 from gradwatch.taps.process_totals import TOTALS

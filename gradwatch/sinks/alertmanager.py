@@ -10,11 +10,10 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from datetime import datetime, timezone
 
 from gradwatch.records.columns import OBSERVED_ONLY
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.event import Event
 from gradwatch.records.record import Record
 from gradwatch.records.run_info import RunInfo

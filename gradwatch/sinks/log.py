@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, TextIO, get_args
 
@@ -16,7 +17,6 @@ from gradwatch.account.account_line import fields
 from gradwatch.errors import GradwatchError
 from gradwatch.incidents import explanation
 from gradwatch.records.columns import OBSERVED_ONLY
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.decision import Order
 from gradwatch.records.event import Event
 from gradwatch.records.finding import Finding

@@ -13,10 +13,9 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import fields
+from dataclasses import dataclass, fields
 
 from gradwatch.account import Taken
-from gradwatch.records.dataclass import dataclass
 from gradwatch.runtime.held_weakly import Distinct
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, Protocol
 
@@ -15,7 +15,6 @@ from torch import Tensor
 
 from gradwatch.reading.device import Floats, Number, host_value, is_ready
 from gradwatch.reading.joint_copy import JointCopy, Place
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.snapshot import BoolArray, Column
 
 OverdueSites = Mapping[tuple[str, ...], BoolArray]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,6 @@ from gradwatch.reading.cpu import CpuNorms
 from gradwatch.reading.device import CopiedNumber, Number, is_ready
 from gradwatch.reading.gradient_writes import Reading
 from gradwatch.reading.loss_scale_removal import unscaled
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.snapshot import Sites
 
 Norms = NDArray[np.float64]

@@ -5,7 +5,7 @@ Axes: S sites (parameters, then modules), K series of one rule.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -16,7 +16,6 @@ from gradwatch.engine.rule_plan import Plan, RulePlan
 from gradwatch.policies import ElementwisePolicy
 from gradwatch.policies.norm_bound import Bound
 from gradwatch.records.columns import MODULE_COLUMNS
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.snapshot import BoolArray
 from gradwatch.rules.impossible_actions import BOUNDED, at_backward
 from gradwatch.rules.rule_set import Action, RuleSet

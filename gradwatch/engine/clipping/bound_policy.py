@@ -6,13 +6,13 @@ Axes: S sites, I sites of one policy, K its series (a site each, or a group of t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.policies import Policy, State
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.snapshot import BoolArray
 
 Index = NDArray[np.intp]

@@ -17,6 +17,7 @@ Axes: S sites, K series of one policy (a site each, or a group of them).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, cast
 
 import numpy as np
@@ -25,7 +26,6 @@ from numpy.typing import NDArray
 from gradwatch.engine.clipping.bound_policy import BoundPolicy, emptied, filled, named_arrays
 from gradwatch.errors import GradwatchError
 from gradwatch.policies import ElementwisePolicy, State
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.snapshot import BoolArray, Snapshot
 from gradwatch.rules.rule_set import ClipAt
 from gradwatch.runtime.interruption import not_ours

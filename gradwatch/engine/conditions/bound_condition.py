@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 
 from gradwatch.engine.firing import NEVER, Track
-from gradwatch.records.dataclass import dataclass
 from gradwatch.rules.condition import Condition
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 from itertools import groupby
 from typing import Any, NamedTuple
 
@@ -17,7 +18,6 @@ from numpy.typing import NDArray
 from gradwatch.detectors import Detector, first_crossed, may_breach
 from gradwatch.engine.rule_plan import Bank, Plan, RulePlan
 from gradwatch.records.columns import COUNT_COLUMNS, scalar_name
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.snapshot import FloatArray
 
 UNBOUNDED = (math.nan, math.nan)

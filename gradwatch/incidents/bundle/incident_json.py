@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
 from gradwatch.incidents.incident import Incident
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.finding import Batch, Frame
 from gradwatch.runtime.json_numbers import json_ready
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.finding import AS_USUAL
 
 TWICE = (

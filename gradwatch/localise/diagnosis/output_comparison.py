@@ -6,6 +6,7 @@ Of a small one a copy was kept, of a large one the sums of its rows (`gradwatch.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -14,7 +15,6 @@ from torch import Tensor, nn
 from gradwatch.localise.diagnosis.tensor_values import describe, readable
 from gradwatch.localise.hold.recorded_call import Call
 from gradwatch.localise.hold.row_sums import RowSums, row_sums, rows_of
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.finding import Operand
 
 ROUNDING = 0.1

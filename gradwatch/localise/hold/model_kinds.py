@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterable
-from dataclasses import field
+from dataclasses import dataclass, field
 from types import CodeType
 from typing import TypeAlias
 
@@ -12,7 +12,6 @@ from torch import nn
 
 from gradwatch.localise.diagnosis.python_frames import Callers
 from gradwatch.localise.hold.random_generators import Draws
-from gradwatch.records.dataclass import dataclass
 
 MOST = 64  # kinds remembered
 MOST_CALLERS = 16  # of a kind

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import cache, partial
 from types import FunctionType
 from typing import Any
@@ -15,7 +16,6 @@ from torch import Tensor, nn
 
 from gradwatch.localise.hold.module_attributes import written_in_place
 from gradwatch.reading.generator_state import get_state, set_state
-from gradwatch.records.dataclass import dataclass
 from gradwatch.taps import module_tree
 
 FIRST = 2  # calls of the first model of a kind in which it is learned what it draws from; of later ones, one

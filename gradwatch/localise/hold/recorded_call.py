@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import field
+from dataclasses import dataclass, field
 from types import CodeType
 from typing import Any
 
@@ -14,7 +14,6 @@ from torch import Tensor
 from gradwatch.localise.diagnosis.tensor_values import tensors
 from gradwatch.localise.hold.random_generators import Generators
 from gradwatch.localise.hold.row_sums import RowSums
-from gradwatch.records.dataclass import dataclass
 from gradwatch.taps.nested_containers import tensors_replaced
 
 CPU_ONLY, CPU_AND_CUDA = ("cpu",), ("cpu", "cuda")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from types import CodeType, FrameType
 from typing import Any
 
 from gradwatch.localise.diagnosis.python_frames import is_of_user, locals_of
-from gradwatch.records.dataclass import dataclass
 
 OUTWARD = 4  # functions of the user's
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Collection, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TypeAlias
 
 from gradwatch.localise.loss.interpreter.source_tree import (
@@ -19,7 +20,6 @@ from gradwatch.localise.loss.interpreter.source_tree import (
     own_nodes,
     path_to,
 )
-from gradwatch.records.dataclass import dataclass
 
 Statements: TypeAlias = tuple[tuple[tuple[ast.With, ...], ast.stmt], ...]
 """Statements in their order, in each case with the `with` blocks around it."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from torch import Tensor, nn
@@ -18,7 +18,6 @@ from gradwatch.localise.loss.interpreter import purity
 from gradwatch.localise.loss.interpreter.calls import Arguments
 from gradwatch.localise.loss.same_values import same_values
 from gradwatch.localise.replay.step_replay import refuse, within
-from gradwatch.records.dataclass import dataclass
 from gradwatch.taps import module_calls
 
 Held: TypeAlias = Sequence[tuple[nn.Module, Call]]

@@ -7,7 +7,7 @@ one pass over at most `max_bytes`, at an incident only. Nothing of the training 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -27,7 +27,6 @@ from gradwatch.localise.replay.batch_at_fault import batch_size
 from gradwatch.localise.replay.step_replay import refuse
 from gradwatch.localise.sharded.whole_parameters import is_spread
 from gradwatch.reading.layouts import local
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.finding import Finding
 from gradwatch.runtime.json_numbers import utf8
 

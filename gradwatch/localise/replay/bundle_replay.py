@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -40,7 +40,6 @@ from gradwatch.localise.replay.arguments_json import DTYPES, TreeError, decode
 from gradwatch.localise.replay.bundle_evidence import NO_GRADIENT
 from gradwatch.localise.replay.diagnosed_replay import diagnosed_gain
 from gradwatch.localise.replay.step_replay import replay
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.finding import GAINS, Finding
 
 LossFn = Callable[[Any], Tensor]

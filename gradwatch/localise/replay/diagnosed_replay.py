@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 
 from torch import Tensor, nn
 
@@ -45,7 +45,6 @@ from gradwatch.localise.sharded.whole_parameters import (
     is_spread,
     refuse_gathering,
 )
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.finding import GAINS, Finding
 from gradwatch.runtime.interruption import not_ours
 from gradwatch.taps.dynamo import anything_compiled

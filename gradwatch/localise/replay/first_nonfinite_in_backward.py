@@ -8,6 +8,7 @@ is raised, and the first culprit is known rather than the last.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from gradwatch.localise.diagnosis.node_gain import MULTIPLIES, Passage, passage
 from gradwatch.localise.diagnosis.operation_names import of_node
 from gradwatch.localise.diagnosis.tensor_values import describe, finite
 from gradwatch.localise.replay.first_nonfinite_in_forward import Origin
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.finding import Frame, Operand
 from gradwatch.runtime.interruption import not_ours
 from gradwatch.taps.dispatch_modes import dispatch_disabled

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import Tensor
@@ -21,7 +21,6 @@ from gradwatch.localise.diagnosis.interpreted_lines import InterpretedLines
 from gradwatch.localise.diagnosis.operation_names import CONTRACTIONS, NOT_READ, of_kernel, read_by
 from gradwatch.localise.diagnosis.tensor_values import State, describe, readable, state, tensors
 from gradwatch.reading.device import capturing
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.finding import Frame, Operand
 from gradwatch.runtime import guard
 from gradwatch.runtime.interruption import not_ours

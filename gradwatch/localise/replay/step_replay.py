@@ -11,7 +11,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -31,7 +31,6 @@ from gradwatch.localise.replay.operation_recorder import Recorder
 from gradwatch.localise.replay.state_restored import aliases, state_restored
 from gradwatch.localise.replay.tensor_sources import sources
 from gradwatch.localise.sharded.whole_parameters import without_sharding
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.finding import Frame, Operand
 from gradwatch.taps import dynamo, module_calls, nested_containers
 from gradwatch.taps.graph.node_numbers import next_number

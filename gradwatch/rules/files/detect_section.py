@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import gradwatch.detectors  # noqa: F401  (registers the built-in kinds)
 from gradwatch.detectors.detector import DETECTORS, KNOWN_NOT_BUILT, Detector, find_detector, rule_keys
-from gradwatch.records.dataclass import dataclass
 from gradwatch.rules.condition import When
 from gradwatch.rules.files import words_of_other_tools
 from gradwatch.rules.files.pydantic_models import RuleEntry, detector_model

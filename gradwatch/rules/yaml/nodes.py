@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from gradwatch.errors import Problem, RuleFileError
-from gradwatch.records.dataclass import dataclass
 from gradwatch.rules.problem_codes import CODES
 from gradwatch.runtime.spelling import closest
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +27,6 @@ from gradwatch.incidents.bundle.snapshot_rules import SNAPSHOT, snapshots
 from gradwatch.incidents.incident import AROUND, Incident, StepNorms, ordered
 from gradwatch.incidents.incident_page import markdown, page, usual_levels
 from gradwatch.localise.replay.bundle_evidence import Evidence, gather
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.decision import Decision
 from gradwatch.records.event import Event
 from gradwatch.records.finding import Finding

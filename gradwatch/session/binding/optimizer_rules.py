@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -22,7 +22,6 @@ from gradwatch.checkpoint import CheckpointHealthTracker
 from gradwatch.engine import BoundEngine, EngineState
 from gradwatch.engine.clipping.strictest import Clipping
 from gradwatch.engine.turns import NO_SERIES_OVERDUE, OverdueSeries
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.record import Record
 from gradwatch.records.snapshot import Sites
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -24,7 +24,6 @@ from gradwatch.engine import Engine
 from gradwatch.engine.engine_state import NONE_ACTIVE
 from gradwatch.engine.turns import NONE_IN_TURN
 from gradwatch.records.columns import UNOWNED
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.decision import Decision
 from gradwatch.records.event import Event
 from gradwatch.records.finding import Finding

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.run_info import RunInfo
 from gradwatch.runtime.json_numbers import json_number
 from gradwatch.runtime.printable import one_line, printable

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import get_args
 
 from gradwatch.incidents import explanation
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.event import Event, Severity
 from gradwatch.records.record import Record
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Literal
-
-from gradwatch.records.dataclass import dataclass
 
 MetricKind = Literal["counter", "gauge", "histogram"]
 

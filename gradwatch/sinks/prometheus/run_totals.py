@@ -11,13 +11,12 @@ import math
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import field
+from dataclasses import dataclass, field
 from math import isfinite
 
 import numpy as np
 
 from gradwatch.records.columns import NOISE_SCALE, OBSERVED_ONLY, SCALAR_COLUMNS
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.record import Record
 from gradwatch.records.run_info import RuleInfo
 from gradwatch.records.snapshot import Snapshot

@@ -13,14 +13,13 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import field
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.incidents import explanation
 from gradwatch.records.columns import NOISE_SCALE, OBSERVED_ONLY
-from gradwatch.records.dataclass import dataclass
 from gradwatch.records.event import Event, Severity
 from gradwatch.records.histogram import Histogram
 from gradwatch.records.record import Record
