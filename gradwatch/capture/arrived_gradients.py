@@ -190,7 +190,7 @@ class ArrivedGradients(OptimizerParameters):
     # -- reads -------------------------------------------------------------------------------------------
 
     def read(self) -> None:
-        """Read every gradient of the capture, with whatever loss scale they carry; `unscaled` takes it out."""
+        """Read every gradient of the capture, with whatever loss scale they carry; `remove_scale` takes it out."""
         with self._reading.held:
             grads = parts(self.params) if self.distributed else list(map(grad_of, self.params))
             # A loop that is learned and lets gradients be: `close_window` finds out soon enough if it changed.
@@ -206,7 +206,7 @@ class ArrivedGradients(OptimizerParameters):
             self._read_at = self.arrivals.count
             self.known_scalings.clear()
 
-    def unscaled(self, scale: Number) -> None:
+    def remove_scale(self, scale: Number) -> None:
         """Remove `scale`, by which the gradients are being divided, from what was read of them before."""
         self.scale_removed = scale
         self._divide_read(scale)

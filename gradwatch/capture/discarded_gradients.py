@@ -10,7 +10,8 @@ from gradwatch.capture.optimizer_capture import OptimizerCapture
 class DiscardedGradients:
     """Tells whether gradients were cleared unused: inside no step, and by no optimizer with the same parameters.
 
-    Of optimizers that share parameters (one wraps another, two take turns) only the one that steps most is asked.
+    Of optimizers that share parameters (one wraps another, two take turns) only the one that steps most
+    can have left gradients unused.
     """
 
     def __init__(self) -> None:

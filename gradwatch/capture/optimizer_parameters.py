@@ -45,7 +45,7 @@ class OptimizerParameters:
         self.inside_backward = inside_backward
         self.without_optimizer = without_optimizer
         self.on_cpu, self.distributed = _placement(params)
-        self.succeeds = False  # the optimizer of one that is gone, and has taken no step so far
+        self.succeeds = False  # its optimizer took the place of one that is gone, and has taken no step yet
         self.threads = TrainingThreads()
 
     def hold(
@@ -57,7 +57,7 @@ class OptimizerParameters:
         self.released = False
         self.param_ids = list(map(id, params))
         self.watched_ids = list(map(id, given))
-        self.thread = 0  # of several: that has used its gradients last; 0: not known
+        self.thread = 0  # that used its gradients last, where several train; 0: not known
         self.frozen = [] if all(map(_requires_grad, given)) else [p for p in given if not p.requires_grad]
         self._emptied = []
         for each in (params, self.frozen):

@@ -67,7 +67,7 @@ class Capture(Captures):
         self.backwards_without_hook = 0  # that the few hooks left did not see, known by their gradients
         self._patterns: dict[tuple[int, int], list[int]] = {}  # by how many arrived, and which first
         self._unlisten = backward_entry.listen(
-            self._about_to_run, self._uncleared, self.slots.held_back.groups
+            self._about_to_run, self._uncleared, self.slots.unreduced.groups
         )
 
     # -- parameters --------------------------------------------------------------------------------------
@@ -130,7 +130,7 @@ class Capture(Captures):
     def backwards(self) -> int:
         """Number of backwards that reached a watched parameter, parts of one (reentrant checkpointing) included."""
         begun = self._ends.begun
-        return begun + self.backwards_without_hook + self.slots.held_back.count(begun)
+        return begun + self.backwards_without_hook + self.slots.unreduced.count(begun)
 
     def close(self) -> None:
         """Remove every hook and release every parameter."""
@@ -147,8 +147,8 @@ class Capture(Captures):
         """Look, before a backward, at gradients of some step that may still be there."""
         if call.accumulates and not call.nested:
             try:
-                if self.slots.held_back.groups:
-                    self.slots.held_back.begins(self._ends.begun)
+                if self.slots.unreduced.groups:
+                    self.slots.unreduced.begins(self._ends.begun)
                 with torch.no_grad():
                     for uncleared in tuple(self._uncleared):
                         if self.losses.threads.may_look(uncleared.thread):
@@ -191,7 +191,7 @@ class Capture(Captures):
 
     def _end(self, touched: list[int]) -> None:
         if self._unhooked:
-            touched += self._manual_arrivals(touched)
+            touched += self._arrivals_without_hook(touched)
         if not self.slots.arrival:
             self.slots.arrival = {slot: k for k, slot in enumerate(dict.fromkeys(touched))}
         if self._awaited:
@@ -227,7 +227,7 @@ class Capture(Captures):
             _arm(self._itself)
         self._unhooked.update(self.slots.of[id(param)] for param in params if id(param) in self.slots.of)
 
-    def _manual_arrivals(self, touched: list[int]) -> list[int]:
+    def _arrivals_without_hook(self, touched: list[int]) -> list[int]:
         """The slots that `expect` told of, and that have a gradient now; without those whose hook was called."""
         hook_missed = self._unhooked.difference(touched)
         self._unhooked.clear()

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from gradwatch.capture import parameter_names
 from gradwatch.capture.coverage import Coverage
-from gradwatch.capture.held_back_gradients import HeldBackGradients
+from gradwatch.capture.fsdp2_unreduced_backwards import UnreducedBackwards
 from gradwatch.capture.parameter_names import (
     Named,
     WatchedModels,
@@ -59,7 +59,7 @@ class Slots:
         self.held_by_script: set[int] = set()
         self.hooks = GradReadyHooks(ready, arm)
         self.coverage = Coverage(self.of)
-        self.held_back = HeldBackGradients()
+        self.unreduced = UnreducedBackwards()
         self._came = 0
         self._free: dict[int, None] = {}  # slots of parameters that were released
         self._left: dict[str, int] = {}  # the last of them by name
@@ -114,7 +114,7 @@ class Slots:
         """Give every parameter of the models a slot and a hook; parameters already known keep theirs."""
         prefixed = self.watched.prefixed()
         self.hooks.spared.clear()
-        self.held_back.groups.clear()
+        self.unreduced.groups.clear()
         self._take_all([model for _, model in prefixed], named_parameters(prefixed), anew=True)
 
     def _take_all(
@@ -127,7 +127,7 @@ class Slots:
         sharded = fsdp2_in(modules)
         if sharded:
             self.hooks.spared.update(offloaded_in(sharded))
-            self.held_back.find(sharded)
+            self.unreduced.find(sharded)
         slots, params = [], []
         new: list[tuple[str, nn.Parameter]] = []
         for name, param in named:

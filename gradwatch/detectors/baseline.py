@@ -44,7 +44,7 @@ class LevelState(NamedTuple):
     `s`.
 
     `held[K]`: m and s were kept over a re-baseline; they judge until new samples replace them.
-    `ring[SETTLED, K]`: the warm-up samples; `[0, K]` once every series is past them.
+    `ring[RING, K]`: the warm-up samples; `[0, K]` once every series is past them.
     """
 
     n: NDArray[np.int32]
@@ -105,7 +105,10 @@ def logs_of_scalars(values: Sequence[float]) -> Array32:
 
 
 def absorb(state: LevelState, x: Array32, sigma: Array32, half_life: float, enough: int) -> LevelState:
-    """Learn x[K] (nats; not finite = nothing) as `Spike` says; samples are counted up to `enough`."""
+    """Learn x[K] (nats; not finite = nothing): m moves by a part of x - m within ±3σ̂, s towards its size (`Spike`).
+
+    Samples are counted up to `enough`.
+    """
     known = np.isfinite(x)
     filled = state.n >= RING
     d = np.where(known, x, state.m) - state.m

@@ -90,7 +90,7 @@ def fields(finding: Finding) -> Iterator[tuple[str, object]]:
         "source": "" if frame is None else frame.source,
         "first_parameter": finding.first_parameter,
         "why": "" if suggestion is None else suggestion.why,
-        "mend": "" if suggestion is None else suggestion.fix,
+        "fix": "" if suggestion is None else suggestion.fix,
         "samples": finding.carriers,
         "device": finding.device,
         "host": finding.host,

@@ -69,10 +69,10 @@ class Incident:
         suggestion = None if finding is None else suggestion_for(finding)
         document["where"] = "" if finding is None else finding.where
         document["cause"] = "" if finding is None else sentence(finding)
-        document["remedy"] = (
+        document["suggestion"] = (
             None
             if suggestion is None
-            else {"id": suggestion.id, "why": suggestion.why, "mend": suggestion.fix}
+            else {"id": suggestion.id, "why": suggestion.why, "fix": suggestion.fix}
         )
         return document
 

@@ -1,13 +1,14 @@
 """The end of a process by `os._exit`, which runs no exit handler: its journal gets its end, and its account is printed.
 
-So it is where `os.exec…` puts another program into its place. Should that fail, the script goes on unwatched, and its
-account is printed once more, at its end.
+The same is done where `os.exec…` puts another program into its place. Should that fail, the script goes on unwatched,
+and its account is printed once more, at its end.
 
-Training scripts end so to get past threads that would hold Python up (DataLoaders, loggers). Forked children, those of
-multiprocessing included, leave by it too: where nothing was trained in the process itself the call is Python's own. The
-exit status, and what the script has left unflushed in its streams, are as bare. It may be called at any moment, by a
-signal handler in the midst of gradwatch's own code or while another thread holds a lock: so a deadline is set first.
-Other threads of the script go on until the end, for some hundredths of a second as a rule.
+Training scripts end so to get past threads that would hold Python up (DataLoaders, loggers). Forked children, those
+of multiprocessing included, leave by it too: where nothing was trained in the process itself the call is Python's
+own. The exit status, and what the script has left unflushed in its streams, are those of the script run without
+gradwatch. It may be called at any moment, by a signal handler in the midst of gradwatch's own code or while another
+thread holds a lock: so a deadline is set first. Other threads of the script go on until the end, for some hundredths
+of a second as a rule.
 """
 
 from __future__ import annotations

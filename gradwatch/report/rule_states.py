@@ -8,9 +8,9 @@ from gradwatch.account import Account
 from gradwatch.account.account_line import never_evaluated, not_armed
 from gradwatch.journal.audit import Fired
 from gradwatch.records.run_info import RuleInfo
-from gradwatch.report.run_report import RuleState, Silence
+from gradwatch.report.run_report import RuleOutcome, RuleState
 
-_ORDER: tuple[Silence, ...] = ("fired", "not armed", "no data", "not known", "silent")
+_ORDER: tuple[RuleOutcome, ...] = ("fired", "not armed", "no data", "not known", "silent")
 _SEVERITIES = ("critical", "warning", "info")
 
 

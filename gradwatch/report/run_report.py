@@ -14,9 +14,10 @@ from gradwatch.report.firing_periods import Period
 from gradwatch.report.track import Track
 
 State = Literal["healthy", "warning", "critical", "broken off", "running", "nothing"]
-"""What a run is at a glance: healthy, a rule of severity warning or info fired, a critical one did, the process was
-killed and no rule had fired, it still runs, or no step was recorded."""
-Silence = Literal["fired", "silent", "no data", "not armed", "not known"]
+"""What a run is at a glance: healthy; "warning": a rule of severity warning or info fired, something was not watched or
+cannot be read, or the training ended with an exception; a critical rule fired; the process was killed and no rule had
+fired; it still runs; or no step was recorded."""
+RuleOutcome = Literal["fired", "silent", "no data", "not armed", "not known"]
 """What a rule did: "silent" rules were evaluated and did not fire; "not known": the process left no account."""
 
 
@@ -33,7 +34,7 @@ class RuleState:
     """One rule of the run, or a part of its rule file that had no data. `why` is the reason of "no data"."""
 
     rule: str
-    state: Silence
+    state: RuleOutcome
     kind: str = ""
     severity: str = ""
     of: str = ""

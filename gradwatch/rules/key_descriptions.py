@@ -17,8 +17,8 @@ _KEYS: Mapping[str, str] = {
     "at_least": "The share of zero elements from which the rule fires, 0 to 1.",
     "below": "The rule fires where the value is less than this.",
     "beta": "Share of the past that the moving average keeps at each step.",
-    "clear_above": "Once it fires, it does until the value exceeds this; by default `threshold`.",
-    "clear_below": "Once it fires, it does until the score is below this; by default the bound itself.",
+    "clear_above": "Once it fires, it goes on until the value exceeds this; by default `threshold`.",
+    "clear_below": "Once it fires, it goes on until the score is below this; by default the bound itself.",
     "clip_value": "The largest absolute value an element keeps.",
     "confirmed": "The factor from which it fires where the loss jumped as far, or weights are ruined.",
     "depths": "Two depths to compare, counted from the input, in the place of the first and last.",
@@ -54,11 +54,14 @@ _KEYS: Mapping[str, str] = {
     "within": "Steps that it looks at.",
     "z": "Deviations from the usual norm beyond which it clips.",
 }
+_CLEARS_AT_3 = (
+    "Once it fires, it goes on until the score is below this; by default 3, or `above` if that is less."
+)
 _OF_KIND: Mapping[tuple[str, str], str] = {
     (
         "above_recent_deviation",
         "above",
-    ): "The factor over the largest distance from the level in the window from which it fires; more than 1.",
+    ): "It fires at so many times the largest distance from the level seen in the window; more than 1.",
     (
         "above_recent_max",
         "above",
@@ -87,12 +90,15 @@ _OF_KIND: Mapping[tuple[str, str], str] = {
     ("fade", "above"): "The factor below the long-term level from which it fires.",
     ("grown", "above"): "The factor by which a gradient grew between backward and step from which it fires.",
     ("jump", "above"): "The factor over the largest so far from which it fires.",
+    ("loss_spike", "clear_below"): _CLEARS_AT_3,
     ("loss_spike", "above"): "Deviations above the usual level from which it fires.",
     ("lr_jump", "above"): "The factor over the step before from which it fires.",
     ("never", "within"): "Steps from the first within which a gradient must have arrived.",
+    ("rank_outlier", "clear_below"): _CLEARS_AT_3,
     ("rank_outlier", "above"): "Deviations from the other ranks from which it fires.",
     ("rise", "above"): "The factor by which it rose and the others did not, from which it fires.",
     ("same_batch", "within"): "The batch is compared with so many before it.",
+    ("spike", "clear_below"): _CLEARS_AT_3,
     ("spike", "above"): "Deviations above the usual level from which it fires.",
     ("stuck", "below"): "The largest update ratio of weights that count as not moving.",
     ("update_ratio", "above"): "The update, as a share of the weight's norm, from which it fires.",

@@ -56,7 +56,7 @@ _PROSE = (
     "cause",
     "source",
     "why",
-    "mend",
+    "fix",
     "note",
 )
 _LEVELS = {"info": "info", "warning": "warning", "critical": "critical"}

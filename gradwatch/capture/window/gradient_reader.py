@@ -49,7 +49,7 @@ class GradientReader:
     def know_total(self, total: float, ordinary: bool) -> None:
         """Know the total of a step that was judged; while steps are `ordinary` a quick look at the total is enough.
 
-        Between the last totals: one step out of two that differs must not make the next one unusual as well.
+        It is the mean (of logarithms) of the last two: of steps that differ in turns, none makes the next one unusual.
         """
         before = self.recent_total_norm or total
         self.recent_total_norm = math.sqrt(before * total) if ordinary else None
@@ -78,7 +78,7 @@ class GradientReader:
         left = scale if type(scale) is float else host_value(scale)
         rows, usual = self._reader.read(rest), self.recent_total_norm
         reading = CpuNorms(rows, self._floor, left)
-        # A gradient is gone by the time its norm is asked for, so what a second look is due for is found here.
+        # A norm may be asked for after its gradient is gone: so whether it needs a second look is decided here.
         if known or usual is None or not rows.is_ordinary(usual * (left or math.nan), rest, self._floor):
             reading.refine(rest)
         return reading.completed(known) if known else reading
@@ -86,7 +86,7 @@ class GradientReader:
     def untouched(
         self, grads: Grads, raw: Reading, scale: Number, factor: float = 1.0, but: Container[int] = ()
     ) -> bool:
-        """True if gradients that no version tells of, `but` for some, are as they were read, times `factor`."""
+        """True if gradients whose version is not counted are as they were read, times `factor`; `but` are left out."""
         if self._distributed or self.manual_allreduce:  # a clip of DTensors bumps no version
             return False
         if not isinstance(raw, CpuNorms):

@@ -20,7 +20,7 @@ class ManualGradients:
     """Gradients of the last step that no hook was called for: storage and version, by position among K."""
 
     def __init__(self) -> None:
-        self.seen = False  # of this step or the last, any was looked at
+        self.seen = False  # True if any gradient was looked at in this step or the last
         self._before: dict[int, tuple[StorageWeakRef, int]] = {}
         self._now: dict[int, tuple[StorageWeakRef, int]] = {}
 

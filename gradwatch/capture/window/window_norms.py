@@ -37,7 +37,7 @@ class WindowNorms:
     empty: every micro-batch was dropped, so that there is nothing to step by.
     loss: sum of the roots of its backwards, loss scale included; None where unknown.
     applied_known: False where it is unknown what became of the gradients; `after` then stands for nothing.
-    altered: the factor of clips, where something else has changed gradients too, which has begun after steps without.
+    altered: the factor of the script's clips at a step where other code has changed the gradients too; None elsewhere.
     facts: columns of the step that say what the loop did with its gradients.
     """
 

@@ -31,7 +31,8 @@ _IN_RULE = dict.fromkeys(keys_of(RuleEntry), "a key of a rule: write it below th
 
 def check_sections_of_file(document: Map, problems: Problems) -> None:
     """Report everything that is wrong with the shape of one file."""
-    check(document, Document, problems, document.mark, "the file", _IN_RULE)
+    known = {**words_of_other_tools.FILE_KEYS, **_IN_RULE}
+    check(document, Document, problems, document.mark, "the file", known)
     sections(document, problems)
     overrides = document.get("overrides")
     for item in overrides.items if isinstance(overrides, Seq) else ():

@@ -79,8 +79,23 @@ RULE_KEYS: Mapping[str, str] = {
     **_each("patience duration consecutive", "for: so many steps in a row"),
     **_each("interval frequency freq", "every: so many steps"),
     **_each("disabled", "enabled: false"),
+    **_each("expr expression query", "detect: {kind: above, of: COLUMN, threshold: …}"),
+    **_each("alert", say="the key above is its name, and it alerts without being told to"),
 }
 """For keys of a rule."""
+
+FILE_KEYS: Mapping[str, str] = {
+    **_each(
+        "max_grad_norm gradient_clip_val gradient_clipping grad_clip clip_grad_norm clip_norm max_norm",
+        "clip: {method: norm, max_norm: …}",
+    ),
+    **_each(
+        "alert alerts alerting notify notifications receivers", "sinks: [slack, email, webhook, alertmanager]"
+    ),
+    **_each("thresholds detectors checks", "rules: {NAME: {detect: {kind: …}}}"),
+    **_each("include includes inherit base", "extends: [default]"),
+}
+"""For keys of a file."""
 
 DETECT_KEYS: Mapping[str, Mapping[str, str]] = {
     "threshold": _each(

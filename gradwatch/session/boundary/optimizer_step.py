@@ -378,7 +378,7 @@ class Boundary:
             ctx = self._current.renewed(optimizer, None)
         else:
             self._capture.drain()
-        ctx.captured.unscaled(number)
+        ctx.captured.remove_scale(number)
 
     def rejected(self, optimizer: Optimizer) -> None:
         """Judge a step whose optimizer was not called, because the scaler found an overflow."""

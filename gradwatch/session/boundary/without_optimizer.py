@@ -178,7 +178,7 @@ class LoopsWithoutOptimizer:
         params = set(map(id, params_of(optimizer)))
         for loop in self._open():
             if not params.isdisjoint(loop.captured.param_ids):
-                loop.captured.unscaled(scale)
+                loop.captured.remove_scale(scale)
 
     def _begins(self, call: backward_entry.BackwardCall) -> None:
         """Look at loops, or at tensors of the script's own that may start one, before a backward runs."""

@@ -34,7 +34,7 @@ class Notice:
 
     @property
     def is_news(self) -> bool:
-        """True if the last message, or none so far, said something else than is so now."""
+        """True if no message has said yet that it fires, or none that it is over."""
         return self.resolved is not None or not self.reported
 
 

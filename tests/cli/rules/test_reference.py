@@ -98,6 +98,17 @@ def test_what_is_said_of_defaults_is_so() -> None:
             assert one["default"] == (list(value) if isinstance(value, tuple) else value), (name, key)
 
 
+def test_what_is_said_of_the_end_of_firing_is_so() -> None:
+    """A kind that clears elsewhere than where it fires says so."""
+    for name, entry in entries_of("kinds").items():
+        if "clear_below" in entry["keys"] and not any(one["required"] for one in entry["keys"].values()):
+            if name == "depth_ratio":
+                continue
+            detector = DETECTORS[name]()
+            at_three = "by default 3" in entry["keys"]["clear_below"]["means"]
+            assert (detector.clears_at != detector.fires_at) == at_three, name
+
+
 def test_a_key_of_a_third_party_is_described_by_its_field() -> None:
     """The field's metadata is the sentence; without it there is none."""
 

@@ -9,7 +9,7 @@ import pytest
 from gradwatch.detectors import DETECTORS
 from gradwatch.rules.action_kinds import ACTIONS
 from gradwatch.rules.files import words_of_other_tools as words
-from gradwatch.rules.files.pydantic_models import RuleEntry
+from gradwatch.rules.files.pydantic_models import Document, RuleEntry
 from gradwatch.rules.files.validation import keys_of
 from gradwatch.rules.sink_kinds import SINKS
 from tests.rules.test_refusals import problems_of
@@ -20,6 +20,7 @@ PLACES = {
     "action": (words.ACTIONS, START + "    detect: {{kind: nonfinite}}\n    do: [{}]\n", ACTIONS),
     "sink": (words.SINKS, "version: 1\nsinks: [{}]\n", SINKS),
     "key": (words.RULE_KEYS, START + "    detect: {{kind: nonfinite}}\n    {}: x\n", keys_of(RuleEntry)),
+    "file": (words.FILE_KEYS, "version: 1\n{}: x\n", keys_of(Document)),
     "column": (words.COLUMNS, START + "    detect: {{kind: spike, of: {}}}\n", ()),
     "threshold": (
         words.DETECT_KEYS["threshold"],
