@@ -22,7 +22,7 @@ RuleOutcome = Literal["fired", "silent", "no data", "not armed", "not known"]
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
+class RunVerdict:
     """The run in one sentence."""
 
     state: State
@@ -79,7 +79,7 @@ class RunReport:
     rank: int
     ranks: Sequence[int]
     run: RunInfo | None
-    verdict: Verdict
+    verdict: RunVerdict
     accounts: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     tracks: tuple[Track, ...] = ()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from gradwatch.account import Account, gaps
-from gradwatch.report.run_report import RuleState, State, Verdict
+from gradwatch.report.run_report import RuleState, RunVerdict, State
 from gradwatch.report.track import Track
 from gradwatch.runtime.printable import one_line
 
@@ -22,10 +22,10 @@ _HEAD: dict[State, str] = {
 
 def verdict(
     tracks: Sequence[Track], rules: Sequence[RuleState], account: Account | None, damaged: bool
-) -> Verdict:
+) -> RunVerdict:
     """The sentence; `account` None: not even who recorded is known. Damage keeps a run from being called healthy."""
     state = _state(tracks, rules, account, damaged)
-    return Verdict(state, f"{_HEAD[state]}: {'; '.join(_parts(state, tracks, rules, account, damaged))}.")
+    return RunVerdict(state, f"{_HEAD[state]}: {'; '.join(_parts(state, tracks, rules, account, damaged))}.")
 
 
 def _state(
