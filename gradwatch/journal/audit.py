@@ -82,7 +82,10 @@ class Line:
 
 @dataclass(slots=True)
 class Fired:
-    """One rule that fired, `times` in all; `incidents` names the first few, `cause` is the first that was found."""
+    """One rule that fired, `times` in all; `incidents` names the first few, `cause` is the first that was found.
+
+    Steps of -1: none of its events is in the journal.
+    """
 
     rule: str
     severity: str
@@ -91,6 +94,13 @@ class Fired:
     last_step: int = -1
     incidents: list[str] = field(default_factory=list)
     cause: str = ""
+
+    @property
+    def steps(self) -> tuple[str, str]:
+        """The first and the last step at which it fired, to be shown."""
+        if self.first_step < 0:
+            return "not in the journal", ""
+        return f"{self.first_step:,}", f"{self.last_step:,}"
 
     def add(self, event: Event) -> None:
         """Count one firing."""

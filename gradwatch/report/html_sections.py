@@ -127,11 +127,10 @@ def rules(report: RunReport) -> str:
     if fired:
         rows = (
             (
-                name(rule.rule),
+                name(rule.rule) + ("" if rule.rank is None else f" (rank {rule.rank})"),
                 badge(rule.severity),
                 f"{one.times:,}",
-                f"{one.first_step:,}",
-                f"{one.last_step:,}",
+                *one.steps,
                 text(one.cause) or "not known",
             )
             for rule in fired

@@ -86,8 +86,9 @@ def _rules(report: RunReport) -> Iterator[str]:
         yield from _head("fired", "severity", "times", "first", "last", "cause")
         for rule in report.fired:
             if (one := rule.fired) is not None:
-                steps = f"{one.times:,}", f"{one.first_step:,}", f"{one.last_step:,}"
-                yield _row(f"`{rule.rule}`", rule.severity, *steps, one.cause or "not known")
+                on = "" if rule.rank is None else f" (rank {rule.rank})"
+                steps = f"{one.times:,}", *one.steps
+                yield _row(f"`{rule.rule}`{on}", rule.severity, *steps, one.cause or "not known")
         yield ""
     else:
         yield from ("No rule fired.", "")

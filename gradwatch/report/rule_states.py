@@ -6,8 +6,8 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from gradwatch.account import Account
 from gradwatch.account.account_line import never_evaluated, not_armed
-from gradwatch.journal.audit import Fired
 from gradwatch.records.run_info import RuleInfo
+from gradwatch.report.fired_rules import FiredOn
 from gradwatch.report.run_report import RuleOutcome, RuleState
 
 _ORDER: tuple[RuleOutcome, ...] = ("fired", "not armed", "no data", "not known", "silent")
@@ -15,24 +15,25 @@ _SEVERITIES = ("critical", "warning", "info")
 
 
 def rule_states(
-    rules: Iterable[RuleInfo], fired: Iterable[Fired], account: Account | None
+    rules: Iterable[RuleInfo], fired: Mapping[str, FiredOn], account: Account | None
 ) -> tuple[RuleState, ...]:
     """All rules: those that fired first, the most severe of them before others, then those without data.
 
     `account` None: the process left none, so that silence says nothing. Parts of the rule file that had no data and
     are no rules (groups, `histograms:`) come too.
     """
-    found = list(_states(rules, {one.rule: one for one in fired}, account))
+    found = list(_states(rules, fired, account))
     return tuple(sorted(found, key=_rank))
 
 
-def _rank(one: RuleState) -> tuple[int, int, int]:
+def _rank(one: RuleState) -> tuple[int, int, bool, int]:
     severity = _SEVERITIES.index(one.severity) if one.severity in _SEVERITIES else len(_SEVERITIES)
-    return _ORDER.index(one.state), severity, one.fired.first_step if one.fired else 0
+    first = one.fired.first_step if one.fired else 0
+    return _ORDER.index(one.state), severity, first < 0, first
 
 
 def _states(
-    rules: Iterable[RuleInfo], fired: Mapping[str, Fired], account: Account | None
+    rules: Iterable[RuleInfo], fired: Mapping[str, FiredOn], account: Account | None
 ) -> Iterator[RuleState]:
     without_data = {} if account is None else never_evaluated(account)
     off = {} if account is None else not_armed(account)
@@ -41,7 +42,8 @@ def _states(
         known.add(rule.id)
         about = rule.kind, rule.severity, rule.of, rule.actions
         if rule.id in fired:
-            yield RuleState(rule.id, "fired", *about, fired[rule.id], off.get(rule.id, ""))
+            one = fired[rule.id]
+            yield RuleState(rule.id, "fired", *about, one.fired, off.get(rule.id, ""), one.rank)
         elif rule.id in without_data:
             yield RuleState(rule.id, "no data", *about, why=without_data[rule.id])
         elif rule.id in off:
@@ -50,7 +52,7 @@ def _states(
             yield RuleState(rule.id, "not known" if account is None else "silent", *about)
     for name, one in fired.items():
         if name not in known:
-            yield RuleState(name, "fired", severity=one.severity, fired=one)
+            yield RuleState(name, "fired", severity=one.fired.severity, fired=one.fired, rank=one.rank)
     for state, reasons in (("no data", without_data), ("not armed", off)):
         for name, why in reasons.items():
             if name not in known:

@@ -29,12 +29,13 @@ from gradwatch.records.record import CheckpointHealth
 from gradwatch.records.run_info import RunInfo
 from gradwatch.records.snapshot import Sites
 from gradwatch.report.explained import explained
+from gradwatch.report.fired_rules import OtherRank, fired_rules
 from gradwatch.report.firing_periods import FiringPeriods
 from gradwatch.report.rule_states import rule_states
 from gradwatch.report.run_report import Cost, RunReport
 from gradwatch.report.track import Track, span
 from gradwatch.report.track_collector import TrackCollector, tracks
-from gradwatch.report.verdict import verdict
+from gradwatch.report.verdict import RunFacts, verdict
 
 MOST_INCIDENTS = 100
 MOST_TRACKS = 16
@@ -55,8 +56,9 @@ def read_run(
 ) -> RunReport:
     """Read the report of a run; `progress` is called with the number of steps so far.
 
-    Norms, steps and rules are those of one rank, causes those of all. Raises `GradwatchError` where there is no journal
-    of that rank, or nothing of it can be read; whatever else is wrong with a journal is said in the report.
+    Norms, steps and actions are those of one rank, causes and the rules that fired those of all. Raises
+    `GradwatchError` where there is no journal of that rank, or nothing of it can be read; whatever else is wrong with a
+    journal is said in the report.
     """
     where = Path(run)
     try:
@@ -73,7 +75,7 @@ def read_run(
             progress(steps)
     for journal in journals:
         if journal not in chosen:
-            collector.take_causes(journal)
+            collector.take_other(journal)
     report = collector.report(where, rank, ranks)
     if report.run is None and not report.tracks and not report.incidents:
         raise GradwatchError(f"nothing in {where} can be read as a journal")
@@ -85,6 +87,7 @@ class RunCollector:
 
     def __init__(self) -> None:
         self.audit = Audit()
+        self._others: dict[int, OtherRank] = {}
         self._tracks: list[TrackCollector] = []
         self._incidents: list[IncidentCollector] = []
         self._periods: list[FiringPeriods] = []
@@ -128,12 +131,21 @@ class RunCollector:
 
         return take
 
-    def take_causes(self, journal: JournalReader) -> None:
-        """Take in the causes that another rank has found."""
+    def take_other(self, journal: JournalReader) -> None:
+        """Take in the causes that another rank has found, and which rules fired there."""
         found = IncidentCollector(journal.rank, most=MOST_INCIDENTS)
-        for entry in journal.entries():
-            found.take(entry)
+
+        def entries() -> Iterator[Entry]:
+            for entry in journal.entries():
+                found.take(entry)
+                if isinstance(entry, LostEntry):
+                    self._lost |= LostEntry(events=entry.events)
+                yield entry
+
+        self._others.setdefault(journal.rank, OtherRank()).take(entries())
         self._incidents.append(found)
+        self.audit.take_findings(one.finding for one in found.incidents() if one.finding is not None)
+        self.audit.damage += [one for one in journal.damage if journal.complete or one.reason != "torn"]
         self.audit.take_findings(one.finding for one in found.incidents() if one.finding is not None)
 
     def report(self, where: Path, rank: int, ranks: Sequence[int]) -> RunReport:
@@ -142,14 +154,15 @@ class RunCollector:
         accounts = self.audit.accounts()
         account = accounts[-1] if accounts else None
         known = self._run.rules if self._run else ()
-        rules = rule_states(known, self.audit.fired(), account if account and account.counted else None)
+        fired = fired_rules(self.audit, self._others, {rule.id: rule.severity for rule in known})
+        rules = rule_states(known, fired, account if account and account.counted else None)
         left_out = sum(one.left_out for one in self._incidents)
         return RunReport(
             folder=str(where),
             rank=rank,
             ranks=ranks,
             run=self._run,
-            verdict=verdict(found, rules, account, bool(self.audit.damage)),
+            verdict=verdict(RunFacts(found, rules, account, bool(self.audit.damage), self._unwritten)),
             accounts=tuple(
                 line.removeprefix(PREFIX) for one in accounts[-MOST_ACCOUNTS:] for line in lines(one)
             ),
@@ -164,6 +177,11 @@ class RunCollector:
             cost=cost(account, found),
             checkpoint=checkpoint(where),
         )
+
+    @property
+    def _unwritten(self) -> bool:
+        """True if steps or transitions of rules are in no journal: what they were is not known."""
+        return bool(self._lost.queue or self._lost.scalars or self._lost.events)
 
     def _best(self) -> list[Incident]:
         """One incident of each name: of the rank that knows most, the first of equals."""

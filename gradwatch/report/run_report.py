@@ -14,11 +14,12 @@ from gradwatch.report.firing_periods import Period
 from gradwatch.report.track import Track
 
 State = Literal["healthy", "warning", "critical", "broken off", "running", "nothing"]
-"""What a run is at a glance: healthy; "warning": a rule of severity warning or info fired, something was not watched or
-cannot be read, or the training ended with an exception; a critical rule fired; the process was killed and no rule had
-fired; it still runs; or no step was recorded."""
+"""What a run is at a glance: healthy; "warning": a rule of severity warning or info fired, something was not watched,
+was not written or cannot be read, or the training ended with an exception; a critical rule fired; the process was
+killed and no rule had fired; it still runs; or no step was recorded."""
 RuleOutcome = Literal["fired", "silent", "no data", "not armed", "not known"]
-"""What a rule did: "silent" rules were evaluated and did not fire; "not known": the process left no account."""
+"""What a rule did: it "fired" on any rank; "silent" rules were evaluated and did not fire; "not known": the process
+left no account."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,7 +32,10 @@ class RunVerdict:
 
 @dataclass(frozen=True, slots=True)
 class RuleState:
-    """One rule of the run, or a part of its rule file that had no data. `why` is the reason of "no data"."""
+    """One rule of the run, or a part of its rule file that had no data. `why` is the reason of "no data".
+
+    `rank` is the one on which it fired, where it did on another than the one that is shown alone.
+    """
 
     rule: str
     state: RuleOutcome
@@ -41,6 +45,7 @@ class RuleState:
     actions: tuple[str, ...] = ()
     fired: Fired | None = None
     why: str = ""
+    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

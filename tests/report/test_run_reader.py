@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from gradwatch.errors import GradwatchError
-from gradwatch.journal import JournalReader, NormsEntry, RunEntry, SitesEntry, StepsEntry
+from gradwatch.journal import JournalReader, LostEntry, NormsEntry, RunEntry, SitesEntry, StepsEntry
 from gradwatch.journal.columnar_steps import step_row
 from gradwatch.records.run_info import RunInfo
-from gradwatch.report import load, read_run, run_reader
+from gradwatch.report import html_page, load, markdown_page, read_run, run_reader
 from gradwatch.report.run_reader import RunCollector
 from gradwatch.runtime.process_identity import alive
 from tests.report.runs import SITES, broken, events, finished, recorded, steps
@@ -170,13 +170,69 @@ def test_pending_is_no_incident(tmp_path: Path) -> None:
     assert read_run(recorded(tmp_path, records)).incidents == ()
 
 
+def test_a_rule_of_the_account_alone_has_fired(tmp_path: Path) -> None:
+    """The disk refused its event, so that the journal holds none: the account has counted it all the same."""
+    report = read_run(recorded(tmp_path, steps(30), account=finished(30, fired={"non-finite": 1})))
+    assert report.verdict.state == "critical"
+    assert (
+        "rule non-finite (critical) fired 1 time, which the journal does not hold;" in report.verdict.sentence
+    )
+    assert (report.rules[0].rule, report.rules[0].state) == ("non-finite", "fired")
+    assert "not in the journal" in markdown_page.page([report])
+    assert "not in the journal" in html_page.page([report])
+
+
+@pytest.mark.parametrize("counted", [False, True])
+def test_a_rule_that_fired_on_another_rank(tmp_path: Path, counted: bool) -> None:
+    """Rank 0 saw nothing, rank 1 did, or has only counted it: the sentence names the rank."""
+    run = recorded(tmp_path, steps(60), account=finished(60), world_size=2)
+    account = finished(60, fired={"non-finite": 1})
+    records = steps(60) if counted else broken()
+    beside(run, recorded(tmp_path / "other", records, account=account, rank=1, world_size=2))
+    report = read_run(run)
+    assert report.verdict.state == "critical"
+    assert "rule non-finite (critical) fired on rank 1 " in report.verdict.sentence
+    assert "`non-finite` (rank 1)" in markdown_page.page([report])
+    assert "non-finite (rank 1)" in html_page.page([report])
+
+
+def test_damage_of_another_rank_is_never_healthy(tmp_path: Path) -> None:
+    """What fired there may stand in the bytes that cannot be read."""
+    run = recorded(tmp_path, steps(60), account=finished(60), world_size=2)
+    other = recorded(tmp_path / "other", steps(600), account=finished(600), rank=1, world_size=2)
+    (journal,) = other.glob("*.gwj")
+    data = bytearray(journal.read_bytes())
+    data[len(data) // 2] ^= 0xFF
+    journal.write_bytes(data)
+    beside(run, other)
+    assert read_run(run).verdict.state == "warning"
+
+
+@pytest.mark.parametrize("lost", [LostEntry(events=1), LostEntry(queue=1), LostEntry(scalars=1)])
+def test_what_was_not_written_is_never_healthy(lost: LostEntry) -> None:
+    """Steps or transitions of rules that the disk refused may be those that matter."""
+    for entry, said in ((lost, True), (LostEntry(norms=1, rotated=1), False)):
+        collector = RunCollector()
+        take = collector.taking(JournalReader(__file__))
+        take(StepsEntry(0, 7, [step_row(make_record(make_sites(2), step=1), {})]))
+        take(entry)
+        report = collector.report(Path(__file__), 0, [0])
+        assert ("part of the journal could not be written (see below)" in report.verdict.sentence) == said
+        assert report.notes
+
+
+def beside(run: Path, other: Path) -> None:
+    """Move the journals of another rank to those of a run."""
+    for journal in other.glob("*.gwj"):
+        journal.rename(run / journal.name)
+
+
 def test_causes_of_other_ranks(tmp_path: Path) -> None:
     """The rank on which a NaN appeared first knows where; rank 0's report has its cause."""
     mine = [make_record(SITES, 1.0, step=40, events=(make_event(step=40),))]
     run = recorded(tmp_path, mine, world_size=2)
     other = recorded(tmp_path / "other", broken(), rank=1, world_size=2)
-    for journal in other.glob("*.gwj"):
-        journal.rename(run / journal.name)
+    beside(run, other)
     (incident,) = read_run(run).incidents
     assert incident.incident.rank == 1
     assert "sqrt" in incident.incident.title

@@ -9,7 +9,7 @@ from gradwatch.account import Account, Taken, Watched
 from gradwatch.journal.audit import Fired
 from gradwatch.report.run_report import RuleState
 from gradwatch.report.track import COUNTS, Axis, Parameters, Track
-from gradwatch.report.verdict import verdict
+from gradwatch.report.verdict import RunFacts, verdict
 
 ALL_SEEN = Account(Taken(steps=9, backwards=9), Watched(steps=9, backwards=9), ended="finished")
 
@@ -94,13 +94,12 @@ def test_sentences(
     tracks: list[Track], rules: list[RuleState], account: Account | None, damaged: bool, said: str
 ) -> None:
     """The worst comes first; only a run of which all is known is healthy."""
-    assert verdict(tracks, rules, account, damaged).sentence == said
+    assert verdict(RunFacts(tracks, rules, account, damaged)).sentence == said
 
 
 def test_a_cause_is_one_printable_line() -> None:
     """Whatever a module or a file is called."""
-    sentence = verdict(
-        [track()], [fired("critical", cause="a\n\x1b[31mb" + "c" * 500)], ALL_SEEN, False
-    ).sentence
+    rules = [fired("critical", cause="a\n\x1b[31mb" + "c" * 500)]
+    sentence = verdict(RunFacts([track()], rules, ALL_SEEN)).sentence
     assert sentence.isprintable()
     assert len(sentence) < 400
