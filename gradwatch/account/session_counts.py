@@ -10,6 +10,7 @@ from gradwatch.account.never_judged import NeverJudged
 from gradwatch.account.rules_without_data import RulesWithoutData
 from gradwatch.records.columns import OBSERVED_ONLY
 from gradwatch.records.record import Record
+from gradwatch.records.verdict import UNJUDGED
 from gradwatch.runtime.own_time import OwnTime
 
 MOST_REASONS = 64
@@ -30,6 +31,7 @@ class SessionCounts:
     def __init__(self) -> None:
         self.own_time = OwnTime()
         self.records = self.rejected = self.provisional = self.unjudged = self.cleared = self.unowned = 0
+        self.measured = 0  # steps and windows, each of which becomes a Record
         self.coverage = 1.0
         self.stopped = False
         self.fired: dict[str, int] = {}
@@ -60,6 +62,8 @@ class SessionCounts:
             self.never_judged.observe(snapshot, in_turn)
         if self.records == ATTACHING:
             self.own_time.restart()
+        if record.verdict is UNJUDGED:
+            self.unjudged += 1
         if record.verdict.events or record.decision.orders:
             self._judged(record)
 
@@ -90,14 +94,15 @@ class SessionCounts:
         optimizers: int,
         parameters: int,
         replaced: int = 0,
-        concluded: int = 0,
+        waiting: int = 0,
     ) -> Watched:
         """The totals of now; several Records may belong to one of the `steps`.
 
-        Where `concluded` steps have fewer Records, an error ended the judging of some: ours, or the script's own.
+        What was measured, and is not `waiting` to be judged, has a Record unless an error ended its judging: one of
+        gradwatch, or of the script.
         """
         own_seconds, seconds = self.own_time.share()
-        without_record = max(0, concluded + self.unowned - self.records)
+        without_record = max(0, self.measured - waiting - self.records)
         return Watched(
             steps=steps,
             backwards=backwards,

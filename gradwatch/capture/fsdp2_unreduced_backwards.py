@@ -13,9 +13,14 @@ from torch import nn
 
 from gradwatch.capture.shards import fsdp2_groups
 
+_SWITCHES = ("reduce_grads", "all_reduce_grads")  # of torch's own classes, which may be without them one day
+
 
 class UnreducedBackwards:
-    """Counts the backwards that begin while FSDP2 is told not to reduce, and after which no hook has been called."""
+    """Counts the backwards that begin while FSDP2 is told not to reduce, and after which no hook has been called.
+
+    Backwards of other models in that time, which FSDP2 has nothing to do with, are counted with them.
+    """
 
     def __init__(self) -> None:
         self.groups: list[weakref.ref[Any]] = []  # parameters that FSDP2 reduces together
@@ -31,7 +36,7 @@ class UnreducedBackwards:
         """Note that a backward is about to run; `hooked` backwards before it have called a hook."""
         self._count = self.count(hooked)
         found = [group for ref in self.groups if (group := ref()) is not None]
-        reduces = all(group.reduce_grads and group.all_reduce_grads for group in found)
+        reduces = all(getattr(group, name, True) for group in found for name in _SWITCHES)
         self._hooked = None if reduces else hooked
 
     def count(self, hooked: int) -> int:

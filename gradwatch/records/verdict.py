@@ -42,3 +42,7 @@ class Verdict:
     acting: frozenset[str] = frozenset()
     due: Mapping[str, Due] = field(default_factory=dict)
     standing: Mapping[str, BoolArray] = field(default_factory=dict)
+
+
+UNJUDGED = Verdict()
+"""Verdict of a step that no rule has judged: this very object."""

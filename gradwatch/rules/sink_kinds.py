@@ -122,6 +122,8 @@ class MLflowOptions(ParameterOptions):
 _VARIABLE = r"\$\{[A-Za-z_][A-Za-z0-9_]{0,127}\}"
 SECRET = rf"^{_VARIABLE}$"
 SECRET_URL = rf"^(https?://[^\s@]{{1,1000}}|{_VARIABLE})$"
+SECRETS = (SECRET, SECRET_URL)
+"""Patterns of what may be a secret: what does not match is not shown."""
 ADDRESS = r"^[^\s@,<>]{1,64}@[^\s@,<>]{1,253}$"
 Secret = Annotated[str, Limits(pattern=SECRET)]
 SecretUrl = Annotated[str, Limits(pattern=SECRET_URL)]

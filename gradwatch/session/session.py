@@ -270,7 +270,7 @@ class Session:
             rule_bindings.most_parameters,
             rule_bindings.warming_up(),
             boundary.windows_replaced,
-            boundary.concluded,
+            boundary.waiting,
         )
 
     def observed_only(self) -> list[int]:

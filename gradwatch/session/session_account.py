@@ -22,8 +22,8 @@ class Counted:
     """Optimizer steps, backwards, optimizers and pauses after internal errors of a session, and what rules wait for.
 
     `parameters` is the most that the optimizers have held together, `warming_up` why a rule has had no data yet,
-    `replaced` windows without an optimizer whose parameters made way for others unlike them; `concluded` steps, and
-    steps that a scaler rejected, that have a Record if no error has ended their judging.
+    `replaced` windows without an optimizer whose parameters made way for others unlike them; `waiting` steps
+    that are measured and not judged yet.
     """
 
     steps: int = 0
@@ -33,7 +33,7 @@ class Counted:
     parameters: int = 0
     warming_up: Mapping[str, str] = field(default_factory=dict)
     replaced: int = 0
-    concluded: int = 0
+    waiting: int = 0
 
 
 class Accounting:
@@ -74,7 +74,7 @@ class Accounting:
                 counted.optimizers,
                 counted.parameters,
                 counted.replaced,
-                counted.concluded,
+                counted.waiting,
             ),
             ended="stopped" if totals.stopped else ended,
             fired=dict(totals.fired),

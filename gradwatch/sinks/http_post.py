@@ -6,6 +6,8 @@ import json
 import urllib.parse
 import urllib.request
 from collections.abc import Mapping
+from functools import cache
+from http.client import HTTPException
 from typing import Any
 
 TIMEOUT_SECONDS = 5.0
@@ -17,7 +19,7 @@ def checked_url(text: str) -> str:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise ValueError(f"url: {text!r} is not a URL; write for example http://127.0.0.1:9093")
     if parts.username is not None or parts.password is not None:
-        raise ValueError("url: no user or password in a URL, it ends in logs; use token_file")
+        raise ValueError("url: no user or password in a URL, it ends in logs; use a token")
     return text.rstrip("/")
 
 
@@ -30,11 +32,26 @@ def post_json(url: str, document: Any, token_file: str | None = None, bearer: st
 
 
 def post(url: str, body: bytes, content_type: str, token_file: str | None = None, bearer: str = "") -> None:
-    """POST `body`; OSError unless the answer is 2xx. `token_file` and `bearer` as in `post_json`."""
+    """POST `body`, following no redirect; OSError unless the answer is 2xx. Tokens as in `post_json`."""
     headers: dict[str, str] = {"Content-Type": content_type, **_authorization(token_file, bearer)}
-    request = urllib.request.Request(url, data=body, headers=headers, method="POST")
-    with urllib.request.urlopen(request, timeout=TIMEOUT_SECONDS):
-        pass
+    try:
+        request = urllib.request.Request(url, data=body, headers=headers, method="POST")
+        with _opener().open(request, timeout=TIMEOUT_SECONDS):
+            pass
+    except (ValueError, HTTPException) as error:  # which show the address, or the header with the token
+        raise OSError(f"no valid request, or no valid answer ({type(error).__name__})") from None
+
+
+class _NoRedirect(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect: it would send the token to another server, and the message as a GET to none."""
+
+    def redirect_request(self, *_: Any) -> None:
+        """No request in its place: the answer is an HTTPError."""
+
+
+@cache
+def _opener() -> urllib.request.OpenerDirector:
+    return urllib.request.build_opener(_NoRedirect)
 
 
 def _authorization(token_file: str | None, bearer: str) -> Mapping[str, str]:

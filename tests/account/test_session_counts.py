@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 import pytest
 
 from gradwatch.account.session_counts import SessionCounts
+from gradwatch.records.verdict import UNJUDGED
 from gradwatch.runtime.own_time import OwnTime
 from tests.support.sink_records import make_record, make_sites
 
@@ -88,13 +91,16 @@ def test_time_inside_a_measured_call_counts_once(monkeypatch: pytest.MonkeyPatch
     assert (spent.news(), spent.seconds) == (3.0, 6.0)
 
 
-def test_a_step_that_left_no_record_counts_as_unjudged() -> None:
-    """Of the steps that were concluded, beside windows of loops without an optimizer."""
+def test_what_left_no_record_counts_as_unjudged() -> None:
+    """Of what was measured, beside what waits to be judged; a Record without a verdict counts as well."""
     totals = SessionCounts()
     for step in range(5):
         totals.observe(make_record(make_sites(), step=step), {})
 
-    def unjudged(concluded: int) -> int:
-        return totals.watched(steps=7, backwards=7, optimizers=1, parameters=1, concluded=concluded).unjudged
+    def unjudged(measured: int, waiting: int) -> int:
+        totals.measured = measured
+        return totals.watched(steps=7, backwards=7, optimizers=1, parameters=1, waiting=waiting).unjudged
 
-    assert [unjudged(n) for n in (3, 5, 7)] == [0, 0, 2]
+    assert [unjudged(*given) for given in ((5, 0), (7, 2), (7, 0), (7, 1))] == [0, 0, 2, 1]
+    totals.observe(dataclasses.replace(make_record(make_sites(), step=5), verdict=UNJUDGED), {})
+    assert unjudged(6, 0) == 1

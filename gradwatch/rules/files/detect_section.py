@@ -13,6 +13,7 @@ from gradwatch.rules.condition import When
 from gradwatch.rules.files import words_of_other_tools
 from gradwatch.rules.files.pydantic_models import RuleEntry, detector_model
 from gradwatch.rules.files.validation import check, keys_of
+from gradwatch.rules.key_descriptions import described
 from gradwatch.rules.yaml.nodes import Map, Mark, Problems, Scalar, quoted, shown, without
 from gradwatch.runtime.interruption import not_ours
 
@@ -48,7 +49,7 @@ def find_kind(node: Map, at: Mark, where: str, problems: Problems) -> Found | No
     if cls is None:
         return None
     wanted = detector_model(cls)
-    advice = {**words_of_other_tools.detect_keys(keys_of(wanted)), **_IN_RULE}
+    advice = {**words_of_other_tools.detect_keys(described(cls)), **_IN_RULE}
     model = check(without(node, "kind"), wanted, problems, at, f"detect '{kind.text}'", advice)
     if model is None:
         return None

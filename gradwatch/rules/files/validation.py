@@ -11,7 +11,7 @@ from pydantic import BaseModel, ValidationError
 
 from gradwatch.records.columns import is_observed
 from gradwatch.rules.files import words_of_other_tools
-from gradwatch.rules.sink_kinds import ADDRESS, SECRET, SECRET_URL
+from gradwatch.rules.sink_kinds import ADDRESS, SECRET, SECRET_URL, SECRETS
 from gradwatch.rules.yaml.nodes import (
     MAX_SUGGESTIONS,
     Map,
@@ -224,7 +224,8 @@ class _Report:
         mark = node.mark if isinstance(node, Scalar) and node.value is not None else self._key_mark(place)
         named = next((str(part) for part in reversed(place) if isinstance(part, str)), name)
         code, message, hint = _describe(error, node, named, self.problems)
-        self.problems.add(mark, code, message, hint + further)
+        secret = error.get("ctx", {}).get("pattern") in SECRETS
+        self.problems.add(mark, code, message, hint + further, secret)
 
 
 def _apt(group: list[Any], node: Node | None) -> Any:
@@ -259,7 +260,8 @@ def _describe(error: Any, node: Node, name: str, problems: Problems) -> tuple[st
     if kind == "string_pattern_mismatch":
         pattern = str(context["pattern"])
         wanted = _PATTERNS.get(name) or _PATTERNS.get(pattern, f"text that matches {pattern}")
-        return "GW106", f"{label} must be {wanted}, not {shown(node)}", ""
+        found = "" if pattern in SECRETS else f", not {shown(node)}"
+        return "GW106", f"{label} must be {wanted}{found}", ""
     return "GW105", f"{label}: {str(error['msg'])[:200]}", ""
 
 

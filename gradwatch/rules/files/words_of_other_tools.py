@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 _NOTHING = (
     "no action is needed: what fires is logged, recorded and exported; `severity:` says how grave it is, and "
@@ -97,15 +97,23 @@ FILE_KEYS: Mapping[str, str] = {
 }
 """For keys of a file."""
 
-DETECT_KEYS: Mapping[str, Mapping[str, str]] = {
-    "threshold": _each(
-        "above below max min value limit level gt lt greater_than less_than", "threshold: the value"
+DETECT_KEYS: Mapping[str, tuple[str, ...]] = {
+    "threshold": (
+        "above",
+        "below",
+        "max",
+        "min",
+        "value",
+        "limit",
+        "level",
+        "gt",
+        "lt",
+        "greater_than",
+        "less_than",
     ),
-    "above": _each(
-        "threshold z zscore z_score sigma sigmas std value limit", "above: in standard deviations"
-    ),
+    "above": ("threshold", "z", "zscore", "z_score", "sigma", "sigmas", "std", "value", "limit"),
 }
-"""For keys inside `detect:` of a kind that has the key in front."""
+"""For keys inside `detect:` of a kind that has the key in front, whose own sentence says what it means there."""
 
 COLUMNS: Mapping[str, str] = {
     **_each(
@@ -120,13 +128,12 @@ COLUMNS: Mapping[str, str] = {
 """For `of:` where the detector does not take the word."""
 
 
-def detect_keys(known: Iterable[str]) -> Mapping[str, str]:
-    """Advice by word on keys inside `detect:` of a kind that knows these."""
-    own = set(known)
+def detect_keys(sentences: Mapping[str, str]) -> Mapping[str, str]:
+    """Advice by word on keys inside `detect:` of a kind with these keys, each with its sentence."""
     return {
-        word: advice
+        word: f"write {key}: {sentences[key]}"
         for key, words in DETECT_KEYS.items()
-        if key in own
-        for word, advice in words.items()
-        if word not in own
+        if key in sentences
+        for word in words
+        if word not in sentences
     }

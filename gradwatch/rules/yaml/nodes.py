@@ -152,6 +152,7 @@ class Problems:
     """Collects everything wrong, once each; gives suggestions while they are affordable."""
 
     def __init__(self) -> None:
+        self._secrets: dict[tuple[str, int], list[tuple[int, int]]] = {}  # (begin, width) by file and line
         self._found: dict[tuple[str, int, int, str, str], Problem] = {}
         self._files: dict[str, int] = {}
         # What was validated already, by identity of the node (kept alive here), and what became of it.
@@ -173,8 +174,8 @@ class Problems:
         """Files are reported in the order in which they are announced here."""
         self._files.setdefault(path, len(self._files))
 
-    def add(self, mark: Mark, code: str, message: str, hint: str = "") -> None:
-        """Report a problem at a place; the same one twice counts once."""
+    def add(self, mark: Mark, code: str, message: str, hint: str = "", secret: bool = False) -> None:
+        """Report a problem at a place; the same one twice counts once. A `secret` value is not shown."""
         assert code in CODES, code
         self.reported += 1
         path = mark.source.path
@@ -189,6 +190,8 @@ class Problems:
         line = line[: mark.column + 200].rstrip() if mark.column <= MAX_SOURCE_COLUMNS else ""
         width = mark.width or max(1, len(line) - mark.column + 1)
         width = max(1, min(width, len(line) - mark.column + 1))
+        if secret:
+            self._secrets.setdefault((path, mark.line), []).append((mark.column - 1, width))
         self._found[key] = Problem(path, mark.line, mark.column, code, message, _visible(line), width, hint)
 
     def closest(self, word: str, known: Iterable[str]) -> str:
@@ -208,9 +211,20 @@ class Problems:
         close = self.closest(word, known)
         return f"; did you mean '{close}'?" if close else ""
 
+    def _masked(self, problem: Problem) -> Problem:
+        """Mask secrets in the line that is shown, whatever else is wrong in it."""
+        source = problem.source
+        for begin, width in self._secrets.get((problem.path, problem.line), ()):
+            hidden = len(source[begin : begin + width])
+            source = source[:begin] + "*" * hidden + source[begin + width :]
+        return problem._replace(source=source)
+
     def error(self) -> RuleFileError:
         """Everything found, by file, line and column."""
-        ordered = sorted(self._found.values(), key=lambda p: (self._files[p.path], p.line, p.column, p.code))
+        ordered = sorted(
+            map(self._masked, self._found.values()),
+            key=lambda p: (self._files[p.path], p.line, p.column, p.code),
+        )
         if self.omitted:
             last = ordered[-1]
             message = f"… and {self.omitted:,} more problems; fix these first"

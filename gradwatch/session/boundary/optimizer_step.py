@@ -83,7 +83,6 @@ class Boundary:
         )
         self._closures = Closures(capture, pipeline, self._current.find, self._at_step, self._guarded, reset)
         self._spent = capture.spent
-        self._rejected = 0  # by a GradScaler, and measured
         self.steps = 0  # measured; an optimizer that wraps another one takes a step together with it
         self.optimizers = Distinct()  # of which a step was measured
         self._counted = 0  # number of the step counted last
@@ -113,9 +112,9 @@ class Boundary:
         return self._without_optimizer.windows_replaced
 
     @property
-    def concluded(self) -> int:
-        """Steps, and rejected ones, each of which has a Record, unless an error ended their judging."""
-        return self.steps + self._rejected - sum(len(ctx.deferral) for ctx in self._contexts)
+    def waiting(self) -> int:
+        """Number of steps that were measured and are not judged yet."""
+        return sum(len(ctx.deferral) for ctx in self._contexts)
 
     def flush(self) -> None:
         """Judge every step that waits: its numbers were on their way from a device, or nothing was urgent."""
@@ -399,7 +398,6 @@ class Boundary:
         ctx.acting.restore(finished=False)
         window = self._closed_window(optimizer, ctx, rejected=True)
         measurement = self._pipeline.measure(ctx, window)
-        self._rejected += 1
         self.optimizers.add(optimizer)
         if captured.on_cpu or self._must_wait(ctx, optimizer):
             ctx.deferral.flush(self._judging_failed)

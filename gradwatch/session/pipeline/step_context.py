@@ -8,12 +8,8 @@ from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.window.window_norms import WindowNorms
 from gradwatch.distributed.agreed_step import Shared
 from gradwatch.records.snapshot import Snapshot
-from gradwatch.records.verdict import Verdict
 from gradwatch.session.binding.optimizer_rules import Clock, OptimizerRules
 from gradwatch.session.optimizer_context import OptimizerContext
-
-UNJUDGED = Verdict()
-"""Stands for the verdict of a step on which the engine failed."""
 
 
 class StepContext(NamedTuple):

@@ -28,7 +28,7 @@ from gradwatch.records.decision import Decision
 from gradwatch.records.event import Event
 from gradwatch.records.finding import Finding
 from gradwatch.records.snapshot import Snapshot
-from gradwatch.records.verdict import Verdict
+from gradwatch.records.verdict import UNJUDGED, Verdict
 from gradwatch.session.actions.causes_by_norms import causes_by_norms
 from gradwatch.session.actions.localise_action import Causes, Usual
 from gradwatch.session.binding.optimizer_rules import ORDINARY, OptimizerRules
@@ -42,7 +42,7 @@ from gradwatch.session.pipeline.extra_columns import ExtraColumns, Measurement
 from gradwatch.session.pipeline.foreseen_norms import ForeseenNorms
 from gradwatch.session.pipeline.ordinary_steps import OrdinarySteps
 from gradwatch.session.pipeline.record_publishing import Facts, Judged, Publishing
-from gradwatch.session.pipeline.step_context import UNJUDGED, StepContext
+from gradwatch.session.pipeline.step_context import StepContext
 
 if TYPE_CHECKING:
     from gradwatch.session.actions.snapshot_action import Bundles
@@ -134,6 +134,7 @@ class StepPipeline:
         if ctx.membership is not None and ctx.membership.cadences:
             extras, values = measurement.extras, measurement.values
             measurement.exchange = self._ranks.begin(ctx.membership, window, extras, values)
+        self._publishing.totals.measured += 1
         return measurement
 
     def _name_uncleared(self, captured: OptimizerCapture) -> None:
@@ -214,7 +215,6 @@ class StepPipeline:
             decision = self._decisions.permitted(step, verdict, decision)
             judged = self._judged(step, verdict, decision, grads_present)
             self._rule_bindings.hooks.publish_bounds(bound_rules)
-            self._publishing.totals.unjudged += verdict is UNJUDGED
             return judged
         except Exception as error:
             self._judging_failed(measurement, error)

@@ -11,6 +11,7 @@ from gradwatch.records.event import Event, Severity
 from gradwatch.records.record import Record
 
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
+_GRAVER = ("escalated", "failed")  # told again, and also of a rule that was not told before
 MOST_NOTICES = 256
 """Rules that are kept at a time: as many as a message can be read of, several times over."""
 
@@ -86,13 +87,21 @@ class Notices:
             return False
         if known is not None:
             # The same incident goes on, or comes back before the message that it was over.
-            times = known.times + (event.kind == "firing")
             done = tuple(dict.fromkeys((*known.actions, *_done(event, record))))
+            grew = event.kind in _GRAVER or done != known.actions
+            worse = SEVERITIES.index(event.severity) > SEVERITIES.index(known.event.severity)
             self._notices[key] = replace(
-                known, last_step=event.step, times=times, resolved=None, actions=done
+                known,
+                event=replace(known.event, severity=event.severity) if worse else known.event,
+                last_step=event.step,
+                times=known.times + (event.kind == "firing"),
+                resolved=None,
+                actions=done,
+                reported=known.reported and not grew,
             )
-            return not known.reported
-        if event.kind != "firing" or not event.notify or SEVERITIES.index(event.severity) < self._least:
+            return not self._notices[key].reported
+        begins = event.kind in _GRAVER or (event.kind == "firing" and event.notify)
+        if not begins or SEVERITIES.index(event.severity) < self._least:
             return False
         if len(self._notices) >= MOST_NOTICES:
             self.dropped += 1

@@ -16,6 +16,7 @@ from gradwatch.records.record import Record
 from gradwatch.records.run_info import RunInfo
 from gradwatch.runtime.background_worker import Job, background_worker
 from gradwatch.runtime.internal_errors import Health
+from gradwatch.sinks.http_post import checked_url
 from gradwatch.sinks.notify.message import Message, message
 from gradwatch.sinks.notify.notices import Notices
 
@@ -64,6 +65,10 @@ class Notifier(ABC):
     def send(self, message: Message) -> None:
         """Send one message, in the worker's thread; bounded in time; raises OSError where it does not arrive."""
 
+    def report(self, error: Exception) -> None:
+        """Count a failure that is no reason to send again."""
+        self._health.report(self.name, error)
+
     def open(self, run: RunInfo, health: Health) -> None:
         """Look up secrets and get a worker; nothing is sent before a rule fires."""
         self._run, self._health = run, health
@@ -106,24 +111,37 @@ class Notifier(ABC):
         """Send what is news if it is time, in the worker's thread; seconds to the next time."""
         now = self._clock()
         with self._lock:
-            if self._since is None:
+            at_once, since = self._at_once, self._since
+            self._at_once = False
+            if since is None:
                 return None
-            due = now if self._at_once else max(self._since + self._group, self._sent + self._every)
+            due = now if at_once else max(since + self._group, self._sent + self._every)
             if now < due:
                 return due - now
             news, dropped = self._notices.news(), self._notices.dropped
-        if news:
-            self.send(message(self._run, news, dropped))
+            self._since = None  # what comes while this is on its way has a time of its own
+        try:
+            if news:
+                self.send(message(self._run, news, dropped))
+        except BaseException:
+            with self._lock:
+                self._at_once, self._since = self._at_once or at_once, since
+            raise
         with self._lock:
-            self._notices.confirm(news)
-            self._notices.dropped -= dropped
-            self._sent, self._at_once = now, False
-            self._since = now if self._notices.news() else None
+            if news:
+                self._notices.confirm(news)
+                self._notices.dropped -= dropped
+                self._sent = now
+            if self._since is None and self._notices.news():
+                self._since = now
             return None if self._since is None else self._every
 
 
-def from_environment(text: str, option: str) -> str:
-    """`text`, or, where it is `${NAME}`, the value of that environment variable; AttachError where it has none."""
+def from_environment(text: str, option: str, words: bool = False) -> str:
+    """`text`, or, where it is `${NAME}`, the value of that environment variable.
+
+    Raises AttachError, which never shows a value, where it has none, or, without `words`, is not one printable word.
+    """
     variable = _VARIABLE.fullmatch(text)
     if variable is None:
         return text
@@ -132,4 +150,19 @@ def from_environment(text: str, option: str) -> str:
         raise AttachError(
             f"nothing can be sent: {option} is {text}, and the environment variable {variable[1]} is not set"
         )
+    if not words and (" " in value or not (value.isascii() and value.isprintable())):
+        raise AttachError(
+            f"nothing can be sent: {option} is {text}, and the value of {variable[1]} is not one printable word"
+        )
     return value
+
+
+def url_of(text: str, option: str) -> str:
+    """The URL that `text` is, or names a variable with; AttachError, which does not show it, where it is none."""
+    value = from_environment(text, option)
+    try:
+        return checked_url(value)
+    except ValueError:
+        raise AttachError(
+            f"nothing can be sent: {option} is {text}, which is no URL without user and password (https://…)"
+        ) from None

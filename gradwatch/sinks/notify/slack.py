@@ -6,9 +6,9 @@ import time
 from collections.abc import Callable
 
 from gradwatch.records.event import Severity
-from gradwatch.sinks.http_post import checked_url, post_json
+from gradwatch.sinks.http_post import post_json
 from gradwatch.sinks.notify.message import Message
-from gradwatch.sinks.notify.notifier import EVERY_SECONDS, GROUP_SECONDS, Notifier, from_environment
+from gradwatch.sinks.notify.notifier import EVERY_SECONDS, GROUP_SECONDS, Notifier, url_of
 
 LONGEST_TEXT = 3000
 """Characters of one text block in Slack."""
@@ -33,7 +33,7 @@ class SlackSink(Notifier):
 
     def prepare(self) -> None:
         """Look up the address."""
-        self._target = checked_url(from_environment(self._url, "url"))
+        self._target = url_of(self._url, "url")
 
     def send(self, message: Message) -> None:
         """POST it; OSError unless the answer is 2xx. A notification shows `text`, the channel the blocks."""

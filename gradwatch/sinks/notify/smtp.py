@@ -6,6 +6,7 @@ import smtplib
 import ssl
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from email.message import EmailMessage
 from email.utils import formatdate, make_msgid
 from typing import Literal
@@ -15,6 +16,7 @@ from gradwatch.sinks.http_post import TIMEOUT_SECONDS
 from gradwatch.sinks.notify.message import Message
 from gradwatch.sinks.notify.notifier import EVERY_SECONDS, GROUP_SECONDS, Notifier, from_environment
 
+_NAME = "localhost"  # in the greeting: to look this machine up may take a resolver's timeout
 TLS = Literal["starttls", "tls", "none"]
 
 
@@ -52,7 +54,7 @@ class EmailSink(Notifier):
         """Look up the login."""
         if self._user:
             user = from_environment(self._user, "user")
-            self._login = user, from_environment(self._password, "password")
+            self._login = user, from_environment(self._password, "password", words=True)
 
     def send(self, message: Message) -> None:
         """Hand it to the server; OSError (of which SMTPException is a kind) where that fails."""
@@ -61,15 +63,22 @@ class EmailSink(Notifier):
         letter["Date"], letter["Message-ID"] = formatdate(), make_msgid(domain="gradwatch.invalid")
         letter["Auto-Submitted"] = "auto-generated"  # RFC 3834: no answer by a machine
         letter.set_content(f"{message.text}\n")
-        with self._connection() as server:
+        server = self._connection()
+        try:
             if self._tls == "starttls":
                 server.starttls(context=ssl.create_default_context())
             if self._login is not None:
                 server.login(*self._login)
-            server.send_message(letter)
+            refused = server.send_message(letter)
+            with suppress(OSError):  # it has the letter: an error now must not send it again
+                server.quit()
+        finally:
+            server.close()
+        if refused:  # some of the readers; where all are, it raises
+            self.report(OSError(f"the server refused {len(refused)} of {len(self._to)} addresses in `to`"))
 
     def _connection(self) -> smtplib.SMTP:
         if self._tls == "tls":
             context = ssl.create_default_context()
-            return smtplib.SMTP_SSL(self._host, self._port, timeout=TIMEOUT_SECONDS, context=context)
-        return smtplib.SMTP(self._host, self._port, timeout=TIMEOUT_SECONDS)
+            return smtplib.SMTP_SSL(self._host, self._port, _NAME, timeout=TIMEOUT_SECONDS, context=context)
+        return smtplib.SMTP(self._host, self._port, _NAME, timeout=TIMEOUT_SECONDS)

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from gradwatch.records.event import Severity
-from gradwatch.sinks.http_post import checked_url, post_json
+from gradwatch.sinks.http_post import post_json
 from gradwatch.sinks.notify.message import Message
-from gradwatch.sinks.notify.notifier import EVERY_SECONDS, GROUP_SECONDS, Notifier, from_environment
+from gradwatch.sinks.notify.notifier import EVERY_SECONDS, GROUP_SECONDS, Notifier, from_environment, url_of
 
 ALERTS = "$alerts"
 
@@ -42,7 +42,7 @@ class WebhookSink(Notifier):
 
     def prepare(self) -> None:
         """Look up the address and the token."""
-        self._target = checked_url(from_environment(self._url, "url"))
+        self._target = url_of(self._url, "url")
         self._bearer = from_environment(self._token, "token") if self._token else ""
 
     def send(self, message: Message) -> None:

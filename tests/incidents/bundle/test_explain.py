@@ -79,7 +79,7 @@ def test_all_of_it_as_json(run: Run, capsys: pytest.CaptureFixture[str]) -> None
     assert [one["incident"] for one in found] == ["non-finite-0-4", "non-finite-0-9"]
     first, second = found
     assert first["op"] == "sqrt"
-    assert first["remedy"]["id"] == "sqrt-at-zero"
+    assert first["suggestion"]["id"] == "sqrt-at-zero"
     assert first["event"]["severity"] == "critical"
     assert {order["action"] for order in first["done"]} == {"skip_step", "localise", "snapshot"}
     assert [one["step"] for one in first["around"]] == list(range(8))

@@ -11,6 +11,7 @@ from gradwatch.rules.action_kinds import ACTIONS
 from gradwatch.rules.files import words_of_other_tools as words
 from gradwatch.rules.files.pydantic_models import Document, RuleEntry
 from gradwatch.rules.files.validation import keys_of
+from gradwatch.rules.key_descriptions import described
 from gradwatch.rules.sink_kinds import SINKS
 from tests.rules.test_refusals import problems_of
 
@@ -22,12 +23,6 @@ PLACES = {
     "key": (words.RULE_KEYS, START + "    detect: {{kind: nonfinite}}\n    {}: x\n", keys_of(RuleEntry)),
     "file": (words.FILE_KEYS, "version: 1\n{}: x\n", keys_of(Document)),
     "column": (words.COLUMNS, START + "    detect: {{kind: spike, of: {}}}\n", ()),
-    "threshold": (
-        words.DETECT_KEYS["threshold"],
-        START + "    detect: {{kind: above, of: norm, {}: 1}}\n",
-        ("threshold",),
-    ),
-    "above": (words.DETECT_KEYS["above"], START + "    detect: {{kind: spike, {}: 1}}\n", ("above",)),
 }
 
 
@@ -44,3 +39,18 @@ def test_every_advice_is_given(place: str) -> None:
         assert len(found) == 1, (word, str(error))
         assert "did you mean" not in found[0].message
         assert found[0].source[found[0].column - 1 :].startswith(word)
+
+
+@pytest.mark.parametrize("kind", DETECTORS)
+def test_advice_on_a_bound_is_what_the_kind_means_by_it(kind: str) -> None:
+    """Words for `above` and `threshold` are answered by the kind's own sentence on that key."""
+    sentences = described(DETECTORS[kind])
+    for key in words.DETECT_KEYS.keys() & sentences.keys():
+        for word in set(words.DETECT_KEYS[key]) - sentences.keys():
+            error = problems_of(START + f"    detect: {{kind: {kind}, {word}: 1}}\n")
+            assert error is not None
+            (problem,) = [one for one in error.problems if one.code == "GW101"]
+            assert problem.hint in {
+                f"write {one}: {sentences[one]}" for one in words.DETECT_KEYS if one in sentences
+            }
+            assert sentences[key]

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 import gradwatch
 from gradwatch.records.record import Record
 from gradwatch.rules.files import parse_rules
+from gradwatch.session.watch import session_of
 from tests.session.test_watch import build, step
 from tests.support.kept import Kept
 
@@ -73,6 +74,7 @@ def test_one_snapshot_per_backward(named: bool, first: bool) -> None:
             assert snapshot.sites.names == tuple(name for name, _ in model.named_parameters())
             assert not snapshot.provisional
         assert len(sink.records) == 6
+        assert session_of(gw).account().watched.unjudged == 0
         assert gw.coverage == 1.0
         assert gw.health.errors() == {}
 

@@ -20,17 +20,27 @@ class Receiver:
     headers: list[dict[str, str]] = field(default_factory=list)
     refuse: int = 0
     refused: int = 0
+    moved_to: str = ""  # every request is redirected there
+    entered: threading.Event = field(default_factory=threading.Event)
+    may_answer: threading.Event = field(default_factory=threading.Event)
 
 
 @contextmanager
 def receiving() -> Iterator[Receiver]:
     """A receiver, gone at the end."""
     got = Receiver()
+    got.may_answer.set()
 
     class Handler(BaseHTTPRequestHandler):
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            if got.refuse > got.refused:
+            got.entered.set()
+            got.may_answer.wait(60)
+            if got.moved_to:
+                got.refused += 1
+                self.send_response(302)
+                self.send_header("Location", got.moved_to)
+            elif got.refuse > got.refused:
                 got.refused += 1
                 self.send_response(503)
             else:

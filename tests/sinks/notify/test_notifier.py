@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from gradwatch.errors import AttachError
-from gradwatch.records.decision import Decision
+from gradwatch.records.decision import Decision, Order
 from gradwatch.runtime.background_worker import background_worker
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.sinks import make_sink
@@ -128,13 +129,82 @@ def test_what_did_not_arrive_is_sent_again(tmp_path: Path) -> None:
 
 
 def test_training_waits_for_no_message(tmp_path: Path) -> None:
-    """Of a receiver that nobody listens at, what is written is kept, and `close` ends after two seconds and says so."""
+    """A receiver that does not answer: `write` returns while the message is under way, and `close` gives up."""
     health = Health()
-    sink = WebhookSink("http://127.0.0.1:9/hook")
-    sink.open(make_run(tmp_path), health)
-    sink.write(record(1))
-    sink.close()
+    with receiving() as got:
+        got.may_answer.clear()
+        sink = opened(got, tmp_path, health, group_seconds=0.0)
+        sink.write(record(1))
+        assert got.entered.wait(60)
+        sink.write(record(2, "exploding"))
+        assert not got.bodies
+        sink.close()
+        assert health.errors() == {"webhook": 1}
+        got.may_answer.set()
+
+
+def test_what_comes_while_a_message_is_under_way_is_flushed_too(tmp_path: Path) -> None:
+    """`flush` is true of it only when it has been sent as well."""
+    with receiving() as got:
+        got.may_answer.clear()
+        sink = opened(got, tmp_path, group_seconds=0.0)
+        sink.write(record(1, "exploding"))
+        assert got.entered.wait(60)
+        sink.write(record(2))
+        threading.Timer(0.3, got.may_answer.set).start()
+        assert sink.flush(60)
+        assert [[alert["rule"] for alert in body["alerts"]] for body in got.bodies] == [
+            ["exploding"],
+            ["non-finite"],
+        ]
+        sink.close()
+
+
+def test_no_redirect_is_followed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the message nor its token reach another server; it counts as not arrived."""
+    monkeypatch.setenv("HOOK_TOKEN", "s3cret")
+    health = Health()
+    with receiving() as got, receiving() as other:
+        got.moved_to = other.url
+        sink = opened(got, tmp_path, health, token="${HOOK_TOKEN}")
+        sink.write(record(1))
+        sink.close()
+        assert got.refused >= 1
+        assert not other.entered.is_set()
     assert health.errors()["webhook"] >= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("URL", "hooks.slack.com/services/SECRET"), ("URL", "https://h/SECRET PATH"), ("TOKEN", "abc\nSECRET")],
+)
+def test_no_secret_is_shown(name: str, value: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What cannot be an address or a token is refused by the name of its variable."""
+    monkeypatch.setenv("URL", "http://127.0.0.1:9/x")
+    monkeypatch.setenv("TOKEN", "t")
+    monkeypatch.setenv(name, value)
+    sink = WebhookSink("${URL}", token="${TOKEN}")
+    with pytest.raises(AttachError) as refused:
+        sink.open(make_run(tmp_path), Health())
+    assert "SECRET" not in str(refused.value)
+    assert f"${{{name}}}" in str(refused.value)
+
+
+def test_a_ladder_that_ends_in_a_stop_is_told(tmp_path: Path) -> None:
+    """Also where the rule was reported before, and where it was too slight to be."""
+    with receiving() as got:
+        sink = opened(got, tmp_path, group_seconds=0.0, every_seconds=0.0)
+        sink.write(record(1))
+        sink.flush(10)
+        stop = Decision(stop=True, orders=frozenset({Order("non-finite", "stop", False)}))
+        event = make_event("escalated", "non-finite", 9, severity="critical")
+        sink.write(make_record(SITES, step=9, events=(event,), decision=stop))
+        slight = make_event("escalated", "exploding", 9, severity="critical")
+        sink.write(make_record(SITES, step=9, events=(slight,)))
+        assert sink.flush(10)
+        sink.close()
+        told = [(alert["rule"], alert["actions"]) for body in got.bodies for alert in body["alerts"]]
+    assert sorted(told) == [("exploding", []), ("non-finite", []), ("non-finite", ["stop"])]
 
 
 def test_only_rank_0_writes_to_people(tmp_path: Path) -> None:

@@ -126,7 +126,7 @@ def test_a_letter_that_the_server_or_we_refuse(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A wrong password, an authority that nobody trusts, no TLS: counted, nothing arrives, no login in the clear."""
+    """A wrong password, an authority that is not trusted, no TLS: counted, nothing arrives, no login in the clear."""
     kept, port = mailbox
     if fault != "certificate":
         monkeypatch.setenv("SSL_CERT_FILE", str(certificate[1]))
