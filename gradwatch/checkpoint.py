@@ -387,19 +387,32 @@ def read_tag(directory: str | os.PathLike[str]) -> CheckpointHealth:
     together with its incident. Raises `FileNotFoundError` where no rank wrote one, `ValueError` for a file that is
     none of gradwatch's.
     """
+    return joined(health for _, health in _tags(directory))
+
+
+def read_tag_step(directory: str | os.PathLike[str]) -> int | None:
+    """The step after which weights are as `read_tag` says: the one that all ranks had reached, None = not known.
+
+    Raises as `read_tag` does.
+    """
+    return _least([step for step, _ in _tags(directory)])
+
+
+def _tags(directory: str | os.PathLike[str]) -> list[tuple[int | None, CheckpointHealth]]:
     paths = sorted(path for path in Path(directory).iterdir() if _NAME.fullmatch(path.name))
     if not paths:
         raise FileNotFoundError(f"no checkpoint-health-rank*.json in {directory}")
-    return joined(map(_read, paths))
+    return [_read(path) for path in paths]
 
 
-def _read(path: Path) -> CheckpointHealth:
+def _read(path: Path) -> tuple[int | None, CheckpointHealth]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
         last, looked = found["last_healthy_step"], found.get("weights_step")  # earlier versions never looked
         if found["format"] != FORMAT or not isinstance(found["healthy"], bool):
             raise ValueError(f"format {found['format']!r}")
-        return CheckpointHealth(
+        step = int(found.get("step", -1))
+        return None if step < 0 else step, CheckpointHealth(
             found["healthy"],
             None if last is None else int(last),
             tuple(map(str, found["reasons"])),

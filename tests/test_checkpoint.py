@@ -6,6 +6,7 @@ import json
 import math
 import os
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwatch.checkpoint import CheckpointHealthTracker, joined, read_tag, tag_name, write_tag
+from gradwatch.checkpoint import CheckpointHealthTracker, joined, read_tag, read_tag_step, tag_name, write_tag
 from gradwatch.journal.health_tag import HealthTag
 from gradwatch.records.decision import Decision
 from gradwatch.records.record import CheckpointHealth
@@ -212,8 +213,21 @@ def test_ranks_are_as_healthy_as_the_worst(tmp_path: Path) -> None:
     write_tag(tmp_path, 0, 7, CheckpointHealth(True, 7))
     write_tag(tmp_path, 1, 6, CheckpointHealth(False, 5, ("rule r is firing",)))
     assert read_tag(tmp_path) == CheckpointHealth(False, 5, ("rule r is firing",))
+    assert read_tag_step(tmp_path) == 6
     assert joined([]) == CheckpointHealth()
     assert joined([CheckpointHealth(True, 3), CheckpointHealth(True, None)]).last_healthy_step is None
+
+
+def test_the_last_tag_names_the_last_step(tmp_path: Path) -> None:
+    """Though weights have been unhealthy for the same reason for long."""
+    bad = CheckpointHealth(False, 3, ("a non-finite gradient reached the optimizer at step 4",))
+    tag, sites = HealthTag(0), record_sites(2)
+    for step in range(4, 9):
+        tag.add([replace(make_record(sites, step=step), checkpoint=bad)])
+        tag.write(tmp_path)
+    assert read_tag_step(tmp_path) == 4
+    tag.write(tmp_path, last=True)
+    assert read_tag_step(tmp_path) == 8
 
 
 def test_what_is_no_tag_is_refused(tmp_path: Path) -> None:
@@ -258,7 +272,6 @@ def test_the_tag_follows_a_change_at_once_and_mere_steps_now_and_then(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A thousand healthy steps are a write or two; a change for the worse is one at once."""
-    from dataclasses import replace
 
     now = [100.0]
     monkeypatch.setattr("gradwatch.journal.health_tag.time.monotonic", lambda: now[0])
@@ -279,7 +292,6 @@ def test_the_tag_follows_a_change_at_once_and_mere_steps_now_and_then(
 
 def test_a_streak_of_bad_steps_is_no_stream_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """While a checkpoint stays unhealthy, reasons that name another step each time wait for their second, too."""
-    from dataclasses import replace
 
     now, tag, sites, written = [100.0], HealthTag(0), record_sites(), []
     monkeypatch.setattr("gradwatch.journal.health_tag.time.monotonic", lambda: now[0])

@@ -21,6 +21,7 @@ class HealthTag:
         self._found: dict[int, CheckpointHealth] = {}
         self._step = -1
         self._written: CheckpointHealth | None = None
+        self._written_step = -1
         self._next = 0.0
 
     def add(self, batch: Iterable[Record]) -> None:
@@ -36,7 +37,10 @@ class HealthTag:
             return
         health, written, now = joined(self._found.values()), self._written, time.monotonic()
         changed = written is None or health.healthy != written.healthy
-        if changed or (health != written and (last or now >= self._next)):
+        ended = (
+            last and self._step != self._written_step
+        )  # while it is unhealthy, it may stay the same for long
+        if changed or ended or (health != written and (last or now >= self._next)):
             self._next = now + SECONDS
             write_tag(directory, self._rank, self._step, health)
-            self._written = health
+            self._written, self._written_step = health, self._step

@@ -9,23 +9,31 @@ from gradwatch.account.account import summed
 from gradwatch.journal import EndEntry, Entry, EventsEntry, RunEntry
 from gradwatch.journal.audit import Audit, Fired
 from gradwatch.journal.process_account import Recorded
+from gradwatch.report.firing_periods import FiringPeriods
 
 
 @dataclass(slots=True)
 class OtherRank:
-    """Rules that fired on a rank that is not shown: `audit` has its events and causes, `counted` is by its accounts."""
+    """Rules that fired on a rank that is not shown: `audit` has its events and causes, `counted` is by its accounts.
+
+    `periods` has those of each of its journals.
+    """
 
     audit: Audit = field(default_factory=Audit)
     counted: dict[str, int] = field(default_factory=dict)
+    periods: list[FiringPeriods] = field(default_factory=list)
 
     def take(self, entries: Iterable[Entry]) -> None:
         """Add the entries of one journal."""
         seen: set[int] = set()
         recorded = Recorded()
+        periods = FiringPeriods()
+        self.periods.append(periods)
         for entry in entries:
             if isinstance(entry, EventsEntry) and entry.number not in seen:
                 seen.add(entry.number)
                 self.audit.take_events(entry.events)
+                periods.take(entry.events)
                 self.audit.take_findings(entry.findings)
             elif isinstance(entry, RunEntry | EndEntry):
                 recorded.take(entry)

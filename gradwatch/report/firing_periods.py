@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from gradwatch.records.event import Event
@@ -22,12 +22,24 @@ class Period:
     last: int | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class FiringEnd:
+    """The end of the last period of a rule: it resolved at `step`, None = it did not.
+
+    `last`: its process is the last one that recorded.
+    """
+
+    step: int | None
+    last: bool
+
+
 class FiringPeriods:
     """Collects the periods of one journal; at most `MOST`."""
 
     def __init__(self) -> None:
         self._open: dict[tuple[int, str], Period] = {}
         self._closed: list[Period] = []
+        self._resolved: dict[str, int] = {}
 
     def take(self, events: Iterable[Event]) -> None:
         """Add transitions, in their order."""
@@ -37,11 +49,24 @@ class FiringPeriods:
                 self._open[key] = Period(event.rule, event.severity, event.optimizer, event.step)
             elif event.kind == "resolved" and key in self._open:
                 began = self._open.pop(key)
+                self._resolved[event.rule] = event.step
                 if len(self._closed) < MOST:
                     self._closed.append(
                         Period(began.rule, began.severity, began.optimizer, began.first, event.step)
                     )
 
+    def end(self, rule: str, last: bool) -> FiringEnd | None:
+        """The end of the last period of a rule, of any optimizer; None where there is none."""
+        if any(name == rule for _, name in self._open):
+            return FiringEnd(None, last)
+        return FiringEnd(self._resolved[rule], last) if rule in self._resolved else None
+
     def periods(self) -> tuple[Period, ...]:
         """The periods so far, by their first step."""
         return tuple(sorted((*self._closed, *self._open.values()), key=lambda one: (one.first, one.rule)))
+
+
+def firing_end(rule: str, journals: Sequence[FiringPeriods]) -> FiringEnd | None:
+    """The end of a rule's last period in the journals of one rank, the earliest process first."""
+    ends = (one.end(rule, one is journals[-1]) for one in reversed(journals))
+    return next((end for end in ends if end is not None), None)

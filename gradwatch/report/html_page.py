@@ -68,7 +68,6 @@ def _run(report: RunReport, at: int) -> str:
 
 def _parts(report: RunReport) -> Iterator[str]:
     yield f"<h1>{sections.name(report.name)}</h1>\n{sections.verdict(report)}{sections.about(report)}"
-    yield sections.healthy_at(report)
     if report.tracks:
         yield (
             '<nav class="tracks" hidden></nav>\n'

@@ -198,19 +198,6 @@ def cost(found: Cost | None) -> str:
     )
 
 
-def healthy_at(report: RunReport) -> str:
-    """The health of a checkpoint saved at the end, and which one to go back to."""
-    health = report.checkpoint
-    if health is None:
-        return ""
-    if health.healthy:
-        return "<p>A checkpoint saved after the last step is healthy.</p>\n"
-    last = health.last_healthy_step
-    back = "none was healthy" if last is None else f"the last healthy step was {last:,}"
-    reasons = "; ".join(health.reasons)
-    return f"<p>A checkpoint saved after the last step is <b>not healthy</b> ({text(reasons)}); {back}.</p>\n"
-
-
 def fired_rules(rules: Sequence[RuleState]) -> str:
     """Rules that fired, with how often."""
     return (

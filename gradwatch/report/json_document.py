@@ -48,7 +48,9 @@ def document(report: RunReport) -> dict[str, Any]:
         "rules": [_rule(one) for one in report.rules],
         "actions": [line.to_dict(report.steps) for line in report.actions],
         "cost": _cost(report.cost),
-        "checkpoint": None if report.checkpoint is None else asdict(report.checkpoint),
+        "checkpoint": None
+        if report.checkpoint is None
+        else {**asdict(report.checkpoint), "step": report.checkpoint_step},
     }
 
 

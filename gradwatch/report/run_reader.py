@@ -9,7 +9,7 @@ from pathlib import Path
 
 from gradwatch.account import Account
 from gradwatch.account.account_line import PREFIX, lines
-from gradwatch.checkpoint import read_tag
+from gradwatch.checkpoint import read_tag, read_tag_step
 from gradwatch.errors import GradwatchError
 from gradwatch.incidents.incident import Incident
 from gradwatch.journal import (
@@ -30,9 +30,9 @@ from gradwatch.records.run_info import RunInfo
 from gradwatch.records.snapshot import Sites
 from gradwatch.report.explained import explained
 from gradwatch.report.fired_rules import OtherRank, fired_rules
-from gradwatch.report.firing_periods import FiringPeriods
+from gradwatch.report.firing_periods import FiringEnd, FiringPeriods, firing_end
 from gradwatch.report.rule_states import rule_states
-from gradwatch.report.run_report import Cost, RunReport
+from gradwatch.report.run_report import Cost, RuleState, RunReport
 from gradwatch.report.track import Track, span
 from gradwatch.report.track_collector import TrackCollector, tracks
 from gradwatch.report.verdict import RunFacts, verdict
@@ -157,12 +157,23 @@ class RunCollector:
         fired = fired_rules(self.audit, self._others, {rule.id: rule.severity for rule in known})
         rules = rule_states(known, fired, account if account and account.counted else None)
         left_out = sum(one.left_out for one in self._incidents)
+        weights, weights_after = checkpoint(where)
+        facts = RunFacts(
+            found,
+            rules,
+            account,
+            bool(self.audit.damage),
+            self._unwritten,
+            self._end(rules),
+            weights,
+            weights_after,
+        )
         return RunReport(
             folder=str(where),
             rank=rank,
             ranks=ranks,
             run=self._run,
-            verdict=verdict(RunFacts(found, rules, account, bool(self.audit.damage), self._unwritten)),
+            verdict=verdict(facts),
             accounts=tuple(
                 line.removeprefix(PREFIX) for one in accounts[-MOST_ACCOUNTS:] for line in lines(one)
             ),
@@ -175,13 +186,22 @@ class RunCollector:
             actions=tuple(self.audit.sorted()),
             steps=self.audit.steps,
             cost=cost(account, found),
-            checkpoint=checkpoint(where),
+            checkpoint=weights,
+            checkpoint_step=weights_after,
         )
 
     @property
     def _unwritten(self) -> bool:
         """True if steps or transitions of rules are in no journal: what they were is not known."""
         return bool(self._lost.queue or self._lost.scalars or self._lost.events)
+
+    def _end(self, rules: Sequence[RuleState]) -> FiringEnd | None:
+        """The end of the worst rule, by the journals of the rank on which it fired."""
+        if not rules or rules[0].state != "fired":
+            return None
+        worst = rules[0]
+        journals = self._periods if worst.rank is None else self._others[worst.rank].periods
+        return firing_end(worst.rule, journals)
 
     def _best(self) -> list[Incident]:
         """One incident of each name: of the rank that knows most, the first of equals."""
@@ -229,9 +249,10 @@ def cost(account: Account | None, found: Sequence[Track]) -> Cost | None:
     )
 
 
-def checkpoint(where: Path) -> CheckpointHealth | None:
-    """The health of a checkpoint saved at the last step; None where no tag says so."""
+def checkpoint(where: Path) -> tuple[CheckpointHealth | None, int | None]:
+    """The health of the weights, and the step after which they have it; None where no tag says so."""
+    folder = where if where.is_dir() else where.parent
     try:
-        return read_tag(where if where.is_dir() else where.parent)
+        return read_tag(folder), read_tag_step(folder)
     except (OSError, ValueError):
-        return None
+        return None, None

@@ -77,7 +77,7 @@ class RunReport:
 
     `accounts` are the lines of the last launches; `notes` what is missing or damaged; `actions` what rules did;
     `incidents_left_out` counts those beyond the first; `periods` are those in which rules were firing; `checkpoint` is
-    the health of a checkpoint saved at the last step, by the tags in the folder.
+    the health of the weights after `checkpoint_step`, by the tags in the folder.
     """
 
     folder: str
@@ -96,6 +96,7 @@ class RunReport:
     steps: int = 0
     cost: Cost | None = None
     checkpoint: CheckpointHealth | None = None
+    checkpoint_step: int | None = None
 
     @property
     def name(self) -> str:

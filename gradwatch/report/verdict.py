@@ -6,15 +6,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from gradwatch.account import Account, gaps
+from gradwatch.records.record import CheckpointHealth
+from gradwatch.report.firing_periods import FiringEnd
 from gradwatch.report.run_report import RuleState, RunVerdict, State
 from gradwatch.report.track import Track
 from gradwatch.runtime.printable import one_line
 
 LONGEST_CAUSE = 200
+LONGEST_REASONS = 300
 _HEAD: dict[State, str] = {
     "healthy": "Healthy",
     "warning": "Look at this",
-    "critical": "Not healthy",
+    "critical": "Went wrong",
     "broken off": "Broken off",
     "running": "So far",
     "nothing": "Nothing to see",
@@ -26,7 +29,8 @@ class RunFacts:
     """Everything that the sentence is made of.
 
     `account` None: not even who recorded is known. `damaged`: part of a journal cannot be read; `unwritten`: steps or
-    events of rules never came to be in it. Either keeps a run from being called healthy.
+    events of rules never came to be in it. Either keeps a run from being called healthy, as do weights that are not.
+    `end` is that of the worst rule. `weights` are those after `weights_after`; None: nothing is known of them.
     """
 
     tracks: Sequence[Track]
@@ -34,6 +38,9 @@ class RunFacts:
     account: Account | None
     damaged: bool = False
     unwritten: bool = False
+    end: FiringEnd | None = None
+    weights: CheckpointHealth | None = None
+    weights_after: int | None = None
 
     @property
     def fired(self) -> list[RuleState]:
@@ -55,7 +62,8 @@ def _state(run: RunFacts) -> State:
         return "running" if account is not None and account.running else "nothing"
     if account is not None and account.running:
         return "running"
-    if fired or run.damaged or run.unwritten or account is None:
+    unfit = run.weights is not None and not run.weights.healthy
+    if fired or unfit or run.damaged or run.unwritten or account is None:
         return "warning"
     if account.unended:
         return "broken off"
@@ -67,7 +75,7 @@ def _parts(run: RunFacts) -> Iterator[str]:
     if not run.tracks:
         yield "no step was recorded"
     if run.fired:
-        yield _fired(run.fired)
+        yield from _fired(run)
         yield from _done(run.tracks, steps)
     elif run.tracks:
         yield f"no rule fired in {_many(steps, 'recorded step')}"
@@ -78,21 +86,40 @@ def _parts(run: RunFacts) -> Iterator[str]:
         yield "part of the journal could not be written (see below)"
     if run.tracks and account is not None and not account.unended and gaps(account):
         yield "not everything was watched (see below)"
-    yield from _end(account)
+    yield f"{_ended(account)}{_weights(run)}"
+    if run.weights is not None and not run.weights.healthy:
+        last = run.weights.last_healthy_step
+        yield "no step before was healthy" if last is None else f"the last healthy step was {last:,}"
 
 
-def _fired(fired: Sequence[RuleState]) -> str:
-    """The first of the most severe rules, with its cause, and how many others there are."""
-    worst = fired[0]
+def _fired(run: RunFacts) -> Iterator[str]:
+    """The first of the most severe rules, with its cause and its end, and how many others there are."""
+    worst, *others = run.fired
     assert worst.fired is not None
     severity = f" ({worst.severity})" if worst.severity else ""
     on = "" if worst.rank is None else f" on rank {worst.rank}"
+    times, step = _many(worst.fired.times, "time"), f"at step {worst.fired.first_step:,}"
     cause = f" ({one_line(worst.fired.cause, LONGEST_CAUSE)})" if worst.fired.cause else ""
-    others = f", and {_many(len(fired) - 1, 'other rule')}" if len(fired) > 1 else ""
     if worst.fired.first_step < 0:
-        times = _many(worst.fired.times, "time")
-        return f"rule {worst.rule}{severity} fired{on} {times}, which the journal does not hold{others}"
-    return f"rule {worst.rule}{severity} fired{on} at step {worst.fired.first_step:,}{cause}{others}"
+        when = f"{on} {times}, which the journal does not hold"
+    elif worst.fired.times == 1:
+        when = f"{on} {step}{cause}{_over(run)}"
+    else:
+        when = f"{on} {times}, first {step}{cause},{_over(run)}".removesuffix(",")
+    yield f"rule {worst.rule}{severity} fired{when}"
+    if others:
+        yield f"{_many(len(others), 'other rule')} fired"
+
+
+def _over(run: RunFacts) -> str:
+    if run.end is None or run.damaged or run.unwritten:  # the end may be what is missing
+        return ""
+    if run.end.step is not None:
+        return f" and was over at step {run.end.step:,}"
+    if not run.end.last:
+        return " and was still firing when its process ended"
+    running = run.account is not None and run.account.running
+    return " and is still firing" if running else " and was still firing at the end"
 
 
 def _done(tracks: Sequence[Track], steps: int) -> Iterator[str]:
@@ -105,16 +132,26 @@ def _done(tracks: Sequence[Track], steps: int) -> Iterator[str]:
         yield f"gradwatch {' and '.join(done)} of {_many(steps, 'recorded step')}"
 
 
-def _end(account: Account | None) -> Iterator[str]:
+def _ended(account: Account | None) -> str:
     if account is None:
-        yield "how it ended is not known"
-    elif account.running:
-        yield "the training goes on"
-    elif account.unended:
-        yield "the process was killed, or ended without an account"
-    else:
-        endings = {"stopped": "the training was stopped", "failed": "the training ended with an exception"}
-        yield endings.get(account.ended, "the training finished")
+        return "how it ended is not known"
+    if account.running:
+        return "the training goes on"
+    if account.unended:
+        return "the process was killed, or ended without an account"
+    endings = {"stopped": "the training was stopped", "failed": "the training ended with an exception"}
+    return endings.get(account.ended, "the training finished")
+
+
+def _weights(run: RunFacts) -> str:
+    """The health of the weights; nothing where it is not known."""
+    if run.weights is None:
+        return ""
+    after = "" if run.weights_after is None else f" after step {run.weights_after:,}"
+    if run.weights.healthy:
+        return f", and its weights{after} are healthy"
+    reasons = one_line("; ".join(run.weights.reasons), LONGEST_REASONS)
+    return f", and its weights{after} are not healthy" + (f" ({reasons})" if reasons else "")
 
 
 def _many(count: int, noun: str) -> str:

@@ -27,7 +27,7 @@ def test_the_newest_run_and_the_verdict(runs: Path, capsys: pytest.CaptureFixtur
     """Without a name it is the last run; stdout has the sentence and where the page is; no colours in a pipe."""
     assert main(["report", "--dir", str(runs)]) == 0
     sentence, place = capsys.readouterr().out.splitlines()
-    assert sentence.startswith("Not healthy: rule non-finite (critical) fired at step 40")
+    assert sentence.startswith("Went wrong: rule non-finite (critical) fired at step 40")
     assert place.startswith(str(runs / "newer" / "report.html"))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gradwatch.report import firing_periods
-from gradwatch.report.firing_periods import FiringPeriods, Period
+from gradwatch.report.firing_periods import FiringEnd, FiringPeriods, Period, firing_end
 from tests.support.sink_records import make_event
 
 
@@ -28,6 +28,18 @@ def test_from_firing_to_resolved() -> None:
         Period("non-finite", "critical", 1, 5),
         Period("non-finite", "critical", 0, 9),
     )
+
+
+def test_the_end_of_a_rule() -> None:
+    """That of the last process in which it fired; of several optimizers, one that goes on counts."""
+    first, second = FiringPeriods(), FiringPeriods()
+    first.take([make_event("firing", step=3), make_event("firing", step=3, optimizer=1)])
+    first.take([make_event("resolved", step=7)])
+    assert firing_end("non-finite", [first]) == FiringEnd(None, True)
+    assert firing_end("non-finite", [first, second]) == FiringEnd(None, False)
+    second.take([make_event("firing", step=9), make_event("resolved", step=12)])
+    assert firing_end("non-finite", [first, second]) == FiringEnd(12, True)
+    assert firing_end("other", [first, second]) is None
 
 
 def test_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

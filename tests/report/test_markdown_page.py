@@ -16,7 +16,7 @@ def test_a_broken_run(tmp_path: Path) -> None:
     )
     text = markdown_page.page([read_run(run)])
     assert text.startswith(
-        "# run-1\n\n**Not healthy: rule non-finite (critical) fired at step 40 (the backward of sqrt"
+        "# run-1\n\n**Went wrong: rule non-finite (critical) fired at step 40 (the backward of sqrt"
     )
     for line in (
         "| 0–5 | ",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import platform
 from pathlib import Path
@@ -9,11 +10,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from gradwatch.checkpoint import write_tag
 from gradwatch.errors import GradwatchError
 from gradwatch.journal import JournalReader, LostEntry, NormsEntry, RunEntry, SitesEntry, StepsEntry
 from gradwatch.journal.columnar_steps import step_row
+from gradwatch.records.record import CheckpointHealth
 from gradwatch.records.run_info import RunInfo
-from gradwatch.report import html_page, load, markdown_page, read_run, run_reader
+from gradwatch.report import html_page, json_document, load, markdown_page, read_run, run_reader
 from gradwatch.report.run_reader import RunCollector
 from gradwatch.runtime.process_identity import alive
 from tests.report.runs import SITES, broken, events, finished, recorded, steps
@@ -168,6 +171,23 @@ def test_pending_is_no_incident(tmp_path: Path) -> None:
     """A rule whose condition did not last never fired."""
     records = [make_record(SITES, 1.0, step=0, events=(make_event("pending"),)), *steps(5)[1:]]
     assert read_run(recorded(tmp_path, records)).incidents == ()
+
+
+def test_the_weights_of_the_tag_are_in_the_sentence_of_every_form(tmp_path: Path) -> None:
+    """Where the rule was over, and how the weights are after the step that the tag names: once, in each form."""
+    records = broken()
+    records[41] = make_record(SITES, 1.0, step=41, events=(make_event("resolved", step=41),))
+    run = recorded(tmp_path, records, account=finished(60, fired={"non-finite": 1}))
+    write_tag(run, 0, 59, CheckpointHealth(True, 59))
+    report = read_run(run)
+    said = "the training finished, and its weights after step 59 are healthy."
+    assert " and was over at step 41; gradwatch skipped 1 " in report.verdict.sentence
+    assert report.verdict.sentence.endswith(said)
+    for form in (html_page.page([report]), markdown_page.page([report]), json_document.text([report])):
+        assert form.count(said) == 1
+        assert "checkpoint saved after" not in form
+    (found,) = json.loads(json_document.text([report]))["runs"]
+    assert found["checkpoint"]["step"] == 59
 
 
 def test_a_rule_of_the_account_alone_has_fired(tmp_path: Path) -> None:

@@ -7,6 +7,8 @@ import pytest
 
 from gradwatch.account import Account, Taken, Watched
 from gradwatch.journal.audit import Fired
+from gradwatch.records.record import CheckpointHealth
+from gradwatch.report.firing_periods import FiringEnd
 from gradwatch.report.run_report import RuleState
 from gradwatch.report.track import COUNTS, Axis, Parameters, Track
 from gradwatch.report.verdict import RunFacts, verdict
@@ -20,8 +22,9 @@ def track(skipped: int = 0, clipped: int = 0) -> Track:
     return Track(0, 0, 9, 0, 8, Axis((0,), 16), {}, counts, Parameters())
 
 
-def fired(severity: str, rule: str = "nan", cause: str = "") -> RuleState:
-    return RuleState(rule, "fired", severity=severity, fired=Fired(rule, severity, 2, 1234, 2000, [], cause))
+def fired(severity: str, rule: str = "nan", cause: str = "", times: int = 2) -> RuleState:
+    found = Fired(rule, severity, times, 1234, 2000, [], cause)
+    return RuleState(rule, "fired", severity=severity, fired=found)
 
 
 @pytest.mark.parametrize(
@@ -39,15 +42,15 @@ def fired(severity: str, rule: str = "nan", cause: str = "") -> RuleState:
             [fired("critical", cause="the backward of sqrt"), fired("info", "other")],
             ALL_SEEN,
             False,
-            "Not healthy: rule nan (critical) fired at step 1,234 (the backward of sqrt), and 1 other rule; "
-            "gradwatch skipped 1 and clipped 2 of 9 recorded steps; the training finished.",
+            "Went wrong: rule nan (critical) fired 2 times, first at step 1,234 (the backward of sqrt); "
+            "1 other rule fired; gradwatch skipped 1 and clipped 2 of 9 recorded steps; the training finished.",
         ),
         (
             [track()],
             [fired("warning")],
             ALL_SEEN,
             False,
-            "Look at this: rule nan (warning) fired at step 1,234; the training finished.",
+            "Look at this: rule nan (warning) fired 2 times, first at step 1,234; the training finished.",
         ),
         (
             [track()],
@@ -95,6 +98,64 @@ def test_sentences(
 ) -> None:
     """The worst comes first; only a run of which all is known is healthy."""
     assert verdict(RunFacts(tracks, rules, account, damaged)).sentence == said
+
+
+BAD = CheckpointHealth(False, 39, ("rule nan is firing", "a gradient was not finite at step 59"))
+
+
+@pytest.mark.parametrize(
+    ("times", "end", "weights", "said"),
+    [
+        (
+            1,
+            FiringEnd(1241, True),
+            CheckpointHealth(True, 59),
+            "Went wrong: rule nan (critical) fired at step 1,234 (sqrt) and was over at step 1,241; "
+            "the training finished, and its weights after step 59 are healthy.",
+        ),
+        (
+            1,
+            FiringEnd(None, True),
+            BAD,
+            "Went wrong: rule nan (critical) fired at step 1,234 (sqrt) and was still firing at the end; the training "
+            "finished, and its weights after step 59 are not healthy (rule nan is firing; a gradient was not finite at "
+            "step 59); the last healthy step was 39.",
+        ),
+        (
+            3,
+            FiringEnd(1300, True),
+            CheckpointHealth(False),
+            "Went wrong: rule nan (critical) fired 3 times, first at step 1,234 (sqrt), and was over at step 1,300; "
+            "the training finished, and its weights after step 59 are not healthy; no step before was healthy.",
+        ),
+        (
+            1,
+            FiringEnd(None, False),
+            None,
+            "Went wrong: rule nan (critical) fired at step 1,234 (sqrt) and was still firing when its process ended; "
+            "the training finished.",
+        ),
+    ],
+    ids=["over", "firing", "often", "an earlier process"],
+)
+def test_the_end_of_the_worst_rule_and_the_weights(
+    times: int, end: FiringEnd, weights: CheckpointHealth | None, said: str
+) -> None:
+    """One sentence for both, in which only weights are called healthy or not."""
+    rule = fired("critical", cause="sqrt", times=times)
+    facts = RunFacts([track()], [rule], ALL_SEEN, end=end, weights=weights, weights_after=59)
+    assert verdict(facts).sentence == said
+
+
+def test_weights_that_are_not_healthy_keep_a_run_from_it() -> None:
+    """Though no rule fired; and an end that may be among what is missing is not told."""
+    found = verdict(RunFacts([track()], [], ALL_SEEN, weights=BAD, weights_after=59))
+    assert (found.state, found.sentence[:31]) == ("warning", "Look at this: no rule fired in ")
+    rule, end = fired("critical"), FiringEnd(None, True)
+    for missing in ({"damaged": True}, {"unwritten": True}):
+        assert "firing at" not in verdict(RunFacts([track()], [rule], ALL_SEEN, end=end, **missing)).sentence
+    running = Account(running=1)
+    assert "and is still firing;" in verdict(RunFacts([track()], [rule], running, end=end)).sentence
 
 
 def test_a_cause_is_one_printable_line() -> None:
