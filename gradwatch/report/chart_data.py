@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.incidents.incident import Incident
+from gradwatch.report.explained import Explained
 from gradwatch.report.run_report import RunReport
 from gradwatch.report.track import Axis, Curve, Grid, Parameters, Track, span
 from gradwatch.runtime.printable import one_line, printable
@@ -35,21 +35,23 @@ def _run(report: RunReport) -> dict[str, Any]:
     health = report.checkpoint
     return {
         "name": printable(report.name),
-        "incidents": [_incident(one.incident) for one in report.incidents],
+        "incidents": [_incident(one) for one in report.incidents],
         "periods": [
-            [printable(one.rule), one.severity, one.optimizer, one.first, one.last] for one in report.periods
+            [printable(one.rule), one.severity, one.optimizer, one.first, one.last, one.process]
+            for one in report.periods
         ],
         "last_healthy": None if health is None or health.healthy else health.last_healthy_step,
         "tracks": [_track(one) for one in report.tracks],
     }
 
 
-def _incident(incident: Incident) -> dict[str, Any]:
-    event = incident.event
+def _incident(one: Explained) -> dict[str, Any]:
+    incident, event = one.incident, one.incident.event
     return {
         "name": printable(incident.name),
         "step": incident.step if event is None else event.step,
         "optimizer": incident.optimizer,
+        "process": one.process,
         "rule": "" if event is None else printable(event.rule),
         "severity": "" if event is None else event.severity,
         "title": one_line(incident.title, LONGEST_TITLE),
@@ -60,6 +62,7 @@ def _track(track: Track) -> dict[str, Any]:
     return {
         "title": track.title,
         "optimizer": track.optimizer,
+        "process": track.attempt,
         "axis": _axis(track.axis),
         "last": track.last_step,
         "curves": {name: _curve(curve) for name, curve in track.curves.items()},

@@ -13,12 +13,16 @@ from gradwatch.incidents.incident import Incident
 
 @dataclass(frozen=True, slots=True)
 class Explained:
-    """An incident as on its page; `bundle` is None where none was kept, `obstacle` why it cannot be run again."""
+    """An incident as on its page; `bundle` is None where none was kept, `obstacle` why it cannot be run again.
+
+    `process` counts those that recorded as its rank.
+    """
 
     incident: Incident
     bundle: Path | None = None
     obstacle: str = ""
     missing: tuple[str, ...] = ()
+    process: int = 0
 
     @property
     def found(self) -> bool:
@@ -26,7 +30,7 @@ class Explained:
         return self.incident.finding is not None and self.incident.finding.found
 
 
-def explained(where: Path, incident: Incident) -> Explained:
+def explained(where: Path, incident: Incident, process: int = 0) -> Explained:
     """The incident with its bundle, if there is one: that of the rank with the cause, else any."""
     from gradwatch.incidents.bundle.bundle_folders import bundles_of
     from gradwatch.incidents.bundle.bundle_reader import BundleError, read_document
@@ -34,12 +38,12 @@ def explained(where: Path, incident: Incident) -> Explained:
     kept = bundles_of(where if where.is_dir() else where.parent, incident.name)
     kept.sort(key=lambda path: f"-rank{incident.rank}" not in path.name)
     if not kept:
-        return Explained(incident)
+        return Explained(incident, process=process)
     try:
         shown = read_document(kept[0])
     except BundleError as error:
-        return Explained(incident, kept[0], f"it cannot be read: {error}")
-    return Explained(incident, kept[0], shown.obstacle, tuple(map(str, shown.left_out)))
+        return Explained(incident, kept[0], f"it cannot be read: {error}", process=process)
+    return Explained(incident, kept[0], shown.obstacle, tuple(map(str, shown.left_out)), process)
 
 
 def document(one: Explained) -> dict[str, Any]:
@@ -51,6 +55,7 @@ def document(one: Explained) -> dict[str, Any]:
         **finding,
         **shown,
         "incident": one.incident.name,
+        "process": one.process,
         "bundle": None if one.bundle is None else str(one.bundle),
         "obstacle": one.obstacle,
         "reproduce": incident_page.reproduce(str(one.bundle)) if runs else None,

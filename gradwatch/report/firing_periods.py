@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from gradwatch.records.event import Event
 
@@ -13,13 +13,17 @@ MOST = 2000
 
 @dataclass(frozen=True, slots=True)
 class Period:
-    """A rule of one optimizer was firing from step `first` to step `last`, at which it resolved; None = to the end."""
+    """A rule of one optimizer was firing from step `first` to step `last`, at which it resolved; None = to the end.
+
+    `process` counts those that recorded as this rank; the end is that of this one.
+    """
 
     rule: str
     severity: str
     optimizer: int
     first: int
     last: int | None = None
+    process: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,9 +38,10 @@ class FiringEnd:
 
 
 class FiringPeriods:
-    """Collects the periods of one journal; at most `MOST`."""
+    """Collects the periods of one journal, that of `process`; at most `MOST`."""
 
-    def __init__(self) -> None:
+    def __init__(self, process: int = 0) -> None:
+        self._process = process
         self._open: dict[tuple[int, str], Period] = {}
         self._closed: list[Period] = []
         self._resolved: dict[str, int] = {}
@@ -46,14 +51,14 @@ class FiringPeriods:
         for event in events:
             key = event.optimizer, event.rule
             if event.kind == "firing" and key not in self._open:
-                self._open[key] = Period(event.rule, event.severity, event.optimizer, event.step)
+                self._open[key] = Period(
+                    event.rule, event.severity, event.optimizer, event.step, process=self._process
+                )
             elif event.kind == "resolved" and key in self._open:
                 began = self._open.pop(key)
                 self._resolved[event.rule] = event.step
                 if len(self._closed) < MOST:
-                    self._closed.append(
-                        Period(began.rule, began.severity, began.optimizer, began.first, event.step)
-                    )
+                    self._closed.append(replace(began, last=event.step))
 
     def end(self, rule: str, last: bool) -> FiringEnd | None:
         """The end of the last period of a rule, of any optimizer; None where there is none."""

@@ -89,7 +89,7 @@ class RunCollector:
         self.audit = Audit()
         self._others: dict[int, OtherRank] = {}
         self._tracks: list[TrackCollector] = []
-        self._incidents: list[IncidentCollector] = []
+        self._incidents: list[tuple[int, IncidentCollector]] = []  # with the process
         self._periods: list[FiringPeriods] = []
         self._run: RunInfo | None = None
         self._lost = LostEntry()
@@ -97,8 +97,8 @@ class RunCollector:
     def taking(self, journal: JournalReader) -> Callable[[Entry], None]:
         """A function that takes in the entries of a journal of the rank that is shown."""
         found = IncidentCollector(journal.rank, all_fired=True, most=MOST_INCIDENTS)
-        self._incidents.append(found)
-        periods = FiringPeriods()
+        self._incidents.append((journal.attempt, found))
+        periods = FiringPeriods(journal.attempt)
         self._periods.append(periods)
         seen: set[int] = set()
         by_optimizer: dict[int, TrackCollector] = {}
@@ -143,7 +143,7 @@ class RunCollector:
                 yield entry
 
         self._others.setdefault(journal.rank, OtherRank()).take(entries())
-        self._incidents.append(found)
+        self._incidents.append((journal.attempt, found))
         self.audit.take_findings(one.finding for one in found.incidents() if one.finding is not None)
         self.audit.damage += [one for one in journal.damage if journal.complete or one.reason != "torn"]
         self.audit.take_findings(one.finding for one in found.incidents() if one.finding is not None)
@@ -156,7 +156,7 @@ class RunCollector:
         known = self._run.rules if self._run else ()
         fired = fired_rules(self.audit, self._others, {rule.id: rule.severity for rule in known})
         rules = rule_states(known, fired, account if account and account.counted else None)
-        left_out = sum(one.left_out for one in self._incidents)
+        left_out = sum(one.left_out for _, one in self._incidents)
         weights, weights_after = checkpoint(where)
         facts = RunFacts(
             found,
@@ -179,7 +179,7 @@ class RunCollector:
             ),
             notes=tuple(self._notes(found)),
             tracks=found[:MOST_TRACKS],
-            incidents=tuple(explained(where, one) for one in self._best()),
+            incidents=tuple(explained(where, one, process) for process, one in self._best()),
             incidents_left_out=left_out,
             periods=tuple(period for one in self._periods for period in one.periods()),
             rules=rules,
@@ -203,14 +203,16 @@ class RunCollector:
         journals = self._periods if worst.rank is None else self._others[worst.rank].periods
         return firing_end(worst.rule, journals)
 
-    def _best(self) -> list[Incident]:
-        """One incident of each name: of the rank that knows most, the first of equals."""
-        best: dict[str, Incident] = {}
-        for incident in (one for collected in self._incidents for one in collected.incidents()):
-            held = best.get(incident.name)
-            if held is None or better(incident.finding, held.finding):
-                best[incident.name] = incident
-        return sorted(best.values(), key=lambda one: one.step)[:MOST_INCIDENTS]
+    def _best(self) -> list[tuple[int, Incident]]:
+        """One incident of each name in each process: of the rank that knows most, the first of equals."""
+        best: dict[tuple[int, str], Incident] = {}
+        for process, collected in self._incidents:
+            for incident in collected.incidents():
+                held = best.get((process, incident.name))
+                if held is None or better(incident.finding, held.finding):
+                    best[process, incident.name] = incident
+        found = [(process, incident) for (process, _), incident in best.items()]
+        return sorted(found, key=lambda one: one[1].step)[:MOST_INCIDENTS]
 
     def _notes(self, found: Sequence[Track]) -> Iterator[str]:
         """Sentences on what is missing from the journal, and so from the report."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Iterator
 from importlib.resources import files
@@ -151,6 +152,32 @@ def test_other_runs(browser: Chromium, report: RunReport, tmp_path: Path) -> Non
     browser.theme(True)
     assert browser.value("getComputedStyle(document.body).backgroundColor") == "rgb(13, 17, 23)"
     assert (browser.complaints, browser.requests) == ([], [])
+
+
+def test_each_process_has_its_own_incidents(browser: Chromium, tmp_path: Path) -> None:
+    """One was killed while a rule fired, the next is healthy: no incident and no firing on the charts of that one."""
+    run = recorded(tmp_path / "first", broken(), closed=False)
+    for journal in recorded(tmp_path / "second", steps(80), account=finished(80)).glob("*.gwj"):
+        journal.rename(run / journal.name.replace("attempt0", "attempt1"))
+    found = read_run(run)
+    shown(browser, tmp_path, found)
+    drawn = {}
+    for at in range(2):
+        button = f"document.querySelectorAll('.tracks button')[{at}]"
+        browser.value(f"{button}.click()")
+        jumps = "[...document.querySelectorAll('.jumps button')].map(one => one.textContent)"
+        drawn[browser.value(f"{button}.textContent")] = (
+            browser.value(jumps),
+            browser.value("document.querySelectorAll('.timeline .uplot').length"),
+        )
+    assert drawn == {
+        "optimizer 0": (["first", "non-finite at 40", "last"], 3),  # the third has the lanes
+        "optimizer 0, process 1": (["first", "last"], 2),
+    }
+    (document,) = json.loads(json_document.text([found]))["runs"]
+    assert [(one["rule"], one["process"], one["last"]) for one in document["firing"]] == [
+        ("non-finite", 0, None)
+    ]
 
 
 @pytest.mark.parametrize("first", [0, 2**61])

@@ -241,6 +241,19 @@ def test_what_was_not_written_is_never_healthy(lost: LostEntry) -> None:
         assert report.notes
 
 
+def test_an_incident_of_each_process(tmp_path: Path) -> None:
+    """One that was started again meets the same NaN at the same step: two incidents, though their name is one."""
+    run = recorded(tmp_path, broken(), closed=False)
+    (journal,) = recorded(tmp_path / "again", broken(), account=finished(60)).glob("*.gwj")
+    journal.rename(run / "rank0-attempt1.gwj")
+    report = read_run(run)
+    assert [(one.incident.name, one.process) for one in report.incidents] == [
+        ("incident-1", 0),
+        ("incident-1", 1),
+    ]
+    assert [(one.first, one.last, one.process) for one in report.periods] == [(40, None, 0), (40, None, 1)]
+
+
 def beside(run: Path, other: Path) -> None:
     """Move the journals of another rank to those of a run."""
     for journal in other.glob("*.gwj"):

@@ -2,6 +2,7 @@
 // The norm of each parameter from input to output, at a chosen step, beside what it was over the whole run.
 gw.flow = (place, track, incidents, grids) => {
   const parameters = track.parameters, names = gw.rowNames(parameters), grid = grids.norm, axis = grid.axis;
+  const own = gw.incidentsOf(track, incidents);
   const recorded = [];
   for (let at = 0; at < axis.count; at++) if (grid.shown[at] === at) recorded.push(at);
   const slider = gw.element("input", {type: "range", min: 0, max: recorded.length - 1, value: recorded.length - 1, ariaLabel: "step"});
@@ -57,14 +58,14 @@ gw.flow = (place, track, incidents, grids) => {
   };
   jump("first", 0);
   const seen = new Set();
-  for (const one of incidents.filter(each => each.optimizer === track.optimizer)) {
+  for (const one of own) {
     const label = `${one.rule || one.name} at ${one.step.toLocaleString("en")}`;
     if (seen.size < 6 && !seen.has(one.step)) jump(label, nearest(bucket(one.step)));
     seen.add(one.step);
   }
   jump("last", recorded.length - 1);
   slider.addEventListener("input", () => show(Number(slider.value)));
-  show(incidents.length ? nearest(bucket(incidents[0].step)) : recorded.length - 1);
+  show(own.length ? nearest(bucket(own[0].step)) : recorded.length - 1);
   return at => show(nearest(at));
 };
 
@@ -103,7 +104,7 @@ gw.ratios = (section, track, incidents, grids, zoom) => {
   const place = section.querySelector("div"), colour = gw.colour("loss"), points = {show: starts.length < 60, size: 4};
   place.append(gw.element("p", {className: "key"},
     "Norm of the update ÷ norm of the weights, where rules had it measured, of each parameter as last measured. About 1e-3 is usual; weights near zero have more."));
-  const own = incidents.filter(one => one.optimizer === track.optimizer);
+  const own = gw.incidentsOf(track, incidents);
   const line = (label, width) => ({label, stroke: colour, width, points, value: (u, value) => gw.shown(value)});
   gw.chart(place, {
     height: 220, bands: [{series: [1, 3], fill: colour + "28"}],

@@ -2,8 +2,12 @@
 // Total norm and loss over the steps, with what happened as lines, and what was done in lanes below.
 gw.SEVERITIES = {critical: "critical", warning: "warning", info: "info", good: "good"};
 
+// A step number may be that of several processes: each has its own incidents.
+gw.incidentsOf = (track, incidents) =>
+  incidents.filter(one => one.optimizer === track.optimizer && one.process === track.process);
+
 gw.timeline = (place, track, run, zoom) => {
-  const own = run.incidents.filter(one => one.optimizer === track.optimizer);
+  const own = gw.incidentsOf(track, run.incidents);
   const healthy = run.last_healthy === null ? [] : [{step: run.last_healthy, severity: "good"}];
   const marks = {drawAxes: [u => gw.incidentLines(u, own.concat(healthy))]};
   const steps = gw.starts(track.axis);
@@ -14,7 +18,7 @@ gw.timeline = (place, track, run, zoom) => {
     const curve = track.curves[name];
     if (curve && (name === "loss" || gw.varies(curve))) gw.oneCurve(place, curve, label, steps, marks, zoom);
   }
-  gw.lanes(place, track, run.periods.filter(one => one[2] === track.optimizer), zoom);
+  gw.lanes(place, track, run.periods.filter(one => one[2] === track.optimizer && one[5] === track.process), zoom);
   legend.append("Drag over a stretch of steps to zoom, double-click for all of them. ",
     track.axis.width > 1 ? `One point is ${track.axis.width.toLocaleString("en")} steps: smallest and largest of them. ` : "",
     "Dashed lines are incidents, crosses at the top values that are NaN or Inf.",
