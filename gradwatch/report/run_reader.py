@@ -66,7 +66,9 @@ def read_run(
     except OSError as error:
         raise GradwatchError(str(error)) from None
     ranks = sorted({one.rank for one in journals})
-    chosen = [one for one in journals if one.rank == rank or not where.is_dir()]
+    if not where.is_dir():  # a journal that is named itself says of which rank it is
+        rank = journals[0].rank
+    chosen = [one for one in journals if one.rank == rank]
     if not chosen:
         raise GradwatchError(f"no journal of rank {rank} in {where}; there are: {', '.join(map(str, ranks))}")
     collector = RunCollector()

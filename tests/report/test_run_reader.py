@@ -16,7 +16,7 @@ from gradwatch.journal import JournalReader, LostEntry, NormsEntry, RunEntry, Si
 from gradwatch.journal.columnar_steps import step_row
 from gradwatch.records.record import CheckpointHealth
 from gradwatch.records.run_info import RunInfo
-from gradwatch.report import html_page, json_document, load, markdown_page, read_run, run_reader
+from gradwatch.report import chart_data, html_page, json_document, load, markdown_page, read_run, run_reader
 from gradwatch.report.run_reader import RunCollector
 from gradwatch.runtime.process_identity import alive
 from tests.report.runs import SITES, broken, events, finished, recorded, steps
@@ -277,6 +277,15 @@ def test_a_rank_that_is_not_there(tmp_path: Path) -> None:
         load(recorded(tmp_path, steps(2)), rank=3)
     with pytest.raises(GradwatchError, match="no journal in"):
         load(tmp_path / "run-1" / "..")
+
+
+def test_a_file_is_of_its_own_rank(tmp_path: Path) -> None:
+    """A journal that is named itself is shown as the rank that wrote it, whatever rank was asked for."""
+    run = recorded(tmp_path, steps(5), rank=3, world_size=8)
+    (journal,) = run.glob("*.gwj")
+    for rank in (0, 5):
+        report = read_run(journal, rank)
+        assert (report.rank, chart_data.facts(report)["rank"]) == (3, "3 of 8")
 
 
 def test_a_file_that_is_no_journal() -> None:
