@@ -33,7 +33,8 @@ class IncidentCollector:
     """Collects the incidents of one journal, entry by entry, in one pass.
 
     That called `name`, or all whose cause was looked for; with `all_fired` also those of which it was not, `most` in
-    all: `left_out` counts the others. Memory is bounded by `most`, where it is given.
+    all, the first ones, but a critical one takes the place of the oldest that is not: `left_out` are the others. Memory
+    is bounded by `most`, where it is given, but for a number for each of these.
     """
 
     def __init__(
@@ -50,9 +51,9 @@ class IncidentCollector:
         self._recent: dict[int, deque[StepRow]] = {}  # events may be written before and after their steps
 
     @property
-    def left_out(self) -> int:
-        """Incidents beyond the `most` that are kept."""
-        return len(self._left_out)
+    def left_out(self) -> frozenset[int]:
+        """The hashes of the names of incidents beyond the `most` that are kept."""
+        return frozenset(self._left_out)
 
     def take(self, entry: Entry) -> None:
         """Add one entry."""
@@ -101,13 +102,24 @@ class IncidentCollector:
             return  # it may never fire, and would take the place of one that does
         if not name or self._name not in (None, name) or (known is not None and known.kind != "pending"):
             return
-        if known is None and self._is_full(name):
+        if known is None and self._is_full(name) and not (event.severity == "critical" and self._made_room()):
             if event.kind == "firing":
                 self._left_out.add(hash(name))
             return
+        self._left_out.discard(hash(name))
         self._events[name], self._times[name] = event, wall_time
         if self._name is not None or self._all_fired:
             self._want(event.optimizer, event.step)
+
+    def _made_room(self) -> bool:
+        """True if the oldest incident that is not critical could be dropped."""
+        oldest = next((name for name, event in self._events.items() if event.severity != "critical"), None)
+        if oldest is None:
+            return False
+        del self._events[oldest], self._times[oldest]
+        self._findings.pop(oldest, None)
+        self._left_out.add(hash(oldest))
+        return True
 
     def _take_finding(self, finding: Finding) -> None:
         name = finding.incident

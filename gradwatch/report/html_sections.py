@@ -90,7 +90,11 @@ def duration(seconds: float) -> str:
 def incidents(report: RunReport) -> str:
     """A section for each incident, the first few of them open."""
     if not report.incidents:
-        return "<p>No rule fired.</p>\n" if not report.fired else "<p>None of them is in the journal.</p>\n"
+        return (
+            "<p>No rule fired.</p>\n"
+            if not report.fired
+            else f"<p>None of them is in the journal of rank {report.rank}.</p>\n"
+        )
     return "".join(_incidents(report))
 
 

@@ -158,7 +158,7 @@ class RunCollector:
         known = self._run.rules if self._run else ()
         fired = fired_rules(self.audit, self._others, {rule.id: rule.severity for rule in known})
         rules = rule_states(known, fired, account if account and account.counted else None)
-        left_out = sum(one.left_out for _, one in self._incidents)
+        shown, left_out = self._shown_incidents()
         weights, weights_after = checkpoint(where)
         facts = RunFacts(
             found,
@@ -181,7 +181,7 @@ class RunCollector:
             ),
             notes=tuple(self._notes(found)),
             tracks=found[:MOST_TRACKS],
-            incidents=tuple(explained(where, one, process) for process, one in self._best()),
+            incidents=tuple(explained(where, one, process) for process, one in shown),
             incidents_left_out=left_out,
             periods=tuple(period for one in self._periods for period in one.periods()),
             rules=rules,
@@ -205,6 +205,15 @@ class RunCollector:
         journals = self._periods if worst.rank is None else self._others[worst.rank].periods
         return firing_end(worst.rule, journals)
 
+    def _shown_incidents(self) -> tuple[list[tuple[int, Incident]], int]:
+        """The critical ones and the first of the others, in the order they began, and how many there are besides."""
+        best = self._best()
+        first = sorted(best, key=lambda one: not critical(one[1]))[:MOST_INCIDENTS]
+        shown = sorted(first, key=lambda one: one[1].step)
+        known = {(process, one) for process, collected in self._incidents for one in collected.left_out}
+        known |= {(process, hash(one.name)) for process, one in best}
+        return shown, len(known - {(process, hash(one.name)) for process, one in shown})
+
     def _best(self) -> list[tuple[int, Incident]]:
         """One incident of each name in each process: of the rank that knows most, the first of equals."""
         best: dict[tuple[int, str], Incident] = {}
@@ -214,7 +223,7 @@ class RunCollector:
                 if held is None or better(incident.finding, held.finding):
                     best[process, incident.name] = incident
         found = [(process, incident) for (process, _), incident in best.items()]
-        return sorted(found, key=lambda one: one[1].step)[:MOST_INCIDENTS]
+        return sorted(found, key=lambda one: one[1].step)
 
     def _notes(self, found: Sequence[Track]) -> Iterator[str]:
         """Sentences on what is missing from the journal, and so from the report."""
@@ -236,6 +245,11 @@ class RunCollector:
                 )
         if len(found) > MOST_TRACKS:
             yield f"{len(found) - MOST_TRACKS} more optimizers or processes are not drawn"
+
+
+def critical(incident: Incident) -> bool:
+    """True if a critical rule fired."""
+    return incident.event is not None and incident.event.severity == "critical"
 
 
 def cost(account: Account | None, found: Sequence[Track]) -> Cost | None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from gradwatch.journal import EventsEntry, StepsEntry
 from gradwatch.journal.columnar_steps import step_row
 from gradwatch.journal.incidents import IncidentCollector
@@ -32,8 +34,25 @@ def test_pending_takes_no_place() -> None:
     """Of so many incidents at most, those that never fired are none."""
     found = IncidentCollector(0, all_fired=True, most=1)
     pending = make_event("pending", "exploding", 1)
-    other = Event(**{**{each: getattr(pending, each) for each in pending.__slots__}, "incident": "never"})
+    other = dataclasses.replace(pending, incident="never")
     for number, event in enumerate((other, make_event(step=5), make_event(step=6))):
         found.take(entry(number, event))
     assert [one.name for one in found.incidents()] == ["incident-1"]
-    assert found.left_out == 0
+    assert not found.left_out
+
+
+def test_a_critical_incident_takes_the_place_of_the_oldest_that_is_not() -> None:
+    """Those that had to go are counted with those that never had a place; critical ones stay."""
+    found = IncidentCollector(0, all_fired=True, most=3)
+    severities = ["warning", "critical", "info", "warning", "critical", "critical", "critical"]
+    for step, severity in enumerate(severities):
+        found.take(entry(step, named(f"i-{step}", step, severity)))
+        found.take(rows(step, step + 1))
+    kept = list(found.incidents())
+    assert [one.name for one in kept] == ["i-1", "i-4", "i-5"]
+    assert len(found.left_out) == 4
+    assert [one.step for one in kept[1].around] == [0, 1, 2, 3, 4, 5, 6]
+
+
+def named(name: str, step: int, severity: str) -> Event:
+    return dataclasses.replace(make_event(step=step, severity=severity), incident=name)

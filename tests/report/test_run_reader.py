@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import platform
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -165,6 +166,20 @@ def test_many_incidents(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     report = read_run(recorded(tmp_path, records))
     assert [one.incident.name for one in report.incidents] == [f"i-{step}" for step in range(5)]
     assert report.incidents_left_out == 7
+
+
+def test_the_incident_of_the_verdict_is_on_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """After more warnings than are shown comes a critical one; what two ranks leave out is counted once."""
+    monkeypatch.setattr(run_reader, "MOST_INCIDENTS", 5)
+    many = [replace(one, severity="warning", rule="exploding") for one in events(9)]
+    many.append(make_event(step=9))
+    records = [make_record(SITES, 1.0, step=one.step, events=(one,)) for one in many]
+    run = recorded(tmp_path, records, world_size=2)
+    beside(run, recorded(tmp_path / "other", broken(), rank=1, world_size=2))
+    beside(run, recorded(tmp_path / "third", records, rank=2, world_size=3))
+    report = read_run(run)
+    assert [one.incident.name for one in report.incidents] == ["i-1", "i-2", "i-3", "i-4", "incident-1"]
+    assert report.incidents_left_out == 5
 
 
 def test_pending_is_no_incident(tmp_path: Path) -> None:
