@@ -126,7 +126,7 @@ def not_read(audit: Audit) -> Iterable[str]:
 
 def fired(audit: Audit) -> Iterable[str]:
     """The rules that fired, with the cause where one was found."""
-    from gradwatch.runtime.printable import one_line
+    from gradwatch.runtime.printable import one_line, printable
 
     found = audit.fired()
     if not found:
@@ -135,8 +135,8 @@ def fired(audit: Audit) -> Iterable[str]:
     header = ("fired", "severity", "times", "first", "last", "cause")
     rows = [
         (
-            one.rule,
-            one.severity,
+            printable(one.rule),
+            printable(one.severity),
             f"{one.times:,}",
             str(one.first_step),
             str(one.last_step),

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from gradwatch.cli.run_argument import add_directory, default_directory, newest
 from gradwatch.cli.terminal import Counter, paint
 from gradwatch.errors import GradwatchError
+from gradwatch.runtime.printable import one_line, printable
 
 if TYPE_CHECKING:
     from gradwatch.report import RunReport
@@ -24,6 +25,7 @@ RUN is a run's folder or one of its journal files; without one, the newest run o
 side. The page is written into the folder of the (first) run, or to --output; Markdown and JSON go to stdout."""
 FORMATS = ("html", "md", "json")
 STDOUT = "-"
+LONGEST_PATH = 4096
 _COLOURS = {"healthy": "green", "critical": "red"}
 
 
@@ -73,8 +75,9 @@ def handle(arguments: argparse.Namespace) -> int:
     save(output.path, content)
     for one in reports:
         sentence = paint(one.verdict.sentence, _COLOURS.get(one.verdict.state, "yellow"))
-        print(f"{one.name}: {sentence}" if len(reports) > 1 else sentence)
-    print(f"{output.path} ({size(len(content))}; open it in a browser, it needs no network)")
+        print(f"{printable(one.name)}: {sentence}" if len(reports) > 1 else sentence)
+    path = one_line(str(output.path), LONGEST_PATH)
+    print(f"{path} ({size(len(content))}; open it in a browser, it needs no network)")
     return 0
 
 

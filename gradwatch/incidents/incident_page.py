@@ -143,9 +143,11 @@ def _off(norm: float, level: float) -> float:
 
 
 def markdown(lines: Iterable[str]) -> str:
-    """The page as a file: every line printable, and no HTML from elsewhere outside what is quoted as code."""
+    """The page as a file: every line printable, and no HTML, image or link from elsewhere outside code."""
     return "".join(f"{_harmless(one_line(line, LONGEST_LINE))}\n" for line in lines)
 
 
 def _harmless(line: str) -> str:
-    return line if line.startswith("    ") else line.replace("<", "&lt;")
+    if line.startswith("    "):
+        return line
+    return line.replace("<", "&lt;").replace("![", "!&#91;").replace("](", "]&#40;")

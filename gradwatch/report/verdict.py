@@ -10,10 +10,11 @@ from gradwatch.records.record import CheckpointHealth
 from gradwatch.report.firing_periods import FiringEnd
 from gradwatch.report.run_report import RuleState, RunVerdict, State
 from gradwatch.report.track import Track
-from gradwatch.runtime.printable import one_line
+from gradwatch.runtime.printable import one_line, printable
 
 LONGEST_CAUSE = 200
 LONGEST_REASONS = 300
+LONGEST_SENTENCE = 1500
 _HEAD: dict[State, str] = {
     "healthy": "Healthy",
     "warning": "Look at this",
@@ -51,7 +52,7 @@ class RunFacts:
 def verdict(run: RunFacts) -> RunVerdict:
     """The state of the run and its sentence."""
     state = _state(run)
-    return RunVerdict(state, f"{_HEAD[state]}: {'; '.join(_parts(run))}.")
+    return RunVerdict(state, one_line(f"{_HEAD[state]}: {'; '.join(_parts(run))}.", LONGEST_SENTENCE))
 
 
 def _state(run: RunFacts) -> State:
@@ -96,7 +97,7 @@ def _fired(run: RunFacts) -> Iterator[str]:
     """The first of the most severe rules, with its cause and its end, and how many others there are."""
     worst, *others = run.fired
     assert worst.fired is not None
-    severity = f" ({worst.severity})" if worst.severity else ""
+    severity = f" ({printable(worst.severity)})" if worst.severity else ""
     on = "" if worst.rank is None else f" on rank {worst.rank}"
     times, step = _many(worst.fired.times, "time"), f"at step {worst.fired.first_step:,}"
     cause = f" ({one_line(worst.fired.cause, LONGEST_CAUSE)})" if worst.fired.cause else ""
@@ -106,7 +107,7 @@ def _fired(run: RunFacts) -> Iterator[str]:
         when = f"{on} {step}{cause}{_over(run)}"
     else:
         when = f"{on} {times}, first {step}{cause},{_over(run)}".removesuffix(",")
-    yield f"rule {worst.rule}{severity} fired{when}"
+    yield f"rule {printable(worst.rule)}{severity} fired{when}"
     if others:
         yield f"{_many(len(others), 'other rule')} fired"
 

@@ -10,6 +10,7 @@ import pytest
 
 from gradwatch.cli import main
 from tests.report.runs import broken, finished, recorded, steps
+from tests.support.sink_records import make_event, make_record, make_sites
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +68,22 @@ def test_two_runs(runs: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["report", *both, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)["runs"]
     assert [one["steps"] for one in found] == [60, 8]
+
+
+def test_no_name_reaches_the_terminal_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither a rule's id, nor a run's, nor that of its folder can send an escape sequence."""
+    for folder in ("one", "two"):
+        event = make_event(rule="\x1b[31mr\n", severity="critical")
+        records = [make_record(make_sites(2), events=(event,))]
+        recorded(tmp_path / folder, records, run_id="\x1b[32mrun").rename(tmp_path / f"{folder}\x1b[33m")
+    runs = [str(tmp_path / f"{folder}\x1b[33m") for folder in ("one", "two")]
+    for words in (runs, runs[:1], [*runs, "--format", "md"]):
+        assert main(["report", *words]) == 0
+        said = capsys.readouterr().out
+        assert "\\x1b[31mr\\x0a" in said
+        assert all(line.isprintable() for line in said.splitlines())
+    assert main(["audit", runs[0]]) == 0
+    assert "\\x1b[31mr\\x0a" in capsys.readouterr().out
 
 
 def test_what_cannot_be(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

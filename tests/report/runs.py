@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ def recorded(
     **run: Any,
 ) -> Path:
     """The folder of a run of these Records, as a process that has ended left it; not `closed`, one that was killed."""
-    info = make_run(root, **{"pid": 2**22 - 1, "host": "another", **run})
+    run_id = run.pop("run_id", "run-1")
+    info = replace(make_run(root, **{"pid": 2**22 - 1, "host": "another", **run}), run_id=run_id)
     Path(info.directory).mkdir(parents=True)
     failures: list[BaseException] = []
     recorder = Recorder(

@@ -31,12 +31,17 @@ def test_a_broken_run(tmp_path: Path) -> None:
     assert "| `layers.3.weight` | " in text
 
 
+IMAGE = "![a](http://127.0.0.1:9/x.png)"
+
+
 def test_names_make_no_html_and_no_column(tmp_path: Path) -> None:
-    """A name with a bar or with markup stays inside its cell."""
-    sites = make_sites(names=[HOSTILE, "b", "c"])
-    text = markdown_page.page([read_run(recorded(tmp_path, broken(sites=sites, name=HOSTILE)))])
-    assert "<" not in "".join(
-        line for line in text.splitlines() if not line.startswith("    ")
-    )  # but in code
+    """A name with a bar or with markup stays inside its cell; none is an image, which a wiki would fetch, or a link."""
+    sites = make_sites(names=[IMAGE, HOSTILE, "b", "c"])
+    text = markdown_page.page(
+        [read_run(recorded(tmp_path, broken(sites=sites, name=f"{HOSTILE}{IMAGE}"), run_id=IMAGE))]
+    )
+    outside_code = "".join(line for line in text.splitlines() if not line.startswith("    "))
+    for mark in ("<", "![", "]("):
+        assert mark not in outside_code
     rows = [line for line in text.splitlines() if line.startswith("| `")]
     assert {row.count("|") for row in rows} == {7}

@@ -161,6 +161,8 @@ def test_weights_that_are_not_healthy_keep_a_run_from_it() -> None:
 def test_a_cause_is_one_printable_line() -> None:
     """Whatever a module or a file is called."""
     rules = [fired("critical", cause="a\n\x1b[31mb" + "c" * 500)]
-    sentence = verdict(RunFacts([track()], rules, ALL_SEEN)).sentence
-    assert sentence.isprintable()
-    assert len(sentence) < 400
+    rules += [fired("\x1b[31mcritical", "r\n" * 5000)]
+    for order in (rules, rules[::-1]):
+        sentence = verdict(RunFacts([track()], order, ALL_SEEN)).sentence
+        assert sentence.isprintable()
+        assert len(sentence) < 600
