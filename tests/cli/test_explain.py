@@ -68,7 +68,7 @@ def test_every_incident_as_json(runs: Path, capsys: pytest.CaptureFixture[str]) 
 
     found = json.loads(capsys.readouterr().out, parse_constant=refuse)["findings"]
     assert [one["incident"] for one in found] == ["non-finite-0-2", "non-finite-0-29"]
-    assert {one["remedy"]["id"] for one in found} == {"sqrt-at-zero"}
+    assert {one["suggestion"]["id"] for one in found} == {"sqrt-at-zero"}
     assert found[0]["where"].endswith("models.py:" + found[0]["where"].rsplit(":", 1)[1])
 
 
