@@ -111,6 +111,11 @@ def present_step(optimizer: object) -> int:
     return _last.get(thread, 0)
 
 
+def steps_under_way() -> int:
+    """Number of threads that are in a step now, or whose last one was ended by an exception."""
+    return sum(map(bool, list(open_steps.values())))
+
+
 def ended_by_exceptions(under_way: int = 0) -> None:
     """Count calls of `step` on this thread as ended by an exception, but for so many that are under way."""
     _raised(open_steps.get(threading.get_ident(), []), under_way)

@@ -344,7 +344,7 @@ def test_an_optimizer_without_hooks_is_not_taken_for_rejected() -> None:
 
 
 FAULTS: dict[str, tuple[Any, str, str]] = {
-    "unscaled": (captured.OptimizerCapture, "unscaled", "precision"),
+    "unscaled": (captured.OptimizerCapture, "remove_scale", "precision"),
     "start_copy": (optimizer_step, "start_copy", "precision"),
     "rejected": (optimizer_step.Boundary, "_at_rejected", "boundary"),
     "abandoned": (grad_scaler, "_unscaled_only", "precision"),

