@@ -14,6 +14,7 @@ from gradwatch.runtime.printable import one_line, printable
 
 LONGEST_CAUSE = 200
 LONGEST_REASONS = 300
+MOST_REASONS = 2  # of weights that are not healthy; the health tag has all
 LONGEST_SENTENCE = 1500
 _HEAD: dict[State, str] = {
     "healthy": "Healthy",
@@ -151,7 +152,9 @@ def _weights(run: RunFacts) -> str:
     after = "" if run.weights_after is None else f" after step {run.weights_after:,}"
     if run.weights.healthy:
         return f", and its weights{after} are healthy"
-    reasons = one_line("; ".join(run.weights.reasons), LONGEST_REASONS)
+    found = run.weights.reasons
+    more = f"; and {_many(len(found) - MOST_REASONS, 'other reason')}" if len(found) > MOST_REASONS else ""
+    reasons = one_line("; ".join(found[:MOST_REASONS]), LONGEST_REASONS) + more
     return f", and its weights{after} are not healthy" + (f" ({reasons})" if reasons else "")
 
 

@@ -158,6 +158,13 @@ def test_weights_that_are_not_healthy_keep_a_run_from_it() -> None:
     assert "and is still firing;" in verdict(RunFacts([track()], [rule], running, end=end)).sentence
 
 
+def test_of_many_reasons_the_first_are_in_the_sentence() -> None:
+    """And how many others there are."""
+    weights = CheckpointHealth(False, 39, ("a", "b", "c", "d"))
+    sentence = verdict(RunFacts([track()], [], ALL_SEEN, weights=weights, weights_after=59)).sentence
+    assert "are not healthy (a; b; and 2 other reasons)" in sentence
+
+
 def test_a_cause_is_one_printable_line() -> None:
     """Whatever a module or a file is called."""
     rules = [fired("critical", cause="a\n\x1b[31mb" + "c" * 500)]
