@@ -13,7 +13,7 @@ from gradwatch.account.unwatched_reasons import gaps, recorded, unended
 PREFIX = "gradwatch: "
 NO_TORCH = (
     f"{PREFIX}no training seen: this process imported no torch, and none that it started recorded a step "
-    "(Pythons that a script starts with -I, -E or -S are not seen)"
+    "(Pythons that a script starts with -I, -E or -S, and a `gradwatch run` of its own, are not seen here)"
 )
 """The line of a launched process that did not train, and left it to others if anything was trained."""
 MOST_NAMED = 4

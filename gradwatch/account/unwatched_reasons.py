@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from gradwatch.account.account import Account
+from gradwatch.runtime.printable import plural
 
 MADE_ANEW = "tensors that are made anew for every backward cannot be distinguished from inputs"
 MOST_NAMES = 4
@@ -25,11 +26,11 @@ def _gaps(account: Account) -> Iterator[str]:
     if account.unended and account.counted:  # else the line itself is about them
         yield f"{unended(account)}, {recorded(account)}"
     if seen.without_histogram and "histograms:gradients" not in account.no_data:
-        steps = _many(seen.without_histogram, "step")
+        steps = plural(seen.without_histogram, "step")
         yield f"{steps} gave no histogram of gradients: the loss scale is no power of two"
     yield from _never_judged(account)
     if seen.unjudged:
-        yield f"{_many(seen.unjudged, 'watched step')} could not be judged ({_why_unjudged(account)})"
+        yield f"{plural(seen.unjudged, 'watched step')} could not be judged ({_why_unjudged(account)})"
 
 
 def _never_judged(account: Account) -> Iterator[str]:
@@ -50,15 +51,15 @@ def _steps(account: Account) -> Iterator[str]:
     missed = taken.steps - seen.steps
     if missed > 0:
         why = "; ".join((*account.reasons, *_raised(account))) or _guess(account)
-        yield f"{missed:,} of {_many(taken.steps, 'optimizer step')} not watched: {why}"
+        yield f"{missed:,} of {plural(taken.steps, 'optimizer step')} not watched: {why}"
     elif seen.steps > taken.steps + taken.nested:
-        yield f"{_many(seen.steps, 'step')} watched, but only {taken.steps:,} counted in this process"
+        yield f"{plural(seen.steps, 'step')} watched, but only {taken.steps:,} counted in this process"
     elif taken.raised > (account.ended in ("stopped", "failed")):  # perhaps by what ended the training
-        steps = _many(taken.raised, "watched step")
+        steps = plural(taken.raised, "watched step")
         yield f"whether the weights moved in {steps} that an exception, or os._exit, ended"
     if taken.rejected > seen.rejected:
         lost = taken.rejected - seen.rejected
-        yield f"{lost:,} of {_many(taken.rejected, 'step')} rejected by a GradScaler not watched"
+        yield f"{lost:,} of {plural(taken.rejected, 'step')} rejected by a GradScaler not watched"
 
 
 def _why_unjudged(account: Account) -> str:
@@ -66,13 +67,13 @@ def _why_unjudged(account: Account) -> str:
     own = "internal errors, see the journal"
     if not account.taken.raised:
         return own
-    return f"{_many(account.taken.raised, 'step')} ended by an exception of the script's; or {own}"
+    return f"{plural(account.taken.raised, 'step')} ended by an exception of the script's; or {own}"
 
 
 def _raised(account: Account) -> Iterator[str]:
     """Steps that an exception ended, as one in a closure does before there is anything to read."""
     if account.taken.raised:
-        yield f"{_many(account.taken.raised, 'step')} ended by an exception, or os._exit"
+        yield f"{plural(account.taken.raised, 'step')} ended by an exception, or os._exit"
     if 0 < account.taken.raised < account.taken.steps - account.watched.steps and not account.reasons:
         yield _guess(account)
 
@@ -91,26 +92,28 @@ def _without_steps(account: Account) -> Iterator[str]:
     no_step = not (taken.steps or taken.rejected)
     if no_step and taken.backwards:
         observed = (
-            f"; {_many(seen.unowned, 'window')} of gradients observed, never acted on" if seen.unowned else ""
+            f"; {plural(seen.unowned, 'window')} of gradients observed, never acted on"
+            if seen.unowned
+            else ""
         )
-        backwards = _many(taken.backwards, "backward")
+        backwards = plural(taken.backwards, "backward")
         yield f"{backwards} and no step of a torch optimizer seen: {_hidden(account)}{observed}"
     elif no_step and taken.grad_calls:
         yield (
-            f"gradients came from {_many(taken.grad_calls, 'call')} of torch.autograd.grad or torch.func, "
+            f"gradients came from {plural(taken.grad_calls, 'call')} of torch.autograd.grad or torch.func, "
             "which fill no .grad: there was nothing to watch"
         )
     elif seen.unowned:
-        yield f"{_many(seen.unowned, 'window')} of gradients belong to no torch optimizer: observed, never acted on"
+        yield f"{plural(seen.unowned, 'window')} of gradients belong to no torch optimizer: observed, never acted on"
     if seen.replaced:
-        yield f"{_many(seen.replaced, 'window')} of gradients without an optimizer not watched: {REPLACED}"
+        yield f"{plural(seen.replaced, 'window')} of gradients without an optimizer not watched: {REPLACED}"
     lost = taken.backwards - seen.backwards
     # Backwards of steps that were not watched are in another gap; without any watched one there is nothing to compare.
     if seen.backwards and lost > max(0, taken.steps - seen.steps):
-        backwards = _many(taken.backwards, "backward")
+        backwards = plural(taken.backwards, "backward")
         yield f"{lost:,} of {backwards} reached no parameter that is watched, or did not get that far"
     if not no_step and seen.cleared:
-        yield f"gradients were cleared {_many(seen.cleared, 'time')} with no optimizer step seen since they were made"
+        yield f"gradients were cleared {plural(seen.cleared, 'time')} with no optimizer step seen since they were made"
 
 
 def _hidden(account: Account) -> str:
@@ -136,8 +139,4 @@ def unended(account: Account, that: str = "") -> str:
 
 def recorded(account: Account) -> str:
     """The number of steps in the journals of these processes."""
-    return f"at least {_many(account.recorded, 'step')} recorded" if account.recorded else "no step recorded"
-
-
-def _many(count: int, what: str) -> str:
-    return f"{count:,} {what}{'' if count == 1 else 's'}"
+    return f"at least {plural(account.recorded, 'step')} recorded" if account.recorded else "no step recorded"

@@ -17,7 +17,7 @@ _SWITCHES = ("reduce_grads", "all_reduce_grads")  # of torch's own classes, whic
 
 
 class UnreducedBackwards:
-    """Counts the backwards that begin while FSDP2 is told not to reduce, and after which no hook has been called.
+    """Counts the backwards that begin while FSDP2 is set not to reduce, and after which no hook has been called.
 
     Backwards of other models in that time, which FSDP2 has nothing to do with, are counted with them.
     """

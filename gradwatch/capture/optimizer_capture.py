@@ -359,10 +359,7 @@ class OptimizerCapture(ArrivedGradients):
     def release(self) -> None:
         """Release the parameters of an optimizer that is gone; index and step are kept for a successor."""
         super().release()
-        self._norms = self._after = self._last = self.kept = None
-        self._storages = []
-        self.arrivals.release()
-        self.loop_events.uncleared.release()
+        self._after = self._last = None
 
     # -- inside ------------------------------------------------------------------------------------------
 

@@ -117,8 +117,3 @@ class Counter:
         if self._shown is not None:
             self._shown.stop()
         self._began = self._shown = None
-
-
-def plural(count: int, noun: str) -> str:
-    """`1 rule`, `2 rules`."""
-    return f"{count} {noun}{'' if count == 1 else 's'}"

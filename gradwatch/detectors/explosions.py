@@ -24,7 +24,7 @@ from gradwatch.detectors.detector import (
     advance_one,
     register_detector,
 )
-from gradwatch.detectors.thresholds import Positive
+from gradwatch.detectors.thresholds import OverThreshold, Positive
 from gradwatch.records.columns import CONFIRMED_JUMP, CONFIRMED_NORM
 from gradwatch.records.snapshot import BoolArray, FloatArray
 
@@ -41,7 +41,7 @@ class ScaleState(NamedTuple):
 
 @register_detector
 @dataclass(frozen=True, slots=True)
-class Exploded(Detector):
+class Exploded(OverThreshold):
     """total_norm > threshold x the smallest |loss| so far, 1 at least and 10 at most: a rail at the scale of the loss.
 
     A norm is as many times larger as its loss is, where that is a sum over the batch or its targets are large. A loss
@@ -57,24 +57,10 @@ class Exploded(Detector):
     threshold: Positive = 1e3
     clear_below: Positive | None = None
 
-    def __post_init__(self) -> None:
-        if self.clear_below is not None and self.clear_below > self.threshold:
-            raise ValueError("clear_below must not exceed threshold")
-
     @property
     def columns(self) -> tuple[str, ...]:
         """The total norm, and the loss where it is known."""
         return (self.of, LOSS)
-
-    @property
-    def fires_at(self) -> float:
-        """`threshold`."""
-        return self.threshold
-
-    @property
-    def clears_at(self) -> float:
-        """`clear_below`, or the threshold."""
-        return self.threshold if self.clear_below is None else self.clear_below
 
     def baseline_key(self) -> tuple[Any, ...]:
         """Key of the scale, which does not depend on the threshold."""

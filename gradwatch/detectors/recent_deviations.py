@@ -71,13 +71,14 @@ class _Sizes(NamedTuple):
 class AboveRecentDeviation(Exceeding):
     """abs(x - m) > above x the largest of the last `window` samples, each from the level m at its time.
 
-    m is an exponential mean, and x the sample, or with `smooth` its mean over that half-life. Where a value scatters,
-    ten times a small one may be less than twice the largest, but is far off; and a value may be negative: what rises is
-    judged, and below 0 what falls as well, unless it is smoothed. A value that falls and stays positive is not. A
-    distance counts as a tenth of the level at least. The window ends `lag` samples before this one (0: at the one
-    before), is kept in tenths, and holds up to a tenth more. A sample of exactly 0 is neither judged nor learned. A
-    distance is learned up to `above` times the largest, and no sample moves the smoothed value by more than half of
-    that. Default: four times the largest of 100, judged from the 50th sample on.
+    m is an exponential mean, and x the sample, or with `smooth` its mean over that half-life. Where a value
+    scatters, ten times a small one may be less than twice the largest, but is far off; and a value may be negative:
+    what rises is judged, and below 0 what falls as well, unless it is smoothed. A value that falls and stays
+    positive is not. A distance counts as a tenth of the level at least; a series without any, a constant, is not
+    judged. The window ends `lag` samples before this one (0: at the one before), is kept in tenths, and holds up to
+    a tenth more. A sample of exactly 0 is neither judged nor learned. A distance is learned up to `above` times the
+    largest, and no sample moves the smoothed value by more than half of that. Default: four times the largest of
+    100, judged from the 50th sample on.
     """
 
     __pydantic_config__: ClassVar = STRICT

@@ -34,18 +34,13 @@ Fraction = Annotated[float, Limits(gt=0, le=1)]
 Dimensions = Annotated[int, Limits(ge=0)]
 
 
-@register_detector
-@dataclass(frozen=True, slots=True)
-class Above(Detector):
-    """value > threshold. A rail; use `spike` for a bound that adapts to the run."""
+class OverThreshold(Detector):
+    """Base of the kinds that fire where the score exceeds `threshold`, and clear below `clear_below` (default: it)."""
 
-    __pydantic_config__: ClassVar = STRICT
-    kind: ClassVar[str] = "above"
-    invertible: ClassVar[bool] = True
+    __slots__ = ()
 
-    threshold: Finite
-    of: Column | ObservedColumn = "norm"
-    clear_below: Finite | None = None
+    threshold: float
+    clear_below: float | None
 
     def __post_init__(self) -> None:
         if self.clear_below is not None and self.clear_below > self.threshold:
@@ -60,6 +55,20 @@ class Above(Detector):
     def clears_at(self) -> float:
         """`clear_below`, or the threshold."""
         return self.threshold if self.clear_below is None else self.clear_below
+
+
+@register_detector
+@dataclass(frozen=True, slots=True)
+class Above(OverThreshold):
+    """value > threshold. A rail; use `spike` for a bound that adapts to the run."""
+
+    __pydantic_config__: ClassVar = STRICT
+    kind: ClassVar[str] = "above"
+    invertible: ClassVar[bool] = True
+
+    threshold: Finite
+    of: Column | ObservedColumn = "norm"
+    clear_below: Finite | None = None
 
     def in_words(self, score: float) -> str:
         """The side of the threshold; NaN, which scores infinity, is on neither."""

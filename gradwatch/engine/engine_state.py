@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from gradwatch.detectors import State
-from gradwatch.engine.firing import IDLE, NEVER, Track, awake
+from gradwatch.engine.firing import IDLE, NEVER, FiringState, awake
 from gradwatch.engine.rule_plan import Plan
 from gradwatch.engine.series import Series
 from gradwatch.engine.turns import InTurn, OverdueSeries
@@ -50,7 +50,7 @@ class EngineState:
 
     plan: Plan
     baselines: tuple[State, ...]
-    tracks: tuple[Track, ...]
+    tracks: tuple[FiringState, ...]
     consecutive: tuple[int, ...]
     lr: float | None = None
     ordinary: Verdict | None = None
@@ -163,7 +163,7 @@ def _rows(segment: Series, state: State, part: slice) -> dict[str, Any]:
     return {"names": list(segment.names), "fields": fields}
 
 
-def _track_rows(series: Series, track: Track, consecutive: int) -> dict[str, Any]:
+def _track_rows(series: Series, track: FiringState, consecutive: int) -> dict[str, Any]:
     return {
         "names": [] if track.idle else list(series.names),
         "streak": track.streak.tolist(),
@@ -217,7 +217,7 @@ def _fill(state: State, segment: Series, part: slice, rows: Mapping[str, Any]) -
             target[..., here] = values[..., there]
 
 
-def _track(series: Series, rows: Mapping[str, Any] | None) -> Track:
+def _track(series: Series, rows: Mapping[str, Any] | None) -> FiringState:
     if rows is None:
         return IDLE
     acted = tuple(map(int, rows.get("acted", ())))  # earlier versions had no ladders

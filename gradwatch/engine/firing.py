@@ -15,7 +15,7 @@ from gradwatch.records.snapshot import BoolArray
 NEVER = -1
 
 
-class Track(NamedTuple):
+class FiringState(NamedTuple):
     """State of a rule over time. The arrays are empty while it is idle (nothing pending, nothing firing).
 
     `streak[K]` breaching samples in a row (int32, counted up to `for`); `firing[K]`; `quiet_since[K]` the
@@ -34,23 +34,23 @@ class Track(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """The Track after a sample, and the series that changed: `fired[K]`, `resolved[K]`."""
+    """The FiringState after a sample, and the series that changed: `fired[K]`, `resolved[K]`."""
 
-    track: Track
+    track: FiringState
     fired: BoolArray
     resolved: BoolArray
 
 
-IDLE = Track(np.zeros(0, np.int32), np.zeros(0, np.bool_), np.zeros(0, np.int64))
+IDLE = FiringState(np.zeros(0, np.int32), np.zeros(0, np.bool_), np.zeros(0, np.int64))
 """A rule that has never breached."""
 
 
-def at_rest(track: Track) -> Track:
-    """The idle Track that remembers the last incident of `track`, and when it acted."""
+def at_rest(track: FiringState) -> FiringState:
+    """The idle FiringState that remembers the last incident of `track`, and when it acted."""
     return IDLE._replace(incident=track.incident, resolved_at=track.resolved_at, acted=track.acted)
 
 
-def awake(track: Track, size: int) -> Track:
+def awake(track: FiringState, size: int) -> FiringState:
     """`track` with its K arrays in place."""
     if not track.idle:
         return track
@@ -62,7 +62,7 @@ def awake(track: Track, size: int) -> Track:
     )
 
 
-def unchanged_by(track: Track, breach: BoolArray, judged: BoolArray, for_: int) -> bool:
+def unchanged_by(track: FiringState, breach: BoolArray, judged: BoolArray, for_: int) -> bool:
     """True if this sample moves nothing: of what it judges, what fires breaches on and nothing else does.
 
     A series that was not judged stays as it is.
@@ -74,7 +74,13 @@ def unchanged_by(track: Track, breach: BoolArray, judged: BoolArray, for_: int) 
 
 
 def move(
-    track: Track, breach: BoolArray, clear: BoolArray, judged: BoolArray, step: int, for_: int, keep: int
+    track: FiringState,
+    breach: BoolArray,
+    clear: BoolArray,
+    judged: BoolArray,
+    step: int,
+    for_: int,
+    keep: int,
 ) -> Moved:
     """One sample of K series: count, fire, fall quiet, resolve.
 

@@ -19,7 +19,7 @@ from gradwatch.engine.baseline_bounds import BASELINE_SIGMAS, part_of
 from gradwatch.engine.conditions.bound_condition import BoundCondition
 from gradwatch.engine.conditions.evaluation import with_unsettled
 from gradwatch.engine.engine_state import EngineState, NewBaselines
-from gradwatch.engine.firing import NEVER, Moved, Track, move, unchanged_by
+from gradwatch.engine.firing import NEVER, FiringState, Moved, move, unchanged_by
 from gradwatch.engine.reporting.events import of_new_baselines
 from gradwatch.engine.reporting.transitions import report_move
 from gradwatch.engine.rule_plan import NO_BANK, Plan, RulePlan, Yardstick
@@ -269,7 +269,7 @@ class Step:
             self.due[rule.id] = self._due(one, scored, upon, moved.track)
         self.tracks[number] = report_move(self, number, track, moved, scored, self.consecutive[number])
 
-    def _due(self, one: RulePlan, scored: Scored, upon: BoolArray, track: Track) -> Due:
+    def _due(self, one: RulePlan, scored: Scored, upon: BoolArray, track: FiringState) -> Due:
         """Series that the actions of a rule are about at this step."""
         worst = int(worst_first(one.detector, scored, one.shown.depths, upon)[0])
         result, usual = None if one.bank == NO_BANK else self.banks[one.bank], None
@@ -326,7 +326,7 @@ def judges(one: RulePlan, plan: Plan, reader: Reader, before: State, sample: Sam
     return sample is not None and not np.isnan(one.detector.score(before, sample)[part]).all()
 
 
-def acted_on(one: RulePlan, scored: Scored, track: Track) -> BoolArray:
+def acted_on(one: RulePlan, scored: Scored, track: FiringState) -> BoolArray:
     """bool[K]: the series on which a rule's actions are due on this very step.
 
     Those that breach once `for` is met; a non-finite gradient at once, since by the next step it is too late.
@@ -338,7 +338,7 @@ def acted_on(one: RulePlan, scored: Scored, track: Track) -> BoolArray:
     return scored.breach & (track.firing | ~np.isfinite(scored.values))
 
 
-def under_factor(plan: Plan, tracks: Iterable[Track]) -> dict[str, BoolArray]:
+def under_factor(plan: Plan, tracks: Iterable[FiringState]) -> dict[str, BoolArray]:
     """bool[K] for each rule that rescales and was firing: its factor stands until the rule is resolved."""
     return {
         one.rule.id: track.firing
@@ -352,7 +352,7 @@ def firing_now(state: EngineState) -> dict[str, BoolArray]:
     return firing_of(state.plan, state.tracks, range(len(state.tracks)))
 
 
-def firing_of(plan: Plan, tracks: Sequence[Track], numbers: Iterable[int]) -> dict[str, BoolArray]:
+def firing_of(plan: Plan, tracks: Sequence[FiringState], numbers: Iterable[int]) -> dict[str, BoolArray]:
     """bool[S] for each of these rules that is firing."""
     firing = {}
     for number in numbers:

@@ -21,7 +21,7 @@ CURVES = (
     "step_seconds",
     "overhead_seconds",
 )
-"""Scalars that a report draws; what is NaN or Inf in a bucket is told by `Curve.bad`."""
+"""Scalars that a report draws; what is NaN or Inf in a bucket is marked in `Curve.bad`."""
 COUNTS = ("steps", "skipped", "clipped", "clipped_by_script", "rejected", "provisional")
 """Steps counted per bucket: all; skipped by a rule; clipped or rescaled by a rule; those whose gradients became smaller
 by the script's own clipping; those that a GradScaler rejected; those before the loop was known."""

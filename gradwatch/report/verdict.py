@@ -10,7 +10,7 @@ from gradwatch.records.record import CheckpointHealth
 from gradwatch.report.firing_periods import FiringEnd
 from gradwatch.report.run_report import RuleState, RunVerdict, State
 from gradwatch.report.track import Track
-from gradwatch.runtime.printable import one_line, printable
+from gradwatch.runtime.printable import one_line, plural, printable
 
 LONGEST_CAUSE = 200
 LONGEST_REASONS = 300
@@ -80,7 +80,7 @@ def _parts(run: RunFacts) -> Iterator[str]:
         yield from _fired(run)
         yield from _done(run.tracks, steps)
     elif run.tracks:
-        yield f"no rule fired in {_many(steps, 'recorded step')}"
+        yield f"no rule fired in {plural(steps, 'recorded step')}"
         yield from _done(run.tracks, steps)
     if run.damaged:
         yield "part of the journal cannot be read"
@@ -100,7 +100,7 @@ def _fired(run: RunFacts) -> Iterator[str]:
     assert worst.fired is not None
     severity = f" ({printable(worst.severity)})" if worst.severity else ""
     on = "" if worst.rank is None else f" on rank {worst.rank}"
-    times, step = _many(worst.fired.times, "time"), f"at step {worst.fired.first_step:,}"
+    times, step = plural(worst.fired.times, "time"), f"at step {worst.fired.first_step:,}"
     cause = f" ({one_line(worst.fired.cause, LONGEST_CAUSE)})" if worst.fired.cause else ""
     if worst.fired.first_step < 0:
         when = f"{on} {times}, which the journal does not hold"
@@ -110,7 +110,7 @@ def _fired(run: RunFacts) -> Iterator[str]:
         when = f"{on} {times}, first {step}{cause},{_over(run)}".removesuffix(",")
     yield f"rule {printable(worst.rule)}{severity} fired{when}"
     if others:
-        yield f"{_many(len(others), 'other rule')} fired"
+        yield f"{plural(len(others), 'other rule')} fired"
 
 
 def _over(run: RunFacts) -> str:
@@ -131,7 +131,7 @@ def _done(tracks: Sequence[Track], steps: int) -> Iterator[str]:
         if (count := sum(track.total(name) for track in tracks))
     ]
     if done:
-        yield f"gradwatch {' and '.join(done)} of {_many(steps, 'recorded step')}"
+        yield f"gradwatch {' and '.join(done)} of {plural(steps, 'recorded step')}"
 
 
 def _ended(account: Account | None) -> str:
@@ -153,10 +153,6 @@ def _weights(run: RunFacts) -> str:
     if run.weights.healthy:
         return f", and its weights{after} are healthy"
     found = run.weights.reasons
-    more = f"; and {_many(len(found) - MOST_REASONS, 'other reason')}" if len(found) > MOST_REASONS else ""
+    more = f"; and {plural(len(found) - MOST_REASONS, 'other reason')}" if len(found) > MOST_REASONS else ""
     reasons = one_line("; ".join(found[:MOST_REASONS]), LONGEST_REASONS) + more
     return f", and its weights{after} are not healthy" + (f" ({reasons})" if reasons else "")
-
-
-def _many(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"

@@ -28,6 +28,11 @@ def one_line(text: str, limit: int) -> str:
     return shown if len(shown) <= limit else f"{shown[: limit - 1]}…"
 
 
+def plural(count: int, noun: str) -> str:
+    """`1 rule`, `2 rules`, `1,024 rules`."""
+    return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
 def distinct(texts: Iterable[str]) -> list[str]:
     """`printable` of each, with `#2`, `#3`, … where two would be equal: equal labels void a whole scrape."""
     shown: list[str] = []

@@ -34,7 +34,8 @@ LogFormat = Literal["console", "json"]
 FORMATS: tuple[LogFormat, ...] = get_args(LogFormat)
 
 QUIET_SECONDS = 60.0
-"""After a line about a rule, the next one about the same rule comes no sooner than this."""
+"""After a line about a rule of an optimizer, the next one about the same comes no sooner than this."""
+MOST_OPTIMIZERS = 8  # with lines of their own: a loop may make a new one every second
 MOST_BEGUN_ANEW = 5
 """Lines a minute on baselines of one optimizer that begin anew: a loop may change its parameters at every step."""
 
@@ -86,10 +87,11 @@ class _Said:
 class LogSink:
     """Writes transitions of rules (firing, resolved, an action repeated while firing) as lines to `stream`.
 
-    Pending is not logged: it is no news until it fires. At most one line per rule and minute; what was kept
-    back is counted, and the next line, or one of its own a minute later, carries `suppressed` and the state
-    the rule is in by then. Only rank 0 writes. `format` is "console" (coloured on a terminal unless NO_COLOR
-    is set) or "json" (one object per line). `stream` None is whatever `sys.stderr` is at that moment.
+    Pending is not logged: it is no news until it fires. At most one line per rule, optimizer and minute (from the ninth
+    optimizer on they share one); what was kept back is counted, and the next line, or one of its own a minute later,
+    carries `suppressed` and the state the rule is in by then. Only rank 0 writes. `format` is "console" (coloured on a
+    terminal unless NO_COLOR is set) or "json" (one object per line). `stream` None is whatever `sys.stderr` is at that
+    moment.
 
     The logger is this sink's own: no configuration of `logging` or structlog is read or changed.
     """
@@ -107,7 +109,7 @@ class LogSink:
             raise ValueError(f"format: {format!r} is not one of {', '.join(FORMATS)}")
         self._format, self._stream = format, stream
         self._clock = clock
-        self._said: dict[str, _Said] = {}
+        self._said: dict[tuple[str, int], _Said] = {}  # by rule and optimizer
         # When a rule's cause was last logged, and how exact it was.
         self._caused: dict[str, tuple[float, int]] = {}
         self._begun_anew: dict[int, tuple[float, int]] = {}  # by optimizer: since when, and how many lines
@@ -173,14 +175,15 @@ class LogSink:
         self._next_due = math.inf
 
     def _transition(self, event: Event, done: _Done, now: float) -> None:
-        said = self._said.get(event.rule)
+        key = event.rule, min(event.optimizer, MOST_OPTIMIZERS)
+        said = self._said.get(key)
         if said is not None and now < said.at + QUIET_SECONDS:
             said.suppressed += 1
             said.latest, said.done = event, done
             self._next_due = min(self._next_due, said.at + QUIET_SECONDS)
             return
         suppressed = said.suppressed if said is not None else 0
-        self._said[event.rule] = _Said(now)
+        self._said[key] = _Said(now)
         self._log(event, done, suppressed)
 
     def _rebaselined(self, event: Event, now: float) -> None:
@@ -213,13 +216,13 @@ class LogSink:
             self._logger.warning("gradwatch cause", **dict(explanation.fields(finding)))
 
     def _sum_up(self, now: float) -> None:
-        for rule, said in list(self._said.items()):
+        for key, said in list(self._said.items()):
             if now < said.at + QUIET_SECONDS:
                 continue
             if said.latest is None:
-                del self._said[rule]
+                del self._said[key]
                 continue
-            self._said[rule] = _Said(now)
+            self._said[key] = _Said(now)
             self._log(said.latest, said.done or _Done(), said.suppressed - 1)
         due = (said.at + QUIET_SECONDS for said in self._said.values() if said.suppressed)
         self._next_due = min(due, default=math.inf)

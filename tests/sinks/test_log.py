@@ -175,10 +175,21 @@ def test_at_most_one_line_per_rule_and_minute_and_the_rest_is_counted() -> None:
 
 
 def test_rules_do_not_silence_each_other() -> None:
-    """The limit is per rule."""
+    """The limit is per rule and optimizer."""
     log = Log()
     log.write(firing(), make_event(rule="exploding"))
     assert [entry["rule"] for entry in log.entries] == ["non-finite", "exploding"]
+
+
+def test_optimizers_do_not_silence_each_other() -> None:
+    """A rule that fires of two optimizers has a line for each; of a thousand not a thousand."""
+    log = Log()
+    for optimizer in (0, 1, 0, 1):
+        log.write(firing(optimizer=optimizer))
+    assert [entry.get("optimizer", 0) for entry in log.entries] == [0, 1]
+    for optimizer in range(1000):
+        log.write(firing(optimizer=optimizer))
+    assert len(log.lines) == 9
 
 
 def test_the_last_state_is_told_a_minute_later_without_another_event() -> None:

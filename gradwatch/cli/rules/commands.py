@@ -10,8 +10,9 @@ from dataclasses import asdict, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
 from gradwatch.cli.rules import reference, unit_tests
-from gradwatch.cli.terminal import complain, framed, paint, plural, table
+from gradwatch.cli.terminal import complain, framed, paint, table
 from gradwatch.errors import GradwatchError, RuleFileError
+from gradwatch.runtime.printable import plural
 from gradwatch.runtime.spelling import did_you_mean
 
 if TYPE_CHECKING:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from gradwatch.cli.terminal import plural, table
+from gradwatch.cli.terminal import table
 from gradwatch.errors import GradwatchError
+from gradwatch.runtime.printable import plural
 
 if TYPE_CHECKING:
     from torch import nn

@@ -8,9 +8,10 @@ import sys
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from gradwatch.cli.terminal import complain, framed, paint, plural
+from gradwatch.cli.terminal import complain, framed, paint
 from gradwatch.errors import AttachError, Problem, RuleFileError
 from gradwatch.runtime.json_numbers import json_ready
+from gradwatch.runtime.printable import plural
 
 if TYPE_CHECKING:
     from gradwatch.rule_tests import Case, Outcome, RuleTests

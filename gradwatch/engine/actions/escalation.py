@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from functools import cache
 
-from gradwatch.engine.firing import Track
+from gradwatch.engine.firing import FiringState
 from gradwatch.engine.rule_plan import RulePlan
 from gradwatch.rules.action_kinds import ACTIONS
 from gradwatch.rules.rule_set import Action
@@ -26,13 +26,13 @@ def rungs(one: RulePlan) -> list[Action]:
     return [action for action in one.rule.do if action.name == "escalate"]
 
 
-def remembered(one: RulePlan, track: Track, step: int) -> Track:
-    """The Track that knows that the rule's actions were due on this step."""
+def remembered(one: RulePlan, track: FiringState, step: int) -> FiringState:
+    """The FiringState that knows that the rule's actions were due on this step."""
     most = max((pace(action.params["after"])[0] for action in rungs(one)), default=0)
     return track._replace(acted=(*track.acted, step)[-most:]) if most else track
 
 
-def climbed(one: RulePlan, track: Track, step: int) -> tuple[str, ...]:
+def climbed(one: RulePlan, track: FiringState, step: int) -> tuple[str, ...]:
     """The actions of the rungs that stand at this step, each once."""
     names: dict[str, None] = {}
     for action in rungs(one):

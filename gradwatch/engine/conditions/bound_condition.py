@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from gradwatch.engine.firing import NEVER, Track
+from gradwatch.engine.firing import NEVER, FiringState
 from gradwatch.rules.condition import Condition
 
 
@@ -29,7 +29,7 @@ class BoundCondition:
 
     def value(
         self,
-        tracks: Sequence[Track],
+        tracks: Sequence[FiringState],
         unjudged: AbstractSet[int],
         others: Mapping[int, bool | None],
         step: int,
@@ -47,17 +47,17 @@ class BoundCondition:
 
         return self.condition.holds(of)
 
-    def rules_that_hold(self, tracks: Sequence[Track], step: int) -> list[str]:
+    def rules_that_hold(self, tracks: Sequence[FiringState], step: int) -> list[str]:
         """The ids of the rules that hold."""
         bound = [(rule, within) for rule, within in self.condition.windows() if rule in self.named]
         found = [rule for rule, within in bound if held(tracks[self.named[rule]], step, within)]
         return list(dict.fromkeys(found))
 
-    def unsettled(self, tracks: Sequence[Track], active: AbstractSet[int], step: int) -> bool:
+    def unsettled(self, tracks: Sequence[FiringState], active: AbstractSet[int], step: int) -> bool:
         """True if what it judges may be another at the next step, though no rule begins to fire that is not active."""
         return any(number in active for number in self.named.values()) or self.window_open(tracks, step)
 
-    def window_open(self, tracks: Sequence[Track], step: int) -> bool:
+    def window_open(self, tracks: Sequence[FiringState], step: int) -> bool:
         """True if it is by its window that a rule holds; where not, nor is it so later while no rule changes."""
         windows = ((self.named.get(rule), within) for rule, within in self.condition.windows())
         return any(
@@ -65,12 +65,12 @@ class BoundCondition:
         )
 
 
-def held(track: Track, step: int, within: int) -> bool:
+def held(track: FiringState, step: int, within: int) -> bool:
     """True if a rule is firing after this step, or was at one of the `within` steps up to it."""
     return bool(track.firing.any()) or was_firing(track, step, within)
 
 
-def was_firing(track: Track, step: int, within: int) -> bool:
+def was_firing(track: FiringState, step: int, within: int) -> bool:
     """True if a rule that has been resolved was firing at one of the `within` steps up to this one."""
     # For the last time at the step before that of its resolve.
     return track.resolved_at != NEVER and 0 <= step - track.resolved_at < within - 1

@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
 from gradwatch.engine.conditions.bound_condition import BoundCondition
-from gradwatch.engine.firing import Track
+from gradwatch.engine.firing import FiringState
 
 
 def values_of(
-    conditions: Sequence[BoundCondition], tracks: Sequence[Track], unjudged: AbstractSet[int], step: int
+    conditions: Sequence[BoundCondition], tracks: Sequence[FiringState], unjudged: AbstractSet[int], step: int
 ) -> dict[int, bool | None]:
     """The value of each of these conditions, by number; they are in order."""
     values: dict[int, bool | None] = {}
@@ -20,7 +20,7 @@ def values_of(
 
 
 def with_unsettled(
-    conditions: Sequence[BoundCondition], tracks: Sequence[Track], active: frozenset[int], step: int
+    conditions: Sequence[BoundCondition], tracks: Sequence[FiringState], active: frozenset[int], step: int
 ) -> frozenset[int]:
     """The rules that are `active`, and those whose condition is unsettled."""
     for one in conditions:

@@ -35,7 +35,7 @@ from gradwatch.engine.fast_path.one_step import (
     stacked_logs,
 )
 from gradwatch.engine.fast_path.prepared_rules import BankInput
-from gradwatch.engine.firing import Track, unchanged_by
+from gradwatch.engine.firing import FiringState, unchanged_by
 from gradwatch.engine.judge import firing_now, under_factor
 from gradwatch.engine.reporting.inhibition import released
 from gradwatch.engine.rule_plan import NO_BANK, RulePlan
@@ -50,7 +50,9 @@ HOLDS: BoolArray = np.ones(1, np.bool_)
 """Of a condition."""
 
 
-def active_without_action(state: EngineState, rules: Sequence[int]) -> list[tuple[RulePlan, Track]] | None:
+def active_without_action(
+    state: EngineState, rules: Sequence[int]
+) -> list[tuple[RulePlan, FiringState]] | None:
     """The rules of these numbers with their tracks, where steps may leave all of them as they are.
 
     So where none has anything to do, nor learns from series that are judged some at each step; None elsewhere.
@@ -65,7 +67,7 @@ def active_without_action(state: EngineState, rules: Sequence[int]) -> list[tupl
     return found if alike else None
 
 
-def _unchanged(one: RulePlan, track: Track, score: FloatArray) -> BoolArray | None:
+def _unchanged(one: RulePlan, track: FiringState, score: FloatArray) -> BoolArray | None:
     """bool[K]: the series that breach, where those of them that are judged and no others are firing; None elsewhere."""
     breach = breaches_of(one.detector, score)
     return breach if unchanged_by(track, breach, ~np.isnan(score), one.rule.for_) else None
@@ -113,7 +115,7 @@ class FastBlock:
         snapshots: Sequence[Snapshot],
         in_turn: Sequence[InTurn],
         norm: NDArray[np.float32],
-        firing: Sequence[tuple[RulePlan, Track]] = (),
+        firing: Sequence[tuple[RulePlan, FiringState]] = (),
         restarts: Restarts | None = None,
     ) -> None:
         """`norm` is float32[T, P], those of the Snapshots; `path` the evaluation while none but these rules is active.

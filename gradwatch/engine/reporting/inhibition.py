@@ -10,7 +10,7 @@ from typing import get_args
 
 import numpy as np
 
-from gradwatch.engine.firing import Track
+from gradwatch.engine.firing import FiringState
 from gradwatch.engine.rule_plan import Plan, RulePlan
 from gradwatch.records.event import Severity
 from gradwatch.records.snapshot import BoolArray
@@ -19,7 +19,11 @@ _GRAVITY = {severity: number for number, severity in enumerate(get_args(Severity
 
 
 def inhibitor(
-    plan: Plan, number: int, tracks: Sequence[Track], involved: BoolArray, moved_most: Callable[[int], str]
+    plan: Plan,
+    number: int,
+    tracks: Sequence[FiringState],
+    involved: BoolArray,
+    moved_most: Callable[[int], str],
 ) -> str:
     """The incident that the beginning of a rule, of the series `involved`, is part of; "" = it is one of its own.
 
@@ -47,7 +51,7 @@ def inhibitor(
     return ""
 
 
-def released(plan: Plan, number: int, track: Track, tracks: Sequence[Track]) -> bool:
+def released(plan: Plan, number: int, track: FiringState, tracks: Sequence[FiringState]) -> bool:
     """True if a rule fires in the incident of another one, and none of those that inhibit it fires in that any more.
 
     `track` is its own, `tracks` are those of all.

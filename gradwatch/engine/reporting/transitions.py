@@ -9,7 +9,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from gradwatch.engine.actions.escalation import alarm_due, climbed, ordered
-from gradwatch.engine.firing import NEVER, Moved, Track, at_rest
+from gradwatch.engine.firing import NEVER, FiringState, Moved, at_rest
 from gradwatch.engine.reporting.culprit import culprit, may_have_moved
 from gradwatch.engine.reporting.events import Notice, build_event
 from gradwatch.engine.reporting.inhibition import inhibitor, most, released
@@ -22,7 +22,9 @@ if TYPE_CHECKING:
     from gradwatch.engine.judge import Step
 
 
-def report_move(judged: Step, number: int, was: Track, moved: Moved, scored: Scored, acted: int) -> Track:
+def report_move(
+    judged: Step, number: int, was: FiringState, moved: Moved, scored: Scored, acted: int
+) -> FiringState:
     """Emit the Events of a move; `acted` = steps in a row the rule has acted on, 0 = it does not."""
     one = judged.plan.rules[number]
     rule, step, track = one.rule, judged.snapshot.step, moved.track
@@ -51,7 +53,7 @@ def report_move(judged: Step, number: int, was: Track, moved: Moved, scored: Sco
     return track if firing or track.streak.any() else at_rest(track)
 
 
-def _on_its_own(judged: Step, number: int, track: Track, scored: Scored, acted: int) -> Track:
+def _on_its_own(judged: Step, number: int, track: FiringState, scored: Scored, acted: int) -> FiringState:
     """A rule goes on firing, and the one that reported it does not: another one reports it, or it does so itself.
 
     Not where it only has not cleared yet: what was one fact is over.

@@ -123,20 +123,31 @@ class RuleBindings:
         if not captured.without_optimizer:
             self.hooks.act_in_backward(bound_rules, captured, taps, before)
         if before is None or bound is not before.bound or unread:
-            reads = reads_of(bound, unread)
-            if captured.without_optimizer and self._ranks.several:
-                reads = {**of_ranks(self._engine), **reads}
-            asked = self._engine.ruleset.histograms
-            if asked is not None and "gradients" in asked.of:
-                reads |= of_histograms("gradients", no_histograms)
-            if asked is not None and "activations" in asked.of and not captured.index:
-                chosen = any(fnmatch.fnmatchcase(name, glob) for name in modules for glob in asked.modules)
-                reads |= of_histograms("activations", "" if chosen else NOTHING_CHOSEN["activations"])
-            self._totals.without_data.bind(captured.index, reads)
-            self._totals.never_judged.bind(captured.index, staggered(bound, unread))
+            self._expect_data(captured, bound, modules, unread, no_histograms)
         self.saved_states.take_up(captured, bound_rules)
         self.hooks.publish_bounds(bound_rules)
         return ctx
+
+    def _expect_data(
+        self,
+        captured: OptimizerCapture,
+        bound: BoundEngine,
+        modules: tuple[str, ...],
+        unread: Mapping[str, str],
+        no_histograms: str,
+    ) -> None:
+        """Note what each rule and histogram reads: until it has come, they are without data, for these reasons."""
+        reads = reads_of(bound, unread)
+        if captured.without_optimizer and self._ranks.several:
+            reads = {**of_ranks(self._engine), **reads}
+        asked = self._engine.ruleset.histograms
+        if asked is not None and "gradients" in asked.of:
+            reads |= of_histograms("gradients", no_histograms)
+        if asked is not None and "activations" in asked.of and not captured.index:
+            chosen = any(fnmatch.fnmatchcase(name, glob) for name in modules for glob in asked.modules)
+            reads |= of_histograms("activations", "" if chosen else NOTHING_CHOSEN["activations"])
+        self._totals.without_data.bind(captured.index, reads)
+        self._totals.never_judged.bind(captured.index, staggered(bound, unread))
 
     def _with_other_parameters(
         self, before: OptimizerRules, bound: BoundEngine, state: EngineState

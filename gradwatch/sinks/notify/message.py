@@ -9,7 +9,7 @@ from typing import Any
 from gradwatch.records.run_info import RunInfo
 from gradwatch.runtime.json_numbers import json_number
 from gradwatch.runtime.printable import one_line, printable
-from gradwatch.sinks.notify.notices import SEVERITIES, Notice
+from gradwatch.sinks.notify.alerts import SEVERITIES, Alert
 
 MOST_LINES = 20
 """Rules that get a line of their own; of the rest the number is given."""
@@ -21,23 +21,23 @@ class Message:
     """The changes of some rules of a run, worst first; `dropped` rules more have fired."""
 
     run: RunInfo
-    notices: tuple[Notice, ...]
+    alerts: tuple[Alert, ...]
     dropped: int = 0
 
     @property
     def status(self) -> str:
         """`firing` as long as a rule of it is, else `resolved`."""
-        return "firing" if any(notice.resolved is None for notice in self.notices) else "resolved"
+        return "firing" if any(alert.resolved is None for alert in self.alerts) else "resolved"
 
     @property
     def severity(self) -> str:
         """The worst of its rules."""
-        return max((notice.event.severity for notice in self.notices), key=SEVERITIES.index)
+        return max((alert.event.severity for alert in self.alerts), key=SEVERITIES.index)
 
     @property
     def subject(self) -> str:
         """The worst rule and the job, in one line."""
-        first, *rest = self.notices
+        first, *rest = self.alerts
         more = f" and {len(rest)} more" if rest else ""
         what = f"{printable(first.event.rule)}{more} {self.status}"
         return one_line(f"[{self.severity}] gradwatch: {what} in {_job(self.run)}", LONGEST_LINE)
@@ -62,51 +62,49 @@ class Message:
                 "script": printable(self.run.script),
                 "directory": printable(self.run.directory, LONGEST_LINE),
             },
-            "alerts": [_alert(notice) for notice in self.notices],
+            "alerts": [_alert(alert) for alert in self.alerts],
             "dropped": self.dropped,
         }
 
     def _lines(self) -> Iterator[str]:
-        for notice in self.notices[:MOST_LINES]:
-            yield one_line(_line(notice), LONGEST_LINE)
-        more = (
-            len(self.notices) - MOST_LINES + self.dropped if len(self.notices) > MOST_LINES else self.dropped
-        )
+        for alert in self.alerts[:MOST_LINES]:
+            yield one_line(_line(alert), LONGEST_LINE)
+        more = len(self.alerts) - MOST_LINES + self.dropped if len(self.alerts) > MOST_LINES else self.dropped
         if more:
             yield f"and {more} more rules"
         if self.run.directory:
             yield one_line(f"next: gradwatch explain --run {self.run.directory}", LONGEST_LINE)
 
 
-def message(run: RunInfo, notices: Sequence[Notice], dropped: int = 0) -> Message:
-    """The message on these notices: firing before resolved, the worst first."""
+def message(run: RunInfo, alerts: Sequence[Alert], dropped: int = 0) -> Message:
+    """The message on these alerts: firing before resolved, the worst first."""
 
-    def place(notice: Notice) -> tuple[bool, int]:
-        return notice.resolved is not None, -SEVERITIES.index(notice.event.severity)
+    def place(alert: Alert) -> tuple[bool, int]:
+        return alert.resolved is not None, -SEVERITIES.index(alert.event.severity)
 
-    return Message(run, tuple(sorted(notices, key=place)), dropped)
+    return Message(run, tuple(sorted(alerts, key=place)), dropped)
 
 
-def _line(notice: Notice) -> str:
-    event = notice.event
+def _line(alert: Alert) -> str:
+    event = alert.event
     rule = printable(event.rule) + (f" (optimizer {event.optimizer})" if event.optimizer else "")
-    if notice.resolved is not None and notice.reported:
-        return f"resolved: {rule} at step {notice.resolved}, fired at step {event.step}{_times(notice)}"
-    over = "" if notice.resolved is None else f", over at step {notice.resolved}"
-    parts = [f"[{event.severity}] {rule} at step {event.step}{_times(notice)}{over}: {_values(notice)}"]
+    if alert.resolved is not None and alert.reported:
+        return f"resolved: {rule} at step {alert.resolved}, fired at step {event.step}{_times(alert)}"
+    over = "" if alert.resolved is None else f", over at step {alert.resolved}"
+    parts = [f"[{event.severity}] {rule} at step {event.step}{_times(alert)}{over}: {_values(alert)}"]
     parts += [event.summary.rstrip(".")] if event.summary else []
-    parts += [f"cause: {notice.cause}"] if notice.cause else []
-    parts += [f"done: {', '.join(notice.actions)}"] if notice.actions else []
+    parts += [f"cause: {alert.cause}"] if alert.cause else []
+    parts += [f"done: {', '.join(alert.actions)}"] if alert.actions else []
     return " · ".join(parts)
 
 
-def _times(notice: Notice) -> str:
-    return f", {notice.times} × until step {notice.last_step}" if notice.times > 1 else ""
+def _times(alert: Alert) -> str:
+    return f", {alert.times} × until step {alert.last_step}" if alert.times > 1 else ""
 
 
-def _values(notice: Notice) -> str:
+def _values(alert: Alert) -> str:
     """The worst parameter, how many there are, and its numbers; a fact (value, score and bound are 1) has none."""
-    event = notice.event
+    event = alert.event
     parts = [printable(event.sites[0])] if event.sites else []
     parts += [f"{event.count} parameters"] if event.count > 1 else []
     if not event.value == event.score == event.threshold:
@@ -116,26 +114,26 @@ def _values(notice: Notice) -> str:
     return ", ".join(parts)
 
 
-def _alert(notice: Notice) -> dict[str, Any]:
-    event = notice.event
+def _alert(alert: Alert) -> dict[str, Any]:
+    event = alert.event
     return {
         "rule": printable(event.rule),
         "kind": event.detector,
         "severity": event.severity,
-        "status": "firing" if notice.resolved is None else "resolved",
+        "status": "firing" if alert.resolved is None else "resolved",
         "optimizer": event.optimizer,
         "step": event.step,
-        "last_step": notice.last_step,
-        "resolved_step": notice.resolved,
-        "times": notice.times,
+        "last_step": alert.last_step,
+        "resolved_step": alert.resolved,
+        "times": alert.times,
         "parameters": list(map(printable, event.sites)),
         "count": event.count,
         "value": json_number(event.value),
         "score": json_number(event.score),
         "threshold": json_number(event.threshold),
         "summary": one_line(event.summary, LONGEST_LINE),
-        "cause": one_line(notice.cause, LONGEST_LINE),
-        "actions": list(notice.actions),
+        "cause": one_line(alert.cause, LONGEST_LINE),
+        "actions": list(alert.actions),
         "incident": event.incident,
     }
 

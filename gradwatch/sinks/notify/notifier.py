@@ -17,8 +17,8 @@ from gradwatch.records.run_info import RunInfo
 from gradwatch.runtime.background_worker import Job, background_worker
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.sinks.http_post import checked_url
+from gradwatch.sinks.notify.alerts import Alerts
 from gradwatch.sinks.notify.message import Message, message
-from gradwatch.sinks.notify.notices import Notices
 
 GROUP_SECONDS = 5.0
 """From the first news to its message: one fault fires several rules within some steps."""
@@ -50,7 +50,7 @@ class Notifier(ABC):
             raise ValueError("group_seconds and every_seconds must be 0 or more")
         self._group, self._every, self._clock = group_seconds, every_seconds, clock
         self._lock = threading.Lock()
-        self._notices = Notices(severity)
+        self._alerts = Alerts(severity)
         self._since: float | None = None  # the first news that is not sent
         self._sent = -math.inf
         self._at_once = False
@@ -83,7 +83,7 @@ class Notifier(ABC):
         if self._job is None or not (record.verdict.events or record.findings):
             return
         with self._lock:
-            news = self._notices.observe(record)
+            news = self._alerts.observe(record)
             if news and self._since is None:
                 self._since = self._clock()
         if news:
@@ -118,7 +118,7 @@ class Notifier(ABC):
             due = now if at_once else max(since + self._group, self._sent + self._every)
             if now < due:
                 return due - now
-            news, dropped = self._notices.news(), self._notices.dropped
+            news, dropped = self._alerts.news(), self._alerts.dropped
             self._since = None  # what comes while this is on its way has a time of its own
         try:
             if news:
@@ -129,10 +129,10 @@ class Notifier(ABC):
             raise
         with self._lock:
             if news:
-                self._notices.confirm(news)
-                self._notices.dropped -= dropped
+                self._alerts.confirm(news)
+                self._alerts.dropped -= dropped
                 self._sent = now
-            if self._since is None and self._notices.news():
+            if self._since is None and self._alerts.news():
                 self._since = now
             return None if self._since is None else self._every
 

@@ -11,13 +11,13 @@ from gradwatch.records.event import Event, Severity
 from gradwatch.records.record import Record
 
 SEVERITIES: tuple[Severity, ...] = get_args(Severity)
-_GRAVER = ("escalated", "failed")  # told again, and also of a rule that was not told before
-MOST_NOTICES = 256
+_GRAVER = ("escalated", "failed")  # reported again, and also of a rule that was not reported before
+MOST_ALERTS = 256
 """Rules that are kept at a time: as many as a message can be read of, several times over."""
 
 
 @dataclass(frozen=True, slots=True)
-class Notice:
+class Alert:
     """One rule of one optimizer since it was last reported: `event` is its first firing, `times` counts them.
 
     `resolved` is the step at which it was over, None while it fires; `actions` are what was done, or, as
@@ -39,14 +39,14 @@ class Notice:
         return self.resolved is not None or not self.reported
 
 
-class Notices:
-    """The notices of one run, kept until they have been sent. Not synchronised: the owner holds a lock."""
+class Alerts:
+    """The alerts of one run, kept until they have been sent. Not synchronised: the owner holds a lock."""
 
     def __init__(self, severity: Severity = "info") -> None:
         """Rules below `severity` are not looked at."""
         self._least = SEVERITIES.index(severity)
-        self._notices: dict[tuple[str, int], Notice] = {}
-        self.dropped = 0  # rules that fired beside MOST_NOTICES others
+        self._alerts: dict[tuple[str, int], Alert] = {}
+        self.dropped = 0  # rules that fired beside MOST_ALERTS others
 
     def observe(self, record: Record) -> bool:
         """Take the transitions and causes of one step; True if there is news."""
@@ -54,34 +54,34 @@ class Notices:
         for event in record.verdict.events:
             news |= self._transition(event, record)
         for finding in record.findings:
-            for key, notice in self._notices.items():
-                if key[0] == finding.rule and notice.resolved is None and not notice.cause:
-                    self._notices[key] = replace(notice, cause=explanation.sentence(finding))
+            for key, alert in self._alerts.items():
+                if key[0] == finding.rule and alert.resolved is None and not alert.cause:
+                    self._alerts[key] = replace(alert, cause=explanation.sentence(finding))
         return news
 
-    def news(self) -> list[Notice]:
-        """The notices of the next message, in the order in which the rules fired."""
-        return [notice for notice in self._notices.values() if notice.is_news]
+    def news(self) -> list[Alert]:
+        """The alerts of the next message, in the order in which the rules fired."""
+        return [alert for alert in self._alerts.values() if alert.is_news]
 
-    def confirm(self, sent: Sequence[Notice]) -> None:
+    def confirm(self, sent: Sequence[Alert]) -> None:
         """These have been sent: what is over is dropped, what fires is not news until it is over."""
-        for notice in sent:
-            key = notice.event.rule, notice.event.optimizer
-            known = self._notices.get(key)
+        for alert in sent:
+            key = alert.event.rule, alert.event.optimizer
+            known = self._alerts.get(key)
             if known is None:
                 continue
-            if notice.resolved is not None and known.resolved == notice.resolved:
-                del self._notices[key]
+            if alert.resolved is not None and known.resolved == alert.resolved:
+                del self._alerts[key]
             else:  # said to be over, and firing again meanwhile: that is news
-                self._notices[key] = replace(known, reported=notice.resolved is None)
+                self._alerts[key] = replace(known, reported=alert.resolved is None)
 
     def _transition(self, event: Event, record: Record) -> bool:
         key = event.rule, event.optimizer
-        known = self._notices.get(key)
+        known = self._alerts.get(key)
         if event.kind == "resolved":
             if known is None or known.resolved is not None:
                 return False
-            self._notices[key] = replace(known, resolved=event.step)
+            self._alerts[key] = replace(known, resolved=event.step)
             return True
         if event.kind not in ("firing", "repeat", "escalated", "failed") or event.inhibited:
             return False
@@ -90,7 +90,7 @@ class Notices:
             done = tuple(dict.fromkeys((*known.actions, *_done(event, record))))
             grew = event.kind in _GRAVER or done != known.actions
             worse = SEVERITIES.index(event.severity) > SEVERITIES.index(known.event.severity)
-            self._notices[key] = replace(
+            self._alerts[key] = replace(
                 known,
                 event=replace(known.event, severity=event.severity) if worse else known.event,
                 last_step=event.step,
@@ -99,14 +99,14 @@ class Notices:
                 actions=done,
                 reported=known.reported and not grew,
             )
-            return not self._notices[key].reported
+            return not self._alerts[key].reported
         begins = event.kind in _GRAVER or (event.kind == "firing" and event.notify)
         if not begins or SEVERITIES.index(event.severity) < self._least:
             return False
-        if len(self._notices) >= MOST_NOTICES:
+        if len(self._alerts) >= MOST_ALERTS:
             self.dropped += 1
             return False
-        self._notices[key] = Notice(event, event.step, actions=_done(event, record))
+        self._alerts[key] = Alert(event, event.step, actions=_done(event, record))
         return True
 
 
