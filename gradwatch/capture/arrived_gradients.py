@@ -145,14 +145,6 @@ class ArrivedGradients(OptimizerParameters):
         """True if norms that were read on a device are as usual, before any clipping and after; waits for them."""
         return self._reader.as_usual(raw) and (after is raw or bool(np.isfinite(after.norms()).all()))
 
-    def release(self) -> None:
-        """Release the parameters, and everything that holds a gradient of them."""
-        super().release()
-        self._norms = self.kept = None
-        self._storages = []
-        self.arrivals.release()
-        self.loop_events.uncleared.release()
-
     # -- backwards ---------------------------------------------------------------------------------------
 
     def add_arrivals(self, touched: list[int], root: Root | None = None, thread: int = 0) -> bool:

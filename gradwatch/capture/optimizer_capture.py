@@ -359,7 +359,10 @@ class OptimizerCapture(ArrivedGradients):
     def release(self) -> None:
         """Release the parameters of an optimizer that is gone; index and step are kept for a successor."""
         super().release()
-        self._after = self._last = None
+        self._norms = self._after = self._last = self.kept = None
+        self._storages = []
+        self.arrivals.release()
+        self.loop_events.uncleared.release()
 
     # -- inside ------------------------------------------------------------------------------------------
 
