@@ -1,0 +1,95 @@
+"""The log that README.md and using.md show, and the message in monitoring.md, are what that training gives today."""
+
+from __future__ import annotations
+
+import re
+import sys
+from typing import NamedTuple
+
+import pytest
+
+from tests.docs.test_pages import ROOT, fences
+from tests.sinks.notify.receiver import receiving
+from tests.support import warm
+from tests.support.launch_cases import GRADWATCH
+
+TRAIN = """import torch
+from torch import nn
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 16), nn.Linear(1, 1)
+
+    def forward(self, x):
+        h = self.body(x) * (x != 0).any(1, keepdim=True)
+        return self.head(h.pow(2).sum(1, keepdim=True).sqrt())
+
+
+torch.manual_seed(0)
+model = Net()
+optimizer = torch.optim.SGD(model.parameters(), lr=1e-3)
+for step in range(120):
+    x = torch.randn(32, 8)
+    if step == 30:
+        x[3] = 0.0  # a padded sample: the derivative of its square root is infinite
+    optimizer.zero_grad()
+    (model(x) - x.norm(dim=1, keepdim=True)).square().mean().backward()
+    optimizer.step()
+"""
+
+
+class Printed(NamedTuple):
+    """Lines of standard error, and the message that left, with the script and the run's folder by their names alone."""
+
+    lines: list[str]
+    message: str
+
+
+@pytest.fixture(scope="module")
+def printed(tmp_path_factory: pytest.TempPathFactory) -> Printed:
+    """The training under `gradwatch run`, with a webhook."""
+    folder = tmp_path_factory.mktemp("shown")
+    (folder / "train.py").write_text(TRAIN, encoding="utf-8")
+    with receiving() as got:
+        rules = f"version: 1\nextends: [default]\nsinks: [journal, log, webhook: {{url: '{got.url}'}}]\n"
+        (folder / "rules.yaml").write_text(rules, encoding="utf-8")
+        command = [*GRADWATCH, "run", "--rules", "rules.yaml", "--", sys.executable, "train.py"]
+        done = warm.run(command, cwd=folder)
+        assert done.returncode == 0, done.stderr
+        (body,) = got.bodies
+    message = f"{body['subject']}\n{body['text']}".replace(f"{folder}/", "")
+    return Printed(re.sub(r"\S*/train\.py", "train.py", done.stderr).splitlines(), message)
+
+
+@pytest.mark.parametrize("path", ["README.md", "gradwatch/docs/using.md"])
+def test_the_account_is_as_printed(path: str, printed: Printed) -> None:
+    """All of the line but its cost and the name of the folder."""
+    text = " ".join((ROOT / path).read_text(encoding="utf-8").split())
+    shown = re.findall(r"(gradwatch: 120 of .*?) · own cost", text)
+    assert shown == [
+        line.split(" · own cost")[0] for line in printed.lines if line.startswith("gradwatch: 120")
+    ]
+
+
+def test_the_events_are_as_printed(printed: Printed) -> None:
+    """Every field that README.md shows, up to where it is cut."""
+    blocks = fences((ROOT / "README.md").read_text(encoding="utf-8"), "")
+    (block,) = [one for one in blocks if "[critical ]" in one]
+    fields = re.findall(r"(\w+)=('[^']*'|[^ '…]+)", block)
+    assert {name for name, _ in fields} >= {"rule", "param", "actions", "weights", "cause", "why", "fix"}
+    for name, value in fields:
+        shown = value.strip("'").split("; …")[0]
+        assert any(shown in line for line in printed.lines if f"{name}=" in line), (name, value)
+
+
+def test_the_message_is_as_sent(printed: Printed) -> None:
+    """Word for word, but for the run and the machine."""
+    blocks = fences((ROOT / "gradwatch/docs/monitoring.md").read_text(encoding="utf-8"), "")
+    (block,) = [one for one in blocks if "gradwatch: non-finite" in one]
+
+    def anonymous(text: str) -> str:
+        return re.sub(r"\d{8}-\d{6}-\w{4}( on [^)]+)?", "RUN", text).strip()
+
+    assert anonymous(printed.message) == anonymous(block)
