@@ -58,7 +58,7 @@ FACTORIES = {
     *("arange", "empty", "eye", "full", "linspace", "logspace", "ones"),
     *("rand", "randint", "randn", "randperm", "tensor", "zeros"),
 }
-OWN_SCRIPTS = ("testing.py", "demo/train.py", "launch/torch_probes.py", "launch/watching_cost.py")
+OWN_SCRIPTS = ("testing.py", "demo/train.py", "cli/doctor/torch_probes.py", "cli/doctor/watching_cost.py")
 SOURCES = sorted(ROOT.rglob("*.py"))
 MODULES = [path for path in SOURCES if "bootstrap" not in path.parts]
 FOLDERS = sorted({path.parent for path in SOURCES})

@@ -22,8 +22,8 @@ from torch.optim import Optimizer
 
 from gradwatch.actions.elementwise_clip import Elementwise, Scale
 from gradwatch.reading import foreach
-from gradwatch.reading.batched import CpuReader
-from gradwatch.reading.device import DeviceNorms, clip_factor, on_host
+from gradwatch.reading.batched_norms import CpuReader
+from gradwatch.reading.device_norms import DeviceNorms, clip_factor, on_host
 
 
 @dataclass(frozen=True, slots=True)

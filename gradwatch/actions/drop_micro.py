@@ -22,12 +22,12 @@ from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.window.window_norms import WindowNorms
-from gradwatch.reading.batched import CpuReader, Detail, inspect
-from gradwatch.reading.cpu import CpuNorms
+from gradwatch.reading.batched_norms import CpuReader, Detail, inspect
+from gradwatch.reading.cpu_norms import CpuNorms
 from gradwatch.reading.foreach import multiply
 from gradwatch.reading.layouts import dense
 from gradwatch.runtime import guard
-from gradwatch.taps import backward, clip_functions, dispatch_modes
+from gradwatch.taps import backward_end, clip_functions, dispatch_modes
 from gradwatch.taps.dynamo import untraced
 
 SCALED = (
@@ -55,7 +55,7 @@ class MicroDrop:
         self._failed = failed
         self._refused = refused
         self._reader = CpuReader()
-        self._ends = backward.Ends(self._guard(self._ended), self._guard(self._recover))
+        self._ends = backward_end.Ends(self._guard(self._ended), self._guard(self._recover))
         self._aside: list[Tensor | None] | None = None
         self._open = False  # a backward is running whose gradients stand apart
         self._kept = self._dropped = 0
@@ -109,8 +109,8 @@ class MicroDrop:
         if (
             captured is None
             or self.disabled_reason
-            or backward.nested()
-            or not backward.reaches(captured.params[k])
+            or backward_end.nested()
+            or not backward_end.reaches(captured.params[k])
         ):
             return
         self._ends.arm()  # a backward before this one that raised is settled first
@@ -130,7 +130,7 @@ class MicroDrop:
     def _ended(self, _: list[int]) -> None:
         """Add what the backward left to what stood aside, or drop it."""
         captured = self._captured()
-        if captured is None or not self._open or backward.nested():
+        if captured is None or not self._open or backward_end.nested():
             return
         fresh = [param.grad for param in captured.params]
         poison = {} if self._finite(fresh, captured) else poisoned(fresh)
@@ -206,7 +206,7 @@ class MicroDrop:
 
 def _listen(k: int, param: Tensor, drop: MicroDrop) -> RemovableHandle:
     owner, failed, seen = weakref.ref(drop), drop._failed, drop._ends.task
-    current, tracing = backward.current, torch.compiler.is_dynamo_compiling
+    current, tracing = backward_end.current, torch.compiler.is_dynamo_compiling
 
     @untraced
     def first(grad: Tensor | None) -> None:

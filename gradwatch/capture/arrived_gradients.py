@@ -22,7 +22,7 @@ from gradwatch.capture.window.arrivals import ArrivalCounts
 from gradwatch.capture.window.gradient_reader import NOTHING, GradientReader, Grads
 from gradwatch.capture.window.hook_pruning import HookPruning
 from gradwatch.capture.window.norm_after_user_clip import KnownScaling
-from gradwatch.reading.device import Number
+from gradwatch.reading.device_norms import Number
 from gradwatch.reading.gradient_writes import (
     Reading,
     Storage,
@@ -115,13 +115,13 @@ class ArrivedGradients(OptimizerParameters):
     def overdue(self) -> bool:
         """True if a clip is about to change gradients that were not read, or that others have taken the place of."""
         if self.unread or self._norms is None:
-            return self.backwards > 0 or self._set_by_hand
+            return self.backwards > 0 or self._set_manually
         return not (self.known_scalings or self.distributed) and replaced(
             self.kept or self._storages, self.params
         )
 
     @property
-    def _set_by_hand(self) -> bool:
+    def _set_manually(self) -> bool:
         """True if the script assigns `.grad`, as far as is known, and no backward fills it."""
         return self._schedule.expected == 0 and self.backwards == 0 and bool(self.params)
 
@@ -184,7 +184,7 @@ class ArrivedGradients(OptimizerParameters):
         if not alone and (clip is None or not self.is_of(clip)):
             return
         with self._reading.held:
-            if self.overdue and (clip is None or not self._set_by_hand or self.is_of(clip)):
+            if self.overdue and (clip is None or not self._set_manually or self.is_of(clip)):
                 self.read()
 
     # -- reads -------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import nn
 
-from gradwatch.capture.shards import fsdp2_groups
+from gradwatch.capture.parameter_shards import fsdp2_groups
 
 _SWITCHES = ("reduce_grads", "all_reduce_grads")  # of torch's own classes, which may be without them one day
 

@@ -22,8 +22,8 @@ from gradwatch.capture.window.hook_pruning import PrunedCount
 from gradwatch.capture.window.manual_gradients import ManualGradients
 from gradwatch.capture.window.norm_after_user_clip import known_factor
 from gradwatch.capture.window.window_norms import WindowNorms, is_finite, root_of_squares
-from gradwatch.reading.cpu import CpuNorms
-from gradwatch.reading.device import CopiedNumber, DeviceNorms, Number
+from gradwatch.reading.cpu_norms import CpuNorms
+from gradwatch.reading.device_norms import CopiedNumber, DeviceNorms, Number
 from gradwatch.reading.foreach import multiply
 from gradwatch.reading.gradient_writes import (
     Reading,
@@ -144,7 +144,7 @@ class OptimizerCapture(ArrivedGradients):
     def clipped(self, clip: Clip) -> None:
         """Note a clip, by the script, of some of its gradients, or of parameters of it that have none."""
         inside_step = self.closed_at >= 0
-        self.loop_events.clipped(clip, self.backwards > 0 or self._set_by_hand or inside_step)
+        self.loop_events.clipped(clip, self.backwards > 0 or self._set_manually or inside_step)
 
     # -- at the step boundary ----------------------------------------------------------------------------
 
@@ -372,16 +372,16 @@ class OptimizerCapture(ArrivedGradients):
         """Arrivals of each gradient, by the hooks on all of them (`calls[K]`) and by what they missed."""
         _, versions, _ = state
         absent = [k for k, version in enumerate(versions) if version == -1]
-        by_hand = []
+        manual = []
         for k in np.flatnonzero(calls == 0).tolist():  # sync: numpy
             grad = grads[k]
             if grad is None:
                 continue
             silenced = self._hook_silenced(int(self.slots[k]), self.params[k])
             if self._manual.is_new(k, grad, state, self._last, current, silenced):
-                by_hand.append(k)
-        self.hook_missed = self.hook_missed or bool(by_hand)
-        return self.arrivals.corrected(absent, by_hand)
+                manual.append(k)
+        self.hook_missed = self.hook_missed or bool(manual)
+        return self.arrivals.corrected(absent, manual)
 
 
 def _not_silenced(slot: int, param: nn.Parameter) -> bool:

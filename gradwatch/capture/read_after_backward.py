@@ -23,7 +23,7 @@ from gradwatch.capture.watched_parameters import Slots
 from gradwatch.capture.window.window_norms import WindowNorms
 from gradwatch.runtime.held_weakly import died
 from gradwatch.runtime.own_time import OwnTime
-from gradwatch.taps import backward, backward_entry, dispatch_modes
+from gradwatch.taps import backward_end, backward_entry, dispatch_modes
 from gradwatch.taps.optimizers.param_groups import params_of
 
 # By name: to walk torch's module from cold caches costs microseconds.
@@ -49,7 +49,7 @@ class Capture(Captures):
         spent: OwnTime,
         waiting: Waiting | None = None,
     ) -> None:
-        self._ends = backward.Ends(self._backward_end, self._abandon)
+        self._ends = backward_end.Ends(self._backward_end, self._abandon)
         self.ready = self._ends.ready  # by graph task of the backwards that have not ended
         # A strong reference would tie parameter -> hook -> Capture -> parameter.
         self._itself = weakref.ref(self)
@@ -210,7 +210,7 @@ class Capture(Captures):
             if captured.add_arrivals(touched, root, thread):
                 reached.append(captured)
         self._ended(reached)
-        if self.after_backward is not _nothing and not backward.nested():
+        if self.after_backward is not _nothing and not backward_end.nested():
             self.after_backward()
         # Last: optimizers that have stepped inside the backward own theirs by now.
         unowned = self.slots.unowned
@@ -223,7 +223,7 @@ class Capture(Captures):
 
     def expect(self, params: list[nn.Parameter]) -> None:
         """Expect parameters whose hooks are not called (FSDP1) in the backward that has begun."""
-        if backward.current() not in self.ready:
+        if backward_end.current() not in self.ready:
             _arm(self._itself)
         self._unhooked.update(self.slots.of[id(param)] for param in params if id(param) in self.slots.of)
 

@@ -24,7 +24,7 @@ from gradwatch.capture.parameter_names import (
     named_parameters,
     uniquely_named,
 )
-from gradwatch.capture.shards import fsdp2_in, is_shard, offloaded_in
+from gradwatch.capture.parameter_shards import fsdp2_in, is_shard, offloaded_in
 from gradwatch.records.snapshot import Sites
 from gradwatch.runtime.held_weakly import HeldByOwner
 from gradwatch.taps import module_tree

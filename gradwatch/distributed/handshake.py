@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
 from gradwatch.capture.optimizer_capture import OptimizerCapture
-from gradwatch.capture.shards import ShardPlacement, local_taps
+from gradwatch.capture.parameter_shards import ShardPlacement, local_taps
 from gradwatch.distributed import parameter_manifest, sharded_norms
 from gradwatch.distributed.all_reduced_facts import Layout
 from gradwatch.distributed.membership import RankMembership

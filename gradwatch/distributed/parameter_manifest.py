@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from gradwatch.capture.shards import ShardPlacement
+from gradwatch.capture.parameter_shards import ShardPlacement
 from gradwatch.records.snapshot import Sites
 
 

@@ -16,7 +16,7 @@ from functools import partial
 from torch import nn
 
 from gradwatch.capture.optimizer_capture import OptimizerCapture
-from gradwatch.capture.shards import placements, whole
+from gradwatch.capture.parameter_shards import placements, whole
 from gradwatch.capture.snapshot_assembly import Extras, appended
 from gradwatch.capture.window.window_norms import WindowNorms
 from gradwatch.distributed import facts_of_this_rank, replica_divergence
@@ -25,7 +25,7 @@ from gradwatch.distributed.all_reduced_facts import Layout, ReducedFacts, Vector
 from gradwatch.distributed.handshake import RankMeeting, RankRequirements
 from gradwatch.distributed.membership import Exchange, RankMembership
 from gradwatch.distributed.process_group import AloneError, Group, place
-from gradwatch.reading.cpu import CpuNorms, add_up_all
+from gradwatch.reading.cpu_norms import CpuNorms, add_up_all
 from gradwatch.records.snapshot import Sites
 
 Report = Callable[[str, BaseException], None]

@@ -27,7 +27,7 @@ from gradwatch.errors import GradwatchError, UnfitRulesError
 from gradwatch.launch import exit_summary, os_exit, strict_rules
 from gradwatch.launch.first_forwards import FirstForwards
 from gradwatch.launch.model_discovery import Found, discover, steps_through, trains
-from gradwatch.launch.search_without_optimizer import WithoutOptimizer
+from gradwatch.launch.models_without_optimizer import ModelsWithoutOptimizer
 from gradwatch.runtime import guard, stderr
 from gradwatch.runtime.imports import filters_kept
 from gradwatch.runtime.interruption import not_ours
@@ -83,7 +83,7 @@ class Agent:
         self._reached = 0  # backwards that reached something watched, when the last one began
         self._baselines: Baselines | None = None
         self._forwards = FirstForwards(self.registered, self._lock, _calls_wanted)
-        self._without_optimizer = WithoutOptimizer(self.registered)
+        self._without_optimizer = ModelsWithoutOptimizer(self.registered)
         optimizer_init.listen(self._made)
         optimizer_init.listen_filled(self._filled)
         backward_entry.listen(self._about_to_run)
@@ -197,13 +197,17 @@ class Agent:
     def _attach_to(self, stepping: Optimizer | None, before: BackwardCall | None) -> Session | None:
         ready = self._ready(stepping)
         watch = self._try(ready, NOTHING) if ready else None
-        by_hand = NOTHING if before is None else self._without_optimizer.found(before, _is_watched, _by_hand)
-        return self._try([], by_hand) if any(by_hand) else watch
+        found = (
+            NOTHING
+            if before is None
+            else self._without_optimizer.found(before, _is_watched, _has_no_optimizer)
+        )
+        return self._try([], found) if any(found) else watch
 
-    def _try(self, ready: list[tuple[Optimizer, int]], by_hand: Found) -> Session | None:
+    def _try(self, ready: list[tuple[Optimizer, int]], found: Found) -> Session | None:
         """Attach, or say on one line why not."""
         try:
-            return self._attach(ready, by_hand)
+            return self._attach(ready, found)
         except UnfitRulesError as error:  # only with --strict-rules: no step is taken
             exit_summary.not_watched("the rules do not fit, and --strict-rules refuses them")
             sentence = strict_rules.words(str(error))
@@ -258,7 +262,7 @@ class Agent:
         ref = self._seen.get(id(optimizer))
         return ref is not None and ref() is optimizer
 
-    def _attach(self, ready: list[tuple[Optimizer, int]], by_hand: Found) -> Session | None:
+    def _attach(self, ready: list[tuple[Optimizer, int]], found: Found) -> Session | None:
         # Here, not at the top: pydantic, structlog and the sinks are for processes that train.
         if not _watches:
             with filters_kept():
@@ -277,13 +281,13 @@ class Agent:
                 others.append(watch)
         if others:
             ready = [pair for pair in ready if not any(other.owns(pair[0]) for other in others)]
-        if not (ready or any(by_hand)):
+        if not (ready or any(found)):
             return None
         if own is not None and ready:
             # First: what comes takes up the places of what is gone, and what outlives the model that named it is named
             # by another. Without an optimizer it may be the successor of what is gone.
             own.drop_dead()
-        roots, loose = by_hand
+        roots, loose = found
         if ready and not self._are_named(own, ready):
             roots, loose = discover(self.registered, ready, self._numbered, self._forwards.root_of)
             self._named_at = self.registered.registrations
@@ -334,7 +338,7 @@ def _calls_wanted() -> bool:
     return not _watches or any(watch.records_calls for watch in _watches)
 
 
-def _by_hand(identity: int) -> bool:
+def _has_no_optimizer(identity: int) -> bool:
     """True if the script's own code trains the parameter with this `id()`, as was seen."""
     return any(
         captured.without_optimizer and identity in captured.param_ids

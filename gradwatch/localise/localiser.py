@@ -29,7 +29,7 @@ from gradwatch.localise.loss.loop_causes import LoopCauses
 from gradwatch.localise.sharded.whole_parameters import is_spread
 from gradwatch.records.finding import GAINS, LOSS_SIDE, Finding
 from gradwatch.runtime.interruption import not_ours
-from gradwatch.taps import backward, step_hooks
+from gradwatch.taps import backward_end, step_hooks
 
 if TYPE_CHECKING:
     from gradwatch.localise.replay.anomaly_mode import Raising
@@ -453,4 +453,4 @@ def _of_step(finding: Finding, step: int | None) -> Finding:
 
 def _in_backward() -> bool:
     """True if an optimizer steps inside a backward: there nothing may be entered or left."""
-    return backward.current() != backward.NONE
+    return backward_end.current() != backward_end.NONE

@@ -22,9 +22,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradwatch.reading.batched import sum_of_squares
-from gradwatch.reading.cpu import CpuNorms
-from gradwatch.reading.device import DeviceNorms
+from gradwatch.reading.batched_norms import sum_of_squares
+from gradwatch.reading.cpu_norms import CpuNorms
+from gradwatch.reading.device_norms import DeviceNorms
 from gradwatch.reading.row_sums import UNDERFLOW
 from gradwatch.reading.row_sums_by_blas import norms_of_rows, silently
 

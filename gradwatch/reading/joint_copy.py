@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradwatch.reading.device import AsyncCopy, Floats, widest
+from gradwatch.reading.device_norms import AsyncCopy, Floats, widest
 
 
 class Place(NamedTuple):

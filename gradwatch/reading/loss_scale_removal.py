@@ -7,7 +7,7 @@ it is read (`scale` of `CpuNorms` and `DeviceNorms`).
 
 from __future__ import annotations
 
-from gradwatch.reading.device import DeviceNorms, Number, host_value
+from gradwatch.reading.device_norms import DeviceNorms, Number, host_value
 from gradwatch.reading.gradient_writes import Reading
 
 

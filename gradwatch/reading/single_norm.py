@@ -6,7 +6,7 @@ import math
 
 from torch import Tensor
 
-from gradwatch.reading.batched import Detail, inspect, sum_of_squares
+from gradwatch.reading.batched_norms import Detail, inspect, sum_of_squares
 from gradwatch.reading.row_sums import UNDERFLOW
 
 

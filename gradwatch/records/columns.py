@@ -93,7 +93,7 @@ def _weights(
 
 
 def _state(name: str, unit: str, means: str, grouped: Grouped, sharded: Ranks) -> ColumnInfo:
-    measured = "capture.columns.optimizer_state"
+    measured = "capture.columns.optimizer_moments"
     return ColumnInfo(
         name, "parameter", unit, means, grouped, sharded, "optimizer state", False, measured, True
     )
@@ -101,7 +101,7 @@ def _state(name: str, unit: str, means: str, grouped: Grouped, sharded: Ranks) -
 
 def _modules(name: str, unit: str, means: str, grouped: Grouped) -> ColumnInfo:
     return ColumnInfo(
-        name, "module", unit, means, grouped, "", "output", False, "capture.columns.module_statistics"
+        name, "module", unit, means, grouped, "", "output", False, "capture.columns.module_taps"
     )
 
 

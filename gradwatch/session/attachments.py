@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 
 from gradwatch.capture.columns.batch_hash import batch_hash
 from gradwatch.capture.columns.nonfinite_running_statistics import RunningStatistics
-from gradwatch.capture.fsdp1 import FlatTaps
+from gradwatch.capture.fsdp_backward_end import FlatTaps
 from gradwatch.capture.optimizer_capture import OptimizerCapture
+from gradwatch.capture.parameter_shards import local_taps
 from gradwatch.capture.read_after_backward import Capture
 from gradwatch.capture.read_before_user_clip import BeforeClip
-from gradwatch.capture.shards import local_taps
 from gradwatch.capture.snapshot_assembly import with_modules
 from gradwatch.capture.weights.weight_health import Weights
 from gradwatch.distributed.ranks import Ranks
@@ -26,7 +26,7 @@ from gradwatch.engine.columns_needed import batches_hashed_every
 from gradwatch.engine.unsupported_rules import Refusal
 from gradwatch.errors import AttachError
 from gradwatch.incidents.bundle.snapshot_rules import refused_snapshots, snapshots
-from gradwatch.reading.device import Number, capturing
+from gradwatch.reading.device_norms import Number, capturing
 from gradwatch.records.event import Event
 from gradwatch.records.run_info import RunInfo
 from gradwatch.records.snapshot import Sites
@@ -357,8 +357,8 @@ class Attached:
         """Count gradients of earlier backwards that are gone, with no step taken by them."""
         self.rule_bindings.hooks.cleared(captured)
         if not self._activity.idle():  # while it pauses it sees no steps, either
-            discarded = self.contexts.of(captured).discarded
-            self._services.publishing.totals.cleared += discarded.unused(captured, self.capture.captures)
+            unused = self.contexts.of(captured).unused_gradients
+            self._services.publishing.totals.cleared += unused.unused(captured, self.capture.captures)
         if self.causes is not None:
             self.causes.cleared(None if captured.optimizer is None else captured.optimizer())
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 from gradwatch.actions.lbfgs_and_sam import ClosureCalls
 from gradwatch.actions.step_actions import StepActions
-from gradwatch.capture.discarded_gradients import DiscardedGradients
 from gradwatch.capture.optimizer_capture import OptimizerCapture
+from gradwatch.capture.unused_gradients import UnusedGradients
 from gradwatch.distributed.membership import RankMembership
 from gradwatch.session.binding.optimizer_rules import OptimizerRules
 from gradwatch.session.pipeline.deferred_steps import Deferral
@@ -34,7 +34,7 @@ class OptimizerContext:
     membership: RankMembership | None = None
     nested: int = 0  # calls of the optimizer's `step` under way
     closure_calls: ClosureCalls | None = None  # of the `step(closure)` under way, or of one that raised
-    discarded: DiscardedGradients = field(default_factory=DiscardedGradients)  # cleared, and used by no step
+    unused_gradients: UnusedGradients = field(default_factory=UnusedGradients)
     needs_no_ranks: bool = False  # no rank and no micro-batch is waited for at its boundaries
 
     @property

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from gradwatch.runtime import guard
-from gradwatch.taps.backward import NONE
+from gradwatch.taps.backward_end import NONE
 from gradwatch.taps.dynamo import untraced
 from gradwatch.taps.swap_tensors import contents, revive
 

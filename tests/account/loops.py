@@ -74,7 +74,7 @@ for _ in range(8):
     params = {n: params[n] - 0.05 * g[n] for n in params}
     real += 1
 """
-BY_HAND = """
+WITHOUT_OPTIMIZER = """
 for _ in range(8):
     for p in model.parameters(): p.grad = None
     loss_of().backward()
@@ -297,12 +297,14 @@ LOOPS = (
     Loop("optimizer that calls super().step", SUPER + PLAIN.replace("STEP", DEFAULT_STEP), seen=True),
     Loop("optimizer that wraps another", WRAPPED + PLAIN.replace("STEP", DEFAULT_STEP)),
     Loop("torch.func", FUNC, soak=False),
-    Loop("SGD by hand", BY_HAND.replace("UPDATE", "p -= 0.05 * p.grad"), soak=False),
-    Loop("SGD by hand on .data", BY_HAND.replace("UPDATE", "p.data.add_(p.grad.data, alpha=-0.05)")),
+    Loop("SGD by hand", WITHOUT_OPTIMIZER.replace("UPDATE", "p -= 0.05 * p.grad"), soak=False),
+    Loop(
+        "SGD by hand on .data", WITHOUT_OPTIMIZER.replace("UPDATE", "p.data.add_(p.grad.data, alpha=-0.05)")
+    ),
     Loop("functional_call with backward", FUNCTIONAL_CALL),
     Loop(
         "foreach by hand",
-        BY_HAND.replace(
+        WITHOUT_OPTIMIZER.replace(
             "for p in model.parameters(): UPDATE",
             "ps = list(model.parameters()); torch._foreach_add_(ps, [p.grad for p in ps], alpha=-0.05)",
         ),

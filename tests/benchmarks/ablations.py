@@ -73,10 +73,10 @@ def _read_clipped_again() -> None:
 
 
 def _read_with_torch() -> None:
-    from gradwatch.reading import batched, row_sums_by_torch
+    from gradwatch.reading import batched_norms, row_sums_by_torch
 
-    _replace(batched, "fastest", lambda: row_sums_by_torch.NormRows)
-    _replace(batched.CpuReader.__init__, "__defaults__", (batched.fastest,))
+    _replace(batched_norms, "fastest", lambda: row_sums_by_torch.NormRows)
+    _replace(batched_norms.CpuReader.__init__, "__defaults__", (batched_norms.fastest,))
 
 
 def _probe_nothing() -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gradwatch.capture.columns.batch_hash import batch_hash
-from gradwatch.reading import chunks
+from gradwatch.reading import chunked_statistics
 from gradwatch.reading.row_sums import RowBuffer, divided
 from gradwatch.reading.row_sums_by_blas import SquareRows
 from gradwatch.reading.row_sums_by_torch import NormRows
@@ -39,11 +39,11 @@ def ways(grad: Tensor) -> dict[str, Callable[[], object]]:
         "rows.NormRows (several threads')": _sheet(NormRows, grad),
         "one torch.dot": lambda: torch.dot(grad, grad),
         "torch._foreach_norm": lambda: torch._foreach_norm([grad]),
-        "columns: zeros and extremes": lambda: chunks.zeros_and_extremes(grad),
-        "columns: mean and std": lambda: chunks.mean_and_std(grad),
-        "columns: count below a bound": lambda: chunks.count_below(grad, 0.0),
-        "columns: histogram": lambda: chunks.exponents(grad),
-        "columns: cosine with a moment": lambda: chunks.products(grad, moment),
+        "columns: zeros and extremes": lambda: chunked_statistics.zeros_and_extremes(grad),
+        "columns: mean and std": lambda: chunked_statistics.mean_and_std(grad),
+        "columns: count below a bound": lambda: chunked_statistics.count_below(grad, 0.0),
+        "columns: histogram": lambda: chunked_statistics.exponents(grad),
+        "columns: cosine with a moment": lambda: chunked_statistics.products(grad, moment),
         "batch hash": lambda: batch_hash([grad]),
     }
 

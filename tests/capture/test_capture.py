@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import gradwatch
-from gradwatch.reading import batched
+from gradwatch.reading import batched_norms
 from gradwatch.session.watch import session_of
 from gradwatch.taps import step_hooks
 from tests.support.kept import Kept
@@ -574,12 +574,12 @@ def test_a_new_optimizer_of_the_same_parameters_is_read_as_its_predecessor_was(
     """How gradients are read is planned once for a model, however many optimizers train it one after another."""
     planned = []
 
-    class Counted(batched.Plan):
+    class Counted(batched_norms.Plan):
         def __init__(self, *args: Any) -> None:
             planned.append(len(args[0]))
             super().__init__(*args)
 
-    monkeypatch.setattr(batched, "Plan", Counted)
+    monkeypatch.setattr(batched_norms, "Plan", Counted)
     model, sink = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)), Kept()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     with gradwatch.watch(model, optimizer, sinks=[sink]) as gw:

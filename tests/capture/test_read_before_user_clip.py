@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.utils import clip_grad, clip_grad_norm_, clip_grad_value_
 
 import gradwatch
-from gradwatch.reading.batched import CpuReader
+from gradwatch.reading.batched_norms import CpuReader
 from gradwatch.session.watch import session_of
 from gradwatch.taps import clip_functions
 from tests.support.kept import Kept

@@ -13,8 +13,8 @@ from torch import nn
 
 import gradwatch
 from gradwatch.cli import main
-from gradwatch.cli.doctor_last_run import newest_account
-from gradwatch.launch import torch_probes
+from gradwatch.cli.doctor import torch_probes
+from gradwatch.cli.doctor.last_run import newest_account
 from gradwatch.rules.files import parse_rules
 
 RUNNING = """version: 1

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import get_args
 
-from gradwatch.capture.columns import column_reader, module_statistics
+from gradwatch.capture.columns import column_reader, module_taps
 from gradwatch.detectors.detector import Column, NormColumn
 from gradwatch.records.columns import CATALOGUE, COSTLY_COLUMNS, MODULE_COLUMNS, OTHER_RULES
 from gradwatch.rules.files import load_rules
@@ -44,7 +44,7 @@ def test_every_name_of_a_column_is_in_the_catalogue_once() -> None:
     assert len(set(names)) == len(names)
     assert set(names) >= {*get_args(Column), *get_args(NormColumn)}
     assert set(names) >= column_reader.COLUMNS == COSTLY_COLUMNS - MODULE_COLUMNS
-    assert module_statistics.COLUMNS == MODULE_COLUMNS
+    assert module_taps.COLUMNS == MODULE_COLUMNS
     asked = {
         column for pack in pack_names() for rule in load_rules(pack).rules for column in rule.detect.columns
     }

@@ -14,7 +14,7 @@ from gradwatch.capture.columns.histograms import HistogramReader, HistogramTurns
 from gradwatch.engine import Engine, read_cost
 from gradwatch.engine.read_cost import column_costs, step_cost
 from gradwatch.engine.series import matching
-from gradwatch.reading import chunks
+from gradwatch.reading import chunked_statistics
 from gradwatch.records.snapshot import Sites
 from gradwatch.rules.files import load_rules, parse_rules
 
@@ -50,7 +50,7 @@ def test_what_is_announced_is_read(rules: str, monkeypatch: pytest.MonkeyPatch) 
     )
     ruleset = load_rules(rules) if rules == "default" else parse_rules(rules)
     plan = Engine(ruleset).bind(sites).plan
-    read, blocks, copy = [0], chunks.blocks, chunks.copy
+    read, blocks, copy = [0], chunked_statistics.blocks, chunked_statistics.copy
 
     def counted(tensor: Tensor) -> Any:
         read[0] += tensor.nbytes
@@ -60,8 +60,8 @@ def test_what_is_announced_is_read(rules: str, monkeypatch: pytest.MonkeyPatch) 
         read[0] += tensor.nbytes
         copy(tensor, onto)
 
-    monkeypatch.setattr(chunks, "blocks", counted)
-    monkeypatch.setattr(chunks, "copy", copied)
+    monkeypatch.setattr(chunked_statistics, "blocks", counted)
+    monkeypatch.setattr(chunked_statistics, "copy", copied)
     own = np.arange(len(params))
     reader = ColumnReader(plan.needs.only(COLUMNS), plan.staggering, own)
     found = []

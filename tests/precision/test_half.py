@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
-from gradwatch.reading.batched import FLOAT32_MAX
+from gradwatch.reading.batched_norms import FLOAT32_MAX
 from tests.precision.loops import events, norms_in, watched
 
 STEPS = 220

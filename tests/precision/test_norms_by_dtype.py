@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.snapshot_assembly import Extras, assemble
-from gradwatch.reading.batched import FLOAT32_MAX
+from gradwatch.reading.batched_norms import FLOAT32_MAX
 from gradwatch.records.snapshot import Sites, Snapshot
 from tests.precision.loops import norms_in, watched
 from tests.support.examples import examples

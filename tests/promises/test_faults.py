@@ -17,12 +17,12 @@ from gradwatch.account.session_counts import SessionCounts
 from gradwatch.actions.skip import skip
 from gradwatch.capture import optimizer_capture as captured
 from gradwatch.capture import read_after_backward
-from gradwatch.capture.columns import column_reader, module_statistics, norm_local
+from gradwatch.capture.columns import column_reader, module_taps, norm_local
 from gradwatch.capture.window import hook_pruning
 from gradwatch.checkpoint import CheckpointHealthTracker
 from gradwatch.engine import BoundEngine
 from gradwatch.errors import TrainingStopped
-from gradwatch.reading import cpu
+from gradwatch.reading import cpu_norms
 from gradwatch.records.record import Record
 from gradwatch.records.run_info import RunInfo
 from gradwatch.rules.files import parse_rules
@@ -83,7 +83,7 @@ SITES: dict[str, tuple[Any, str, str]] = {
     "measure": (judging.StepPipeline, "measure", "boundary"),
     "sample": (column_reader.ColumnReader, "collect", "columns"),
     "local_collect": (norm_local.LocalNorms, "collect", "boundary"),
-    "taps_collect": (module_statistics.ModuleTaps, "collect", "boundary"),
+    "taps_collect": (module_taps.ModuleTaps, "collect", "boundary"),
     "assemble": (judging, "assemble", "boundary"),
     "at_step_scale": (grad_scaler, "at_step", "boundary"),
     "evaluate": (BoundEngine, "evaluate", "engine"),
@@ -92,8 +92,8 @@ SITES: dict[str, tuple[Any, str, str]] = {
     "advance": (captured.OptimizerCapture, "advance", "boundary"),
     "prunable": (hook_pruning.HookPruning, "due", "boundary"),
     "norm_local": (norm_local, "exact_norm", "norm_local"),
-    "tap": (module_statistics, "elements", "modules"),
-    "inspect": (cpu, "inspect", "capture"),
+    "tap": (module_taps, "elements", "modules"),
+    "inspect": (cpu_norms, "inspect", "capture"),
     "prometheus": (PrometheusSink, "write", "prometheus"),
     "journal": (JournalSink, "write", "journal"),
     "log": (LogSink, "write", "log"),

@@ -223,8 +223,15 @@ def test_lines_that_begin_or_end_a_recording(kind: type[BaseException], tmp_path
 @pytest.mark.parametrize("rules", ["observe", "taps"])
 def test_lines_that_may_meet_any_tensor(rules: str, tmp_path: Path) -> None:
     """Code that is ready for a RuntimeError of torch's lets through one that is the script's."""
-    files = ("row_sums.py", "row_sums_by_blas.py", "batched.py", "read_plan.py", "chunks.py", "layouts.py")
-    files = (*files, "manual_gradients.py", "norm_local.py", "taps/backward.py", "clipper.py")
+    files = (
+        "row_sums.py",
+        "row_sums_by_blas.py",
+        "batched_norms.py",
+        "read_plan.py",
+        "chunked_statistics.py",
+        "layouts.py",
+    )
+    files = (*files, "manual_gradients.py", "norm_local.py", "taps/backward_end.py", "clipper.py")
     assert escaped(rules, SentError, 1, tmp_path / "run", files) == []
 
 
@@ -265,7 +272,7 @@ def test_every_line_of_an_attach(kind: type[BaseException], tmp_path: Path) -> N
 # (file, function) of everything that torch calls for its own ends; the rest is called by these.
 ENTRIES = [
     ("taps/grad_ready.py", "arrived"),
-    ("taps/backward.py", "_end"),
+    ("taps/backward_end.py", "_end"),
     ("taps/step_hooks.py", "_before"),
     ("taps/step_hooks.py", "_after"),
     ("taps/patch.py", "__get__"),
@@ -275,9 +282,9 @@ ENTRIES = [
     ("actions/backward/clipper.py", "limit"),
     ("capture/columns/norm_local.py", "observe"),
     ("actions/drop_micro.py", "first"),
-    ("capture/columns/module_statistics.py", "observe"),
-    ("capture/columns/module_statistics.py", "given"),
-    ("capture/columns/module_statistics.py", "add"),
+    ("capture/columns/module_taps.py", "observe"),
+    ("capture/columns/module_taps.py", "given"),
+    ("capture/columns/module_taps.py", "add"),
     ("taps/graph/full_backward.py", "before"),
     ("taps/graph/full_backward.py", "after"),
     ("taps/clip_functions.py", "noticed"),
@@ -288,8 +295,8 @@ ENTRIES = [
     ("taps/grad_scaler.py", "wrapped"),
     ("taps/grad_scaler.py", "_notify"),
     ("localise/hold/calls_before_attach.py", "called"),
-    ("capture/fsdp1.py", "_observe"),
-    ("capture/fsdp1.py", "_begin"),
+    ("capture/fsdp_backward_end.py", "_observe"),
+    ("capture/fsdp_backward_end.py", "_begin"),
     ("localise/hold/model_recorder.py", "begins"),
     ("localise/hold/model_recorder.py", "_ends"),
     ("localise/hold/model_recorder.py", "_gradient"),

@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwatch.capture.shards import ShardPlacement
+from gradwatch.capture.parameter_shards import ShardPlacement
 from gradwatch.capture.window.window_norms import WindowNorms
 from gradwatch.distributed import all_reduced_facts, facts_of_this_rank, replica_divergence, sharded_norms
 from gradwatch.distributed.all_reduced_facts import Layout, ReducedFacts
 from gradwatch.distributed.facts_of_this_rank import Usual
-from gradwatch.reading.batched import FLOAT32_MAX, Detail
-from gradwatch.reading.cpu import CpuNorms
+from gradwatch.reading.batched_norms import FLOAT32_MAX, Detail
+from gradwatch.reading.cpu_norms import CpuNorms
 from gradwatch.records.snapshot import Column
 from tests.engine.cases import make_sites
 from tests.support.examples import examples

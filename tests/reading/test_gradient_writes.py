@@ -13,8 +13,8 @@ from torch import nn
 from torch.nn.utils import clip_grad_norm_
 
 import gradwatch
-from gradwatch.reading.batched import CpuReader
-from gradwatch.reading.cpu import CpuNorms
+from gradwatch.reading.batched_norms import CpuReader
+from gradwatch.reading.cpu_norms import CpuNorms
 from gradwatch.reading.gradient_writes import WriteProbes
 from gradwatch.reading.row_sums import RowBuffer
 from gradwatch.reading.row_sums_by_blas import SquareRows

@@ -94,7 +94,7 @@ SITUATIONS: dict[str, Situation] = {
     "`functional_call`": Situation(graphs.functional),
     "`torch.func.grad`, `autograd.grad(is_grads_batched=True)` beside it": Situation(graphs.transforms_beside),
     "gradients set by hand": Situation(
-        graphs.gradients_by_hand, "no backward, so nothing that one made", {"norm_local": "absent"}
+        graphs.manual_gradients, "no backward, so nothing that one made", {"norm_local": "absent"}
     ),
     "checkpoint, non-reentrant": Situation(graphs.checkpointed(False)),
     "checkpoint, reentrant": Situation(graphs.checkpointed(True)),

@@ -115,7 +115,7 @@ def transforms_beside() -> Training:
     return plain(model, loss)
 
 
-def gradients_by_hand() -> Training:
+def manual_gradients() -> Training:
     """torch.func.grad gives gradients, the loop puts them into `.grad`: no backward is ever seen."""
     model = net(2)
 

@@ -20,12 +20,12 @@ from gradwatch.actions.backward.pre_clip_norms import Acted
 from gradwatch.actions.elementwise_clip import Elementwise, shaped
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.policies.norm_bound import LARGEST, Bound, SiteBound, at_site, factor_of
-from gradwatch.reading.device import capturing, widest
+from gradwatch.reading.device_norms import capturing, widest
 from gradwatch.reading.layouts import dense
 from gradwatch.reading.read_plan import SMALL
 from gradwatch.reading.row_sums import UNDERFLOW
 from gradwatch.reading.single_norm import exact_norm
-from gradwatch.taps import backward
+from gradwatch.taps import backward_end
 
 WHY = (
     "clipping inside the backward is switched off: {reason}, so a hook sees other gradients than those that the "
@@ -48,7 +48,7 @@ class BackwardClipState:
         refused: Callable[[str], None],
     ) -> None:
         # Lists, so that a hook can look without an attribute walk.
-        self.task = [backward.IDLE]
+        self.task = [backward_end.IDLE]
         # What hooks look at first, loss scale included: a norm within needs no second thought. Its square where that is
         # cheaper to have.
         self.squared = np.zeros(len(captured), np.bool_)
@@ -121,8 +121,8 @@ class BackwardClipState:
 
     def begin(self, k: int) -> None:
         """Begin a graph task, whose first hook to run is that of parameter k."""
-        self.task[0] = backward.current()
-        if backward.nested():  # reentrant checkpointing: a part of the backward around it
+        self.task[0] = backward_end.current()
+        if backward_end.nested():  # reentrant checkpointing: a part of the backward around it
             self._within = True
             return
         if self._within:  # back in the backward around it
@@ -154,11 +154,11 @@ class BackwardClipState:
 
     def ended(self) -> None:
         """Note that a backward has ended, all of it or a nested part."""
-        if backward.nested():
+        if backward_end.nested():
             return
         self._ended += 1
         self._within = False
-        self.task[0] = backward.IDLE
+        self.task[0] = backward_end.IDLE
         for k, norm in self._running.items():
             self._acted[k] = _larger(self._acted.get(k), norm)
         self._running.clear()
@@ -172,7 +172,7 @@ class BackwardClipState:
 
     def collect(self) -> dict[int, Acted]:
         """Actions since the last step, by position; starts the next window."""
-        if backward.current() == backward.NONE and self._running:
+        if backward_end.current() == backward_end.NONE and self._running:
             self.ended()  # its end was missed
         acted, self._acted, self._ended = self._acted, {}, 0
         self.seen[:] = [math.nan] * len(self.seen)
@@ -237,7 +237,7 @@ class BackwardClipState:
         param = captured.params[k]
         if hasattr(param, "to_local"):  # its hook is on another tensor, which only backward reaches
             return True
-        return backward.reaches(param)
+        return backward_end.reaches(param)
 
 
 def factor_on_device(bounds: tuple[SiteBound, ...], norm: Tensor) -> Tensor:

@@ -36,7 +36,7 @@ from gradwatch.reading.read_plan import SMALL
 from gradwatch.reading.row_sums import ROW
 from gradwatch.reading.single_norm import exact_norm
 from gradwatch.runtime.interruption import not_ours
-from gradwatch.taps import backward, dispatch_modes, grad_ready
+from gradwatch.taps import backward_end, dispatch_modes, grad_ready
 from gradwatch.taps.dynamo import untraced
 from gradwatch.taps.swap_tensors import contents, revive
 
@@ -148,7 +148,7 @@ def _quickly(
     k: int, tap: Tensor, clip_state: BackwardClipState, failed: Callable[[str, BaseException], None]
 ) -> Hook:
     """The hook of a small float32 parameter on the CPU; numpy's dot is a third cheaper than torch's dispatch."""
-    tracing, current = torch.compiler.is_dynamo_compiling, backward.current
+    tracing, current = torch.compiler.is_dynamo_compiling, backward_end.current
     dispatching, functions = dispatch_modes.dispatching, dispatch_modes.functions
     task, low, high = clip_state.task, clip_state.low, clip_state.high
     seen, versions = clip_state.seen, clip_state.versions
@@ -191,7 +191,7 @@ def _closely(
     k: int, tap: Tensor, clip_state: BackwardClipState, failed: Callable[[str, BaseException], None]
 ) -> Hook:
     """The hook of any other parameter."""
-    tracing, current = torch.compiler.is_dynamo_compiling, backward.current
+    tracing, current = torch.compiler.is_dynamo_compiling, backward_end.current
     dispatching, functions = dispatch_modes.dispatching, dispatch_modes.functions
     task, low, high, on_cpu = clip_state.task, clip_state.low, clip_state.high, clip_state.on_cpu
     seen, versions, large = clip_state.seen, clip_state.versions, tap.numel() > SMALL

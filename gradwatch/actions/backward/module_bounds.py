@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gradwatch.actions.backward.clip_state import SCALED, SEVERAL_RANKS, WHY, factor_on_device
 from gradwatch.policies.norm_bound import Bound, at_site, factor_of
-from gradwatch.reading.device import capturing, widest
+from gradwatch.reading.device_norms import capturing, widest
 from gradwatch.reading.layouts import dense
 from gradwatch.reading.single_norm import exact_norm
 

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from gradwatch.capture.window.window_norms import WindowNorms
-from gradwatch.reading.cpu import CpuNorms
-from gradwatch.reading.device import AsyncCopy, DeviceNorms
+from gradwatch.reading.cpu_norms import CpuNorms
+from gradwatch.reading.device_norms import AsyncCopy, DeviceNorms
 
 Acted = float | Tensor
 """The norm a hook found before it multiplied; a 0-dim tensor on a device, loss scale included."""

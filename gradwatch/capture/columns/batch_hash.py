@@ -18,7 +18,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradwatch.reading.device import NO_FLOAT64, Number, on_host, one_number
+from gradwatch.reading.device_norms import NO_FLOAT64, Number, on_host, one_number
 from gradwatch.taps.muted_forwards import batched
 
 AT_ONCE = 1 << 22

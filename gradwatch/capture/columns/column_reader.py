@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradwatch.capture.columns.gradient_values import GRADIENT_COLUMNS, read_gradient_values
-from gradwatch.capture.columns.optimizer_state import STATE_COLUMNS, has_moment, read_optimizer_state
+from gradwatch.capture.columns.optimizer_moments import STATE_COLUMNS, has_moment, read_optimizer_state
 from gradwatch.capture.columns.pending_columns import (
     NO_SITES_OVERDUE,
     MovedParameters,
@@ -26,7 +26,7 @@ from gradwatch.capture.columns.pending_columns import (
 from gradwatch.capture.columns.update_ratio import WEIGHT_COLUMNS, WeightReader
 from gradwatch.engine.columns_needed import OF_UPDATES, Needs
 from gradwatch.engine.staggering import ByResidue, Staggering
-from gradwatch.reading.device import Number
+from gradwatch.reading.device_norms import Number
 from gradwatch.records.snapshot import BoolArray
 
 AWAITING = 64  # steps whose verdict may be due; more than those that wait to be judged

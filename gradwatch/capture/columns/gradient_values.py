@@ -10,8 +10,8 @@ from torch import Tensor
 
 from gradwatch.capture.columns.pending_columns import Numbers, PendingColumns, PendingValues
 from gradwatch.reading import foreach
-from gradwatch.reading.chunks import mean_and_std, zeros, zeros_and_extremes
-from gradwatch.reading.device import Floats, Number, device_mean_and_std, on_host
+from gradwatch.reading.chunked_statistics import mean_and_std, zeros, zeros_and_extremes
+from gradwatch.reading.device_norms import Floats, Number, device_mean_and_std, on_host
 from gradwatch.reading.layouts import dense, flat
 
 _EXTREMES, _MOMENTS = frozenset({"max_abs", "min", "max"}), frozenset({"mean", "std"})

@@ -14,8 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradwatch.reading import chunks
-from gradwatch.reading.device import Number, host_value, is_ready, on_host
+from gradwatch.reading import chunked_statistics
+from gradwatch.reading.device_norms import Number, host_value, is_ready, on_host
 from gradwatch.reading.layouts import dense, flat
 from gradwatch.reading.pinned_buffers import POOL, Sending
 from gradwatch.records.histogram import Histogram, by_exponent
@@ -42,7 +42,7 @@ class PendingHistograms:
         """Count the elements of one tensor, in the place of those that were put there before."""
         if on_host(tensor):
             self._sent.pop(position, None)
-            self._here[position] = chunks.exponents(tensor)
+            self._here[position] = chunked_statistics.exponents(tensor)
         else:
             self._here.pop(position, None)
             self._sent[position] = POOL.send(_exponents(flat(tensor)))

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwatch.reading.device import (
+from gradwatch.reading.device_norms import (
     AsyncCopy,
     CopiedNumber,
     Number,
@@ -27,7 +27,7 @@ from gradwatch.reading.device import (
 )
 from gradwatch.reading.layouts import local
 from gradwatch.reading.training_threads import TrainingThreads
-from gradwatch.taps import backward, backward_entry
+from gradwatch.taps import backward_end, backward_entry
 from gradwatch.taps.backward_entry import begun_here, entry_frame
 
 Value = float | Tensor
@@ -79,7 +79,7 @@ class Losses:
         thread = threading.get_ident()
         if thread not in self._latest:
             return 0
-        if not begun_here() and backward.current() != backward.NONE and entry_frame() is None:
+        if not begun_here() and backward_end.current() != backward_end.NONE and entry_frame() is None:
             root = Root()
             root.value, self.unheard = None, "backward was started from C++"
             self._latest[thread] = root

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from gradwatch.reading import chunks
-from gradwatch.reading.device import NO_FLOAT64, on_host
+from gradwatch.reading import chunked_statistics
+from gradwatch.reading.device_norms import NO_FLOAT64, on_host
 from gradwatch.reading.layouts import dense, flat
 
 AT_ONCE = 1 << 22
@@ -41,7 +41,7 @@ def _cosine(gradient: Tensor, moment: Tensor) -> float | Tensor | None:
         gradient, moment = gradient.contiguous(), moment.contiguous()
     if not on_host(gradient):
         return _on_device(flat(gradient), flat(moment))
-    dot, square, other = chunks.products(gradient, moment)
+    dot, square, other = chunked_statistics.products(gradient, moment)
     if square == 0 or other == 0:
         return None
     return dot / math.sqrt(square) / math.sqrt(other)

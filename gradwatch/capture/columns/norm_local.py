@@ -13,12 +13,12 @@ from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from gradwatch.capture.columns.pending_columns import PendingColumns
 from gradwatch.engine.columns_needed import EVERY_STEP
-from gradwatch.reading.device import AsyncCopy, Number, capturing, widest
+from gradwatch.reading.device_norms import AsyncCopy, Number, capturing, widest
 from gradwatch.reading.layouts import alias, dense
 from gradwatch.reading.row_sums import ROW, UNDERFLOW
 from gradwatch.reading.single_norm import exact_norm
 from gradwatch.runtime.interruption import not_ours
-from gradwatch.taps import backward, dispatch_modes
+from gradwatch.taps import backward_end, dispatch_modes
 from gradwatch.taps.dynamo import untraced
 from gradwatch.taps.swap_tensors import contents, revive
 
@@ -102,7 +102,7 @@ class LocalNorms:
 
     def collect(self, scale: Number) -> PendingColumns:
         """The local norms of this step; starts the next one."""
-        if backward.current() == backward.NONE:
+        if backward_end.current() == backward_end.NONE:
             self.backward_ended()
         pending = PendingColumns(self._count)
         present = np.zeros(self._count, bool)
@@ -128,7 +128,7 @@ class LocalNorms:
         _add(self._norms, self._running.norms)
         self._running.norms.clear()
         self._running.pending.clear()
-        self._running.task = backward.IDLE
+        self._running.task = backward_end.IDLE
 
     def cleared(self) -> None:
         """The gradients of the backwards that have ended are gone; the running one counts."""
@@ -219,16 +219,16 @@ class Running:
     """One backward: what arrived between the two hooks (a gradient, or its norm), and norms, by position."""
 
     def __init__(self) -> None:
-        self.task = backward.IDLE
+        self.task = backward_end.IDLE
         self.pending: dict[int, float | Tensor] = {}
-        self._pending_in = backward.IDLE
+        self._pending_in = backward_end.IDLE
         self.norms: dict[int, float | Tensor] = {}
 
     def arrives(self, k: int, found: float | Tensor) -> None:
         """Note a gradient on its way to k, and release those of another backward that never got there."""
-        task = backward.current()
+        task = backward_end.current()
         if task != self._pending_in:
-            if not backward.nested():
+            if not backward_end.nested():
                 self.pending.clear()
             self._pending_in = task
         self.pending[k] = found
@@ -238,9 +238,9 @@ class Running:
         found = self.pending.pop(k, None)
         if found is None:
             return
-        task = backward.current()
+        task = backward_end.current()
         if task != self.task:
-            if self.norms and not backward.nested():
+            if self.norms and not backward_end.nested():
                 self.norms.clear()  # the backward before this one raised
             self.task = task
         norm = found if isinstance(found, float) else _norm(found)

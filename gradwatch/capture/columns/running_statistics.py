@@ -16,8 +16,8 @@ from torch.nn.parameter import is_lazy
 from gradwatch.capture.columns.pending_columns import NO_SITES_OVERDUE, Numbers, OverdueSites, PendingColumns
 from gradwatch.engine.columns_needed import Needs
 from gradwatch.engine.staggering import Staggering
-from gradwatch.reading import chunks, foreach
-from gradwatch.reading.device import on_host, widest
+from gradwatch.reading import chunked_statistics, foreach
+from gradwatch.reading.device_norms import on_host, widest
 from gradwatch.reading.layouts import dense, flat
 from gradwatch.taps.module_tree import WITH_RUNNING_STATISTICS
 
@@ -67,8 +67,8 @@ def _read(name: str, buffer: Tensor) -> float | Tensor:
 
 def _of_host(name: str, buffer: Tensor) -> float:
     if name == "running_mean_norm":
-        return chunks.norm(buffer)
-    _, low, high = chunks.zeros_and_extremes(buffer)
+        return chunked_statistics.norm(buffer)
+    _, low, high = chunked_statistics.zeros_and_extremes(buffer)
     return low if name == "running_var_min" else high
 
 

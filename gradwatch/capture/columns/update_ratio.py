@@ -15,8 +15,8 @@ from torch.nn import Parameter
 
 from gradwatch.capture.columns.pending_columns import MovedParameters, Numbers, PendingColumns, PendingValues
 from gradwatch.engine.columns_needed import OF_UPDATES
-from gradwatch.reading import chunks, foreach
-from gradwatch.reading.device import Floats, device_mean_and_std, on_host, widest
+from gradwatch.reading import chunked_statistics, foreach
+from gradwatch.reading.device_norms import Floats, device_mean_and_std, on_host, widest
 from gradwatch.reading.layouts import dense, flat
 
 WEIGHT_MOMENTS = frozenset({"weight_mean", "weight_std"})
@@ -142,7 +142,7 @@ class WeightReader:
                 if kind[0].type != "cpu" or foreach.is_small(part):
                     together.append((part, _vector(tensor)))
                 else:
-                    chunks.copy(tensor, part)
+                    chunked_statistics.copy(tensor, part)
             if together:
                 foreach.overwrite(*map(list, zip(*together, strict=True)))
             copies.update(zip(group, parts, strict=True))
@@ -186,7 +186,11 @@ def _read_moments(
     for k, names in wanted.items():
         tensor = _local(params[k])
         if tensor.numel():
-            mean, std = chunks.mean_and_std(tensor) if on_host(tensor) else device_mean_and_std(flat(tensor))
+            mean, std = (
+                chunked_statistics.mean_and_std(tensor)
+                if on_host(tensor)
+                else device_mean_and_std(flat(tensor))
+            )
             for name in names:
                 numbers[name].put(k, mean if name == "weight_mean" else std)
     for name, each in numbers.items():
@@ -202,7 +206,7 @@ def _changes(params: Sequence[Tensor], copies: dict[int, Tensor]) -> dict[int, T
     found: dict[int, Three] = {}
     together = [k for k, copy in copies.items() if not on_host(copy) or foreach.is_small(copy)]
     for k in copies.keys() - set(together):
-        found[k] = chunks.norms_of_change(params[k], copies[k])
+        found[k] = chunked_statistics.norms_of_change(params[k], copies[k])
     for kind, group in _by_kind(together, copies).items():
         new, old = [_vector(params[k]) for k in group], [copies[k] for k in group]
         tensors = [*foreach.differences(new, old), *old, *new]
@@ -219,7 +223,7 @@ def norms_by_position(tensors: Sequence[Tensor], positions: Sequence[int]) -> di
     parts = {k: dense(tensor) for k, tensor in zip(positions, tensors, strict=True)}
     together = [k for k, part in parts.items() if not on_host(part) or foreach.is_small(part)]
     for k in parts.keys() - set(together):
-        found[k] = chunks.norm(parts[k])
+        found[k] = chunked_statistics.norm(parts[k])
     for kind, group in _by_kind(together, parts).items():
         found.update(zip(group, _norms_of(kind, [parts[k] for k in group]), strict=True))
     return found

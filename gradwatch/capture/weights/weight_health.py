@@ -23,8 +23,8 @@ from torch import Tensor
 
 from gradwatch.capture.weights.unoptimized_weights import UnoptimizedWeights
 from gradwatch.checkpoint import NO_GROWTH, Growth
-from gradwatch.reading import device
-from gradwatch.reading.batched import CpuReader, inspect
+from gradwatch.reading import device_norms
+from gradwatch.reading.batched_norms import CpuReader, inspect
 from gradwatch.reading.layouts import dense
 from gradwatch.runtime.locks import ForkSafeLock
 
@@ -217,12 +217,12 @@ class Weights:
             names, parts = tuple(name for name, _ in held), [part for _, part in held]
             numels = np.array([part.numel() for part in parts], np.float64)
             rows = np.array([len(part) if part.ndim > 1 else 0 for part in parts], np.float64)
-            if all(map(device.on_host, parts)):
+            if all(map(device_norms.on_host, parts)):
                 norms = self._on_host(parts) if parts else np.zeros(0)
                 return (lambda: True), lambda: _looked(names, norms, numels, rows)
             size = sum(part.numel() * part.element_size() for part in parts)
             self._next = time.perf_counter() + max(LEAST_SECONDS, size / BYTES_PER_SECOND)
-            reading = device.read(parts)
+            reading = device_norms.read(parts)
             return reading.ready, lambda: _looked(names, reading.norms(), numels, rows)
 
     def _on_host(self, parts: list[Tensor]) -> NDArray[np.float64]:
@@ -266,7 +266,7 @@ def readable(named: list[tuple[str, Tensor]]) -> bool:
     """True if there are numbers behind these parameters, and reading them would disturb nothing."""
     if any(param.device.type == "meta" or not _stored(param) for _, param in named):
         return False
-    return all(device.on_host(param) for _, param in named) or not device.capturing()
+    return all(device_norms.on_host(param) for _, param in named) or not device_norms.capturing()
 
 
 def _stored(param: Tensor) -> bool:

@@ -12,7 +12,7 @@ import sys
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.reading.cpu import CpuNorms
+from gradwatch.reading.cpu_norms import CpuNorms
 from gradwatch.reading.gradient_writes import Reading, State, grown_alike
 
 PRUNE_FROM = 32  # parameters; below this the hooks cost nothing worth saving

@@ -1,4 +1,4 @@
-"""Gradients that are there at a step though no hook was called for them: set by hand, or left from the last step.
+"""Gradients that are there at a step though no hook was called for them: assigned by the script, or left from before.
 
 A norm that repeats says nothing (a sign, a normalised gradient have the same one in every step), and `id()` little: a
 new tensor may lie where the freed one did. A weak reference to the storage settles it. It keeps no memory, and unlike
@@ -10,7 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from gradwatch.reading.cpu import CpuNorms
+from gradwatch.reading.cpu_norms import CpuNorms
 from gradwatch.reading.gradient_writes import State
 from gradwatch.reading.layouts import local
 from gradwatch.runtime.interruption import not_ours
@@ -53,7 +53,7 @@ class ManualGradients:
         if norms is not None and isinstance(last, CpuNorms) and norms[k] != last.norms()[k]:
             return True  # written through `.data`, which no version tells
         known = self._before.get(k)
-        if known is None:  # announced at the last step, so not set by hand then
+        if known is None:  # a hook was called at the last step, so it was no manual gradient then
             return silenced or ids[k] != last_ids[k]
         return storage is None or storage.cdata != known[0].cdata
 

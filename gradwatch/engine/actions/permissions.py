@@ -11,7 +11,7 @@ OBSERVED = (
     "an action was not carried out: the optimizer steps inside backward, so the weights are updated before the "
     "rules are evaluated"
 )
-BY_HAND = (
+WITHOUT_OPTIMIZER = (
     "actions are not carried out here: no torch optimizer steps these weights, the script updates them itself"
 )
 SCALED = (
@@ -41,7 +41,7 @@ def permitted(
     `scaled`: the gradients carry a GradScaler's scale.
     """
     if without_optimizer and decision.acts:  # first: the ranks of such a loop are not asked at all
-        report("action", AttachError(BY_HAND))
+        report("action", AttachError(WITHOUT_OPTIMIZER))
         decision = decision.shadowed()
     if not agreed and (decision.skip or decision.touches):
         report("action", AttachError(NOT_ALONE))

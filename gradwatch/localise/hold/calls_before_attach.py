@@ -16,7 +16,7 @@ from gradwatch.localise.hold.inner_model import inner
 from gradwatch.localise.hold.model_recorder import MAX_BYTES, ModelRecorder
 from gradwatch.localise.hold.step_recorder import Family, Inherited, StepRecorder
 from gradwatch.localise.sharded.whole_parameters import is_spread
-from gradwatch.taps import backward, module_calls, module_tree
+from gradwatch.taps import backward_end, module_calls, module_tree
 
 
 class PreAttachCalls(ModelRecorder):
@@ -28,7 +28,7 @@ class PreAttachCalls(ModelRecorder):
 
     def _reached(self) -> None:
         """A backward reaches an output, and perhaps the parameters."""
-        model, task = self.model(), backward.current()
+        model, task = self.model(), backward_end.current()
         if model is None or task in (self.tasks or ()):
             return
         trained = [param for param in module_tree.parameters(model) if param.requires_grad]
@@ -37,7 +37,7 @@ class PreAttachCalls(ModelRecorder):
         if self._filled and all(param.grad is None for param in trained):
             self.tasks, self._filled = None, False  # thrown away
         self.tasks = {task, *(self.tasks or ())}
-        self._filled = self._filled or any(map(backward.reaches, trained))
+        self._filled = self._filled or any(map(backward_end.reaches, trained))
 
     def belongs_to(self, *owner: Any) -> None:
         """Give it to a Watch from now on, which knows when gradients are thrown away."""

@@ -29,9 +29,9 @@ from gradwatch.localise.hold.module_buffers import Buffers
 from gradwatch.localise.hold.random_generators import NONE, Held
 from gradwatch.localise.hold.recorded_call import Call, autocasts, computed_among, held_arguments
 from gradwatch.localise.hold.row_sums import RowSums, row_sums
-from gradwatch.reading.device import capturing
+from gradwatch.reading.device_norms import capturing
 from gradwatch.runtime.interruption import not_ours
-from gradwatch.taps import backward, dispatch_modes, module_calls, module_tree
+from gradwatch.taps import backward_end, dispatch_modes, module_calls, module_tree
 from gradwatch.taps.dispatch_modes import dispatching, functions
 from gradwatch.taps.dynamo import anything_compiled, untraced
 from gradwatch.taps.graph.output_hooks import on_gradient
@@ -162,7 +162,7 @@ class ModelRecorder:
 
         With `over` only what the graph tasks in it have reached. Returns the graph tasks of what is released.
         """
-        now = backward.current()
+        now = backward_end.current()
         gone = [call for call in list(self.calls) if call.tasks and now not in call.tasks]
         if over is not None:
             gone = [call for call in gone if all(task in over for task in call.tasks)]
@@ -378,7 +378,7 @@ def _gradient(recording: ModelRecorder, call: Call, position: int, grad: Tensor 
                 return
             if call.looked and not call.tasks:
                 recording._generators.learn(call.generators)  # the loss code may have drawn too
-            call.tasks.add(backward.current())
+            call.tasks.add(backward_end.current())
             if _grad_enabled():  # in a backward: `create_graph=True`
                 call.twice = recording.twice = True
             if position in call.gradients:

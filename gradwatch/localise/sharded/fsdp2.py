@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradwatch.capture.shards import fsdp2_groups
+from gradwatch.capture.parameter_shards import fsdp2_groups
 
 Hook = Callable[..., Any]
 

@@ -12,7 +12,7 @@ from gradwatch.actions.backward.module_bounds import ModuleBounds
 from gradwatch.actions.drop_micro import MicroDrop
 from gradwatch.actions.elementwise_clip import Elementwise
 from gradwatch.capture.optimizer_capture import OptimizerCapture
-from gradwatch.capture.shards import is_shard
+from gradwatch.capture.parameter_shards import is_shard
 from gradwatch.engine import BoundEngine
 from gradwatch.engine.actions.backward_clips import (
     asks_backward,

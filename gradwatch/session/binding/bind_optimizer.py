@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from gradwatch.capture.columns.module_statistics import ModuleTaps
+from gradwatch.capture.columns.module_taps import ModuleTaps
 from gradwatch.capture.optimizer_capture import OptimizerCapture
+from gradwatch.capture.parameter_shards import local_taps
 from gradwatch.capture.read_after_backward import Capture
-from gradwatch.capture.shards import local_taps
 from gradwatch.distributed.ranks import Ranks
 from gradwatch.session.binding.rule_bindings import RuleBindings
 from gradwatch.session.checkpoint_health import Checkpoints

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from gradwatch.capture.columns.column_reader import COLUMNS as READER_COLUMNS
-from gradwatch.capture.columns.module_statistics import COLUMNS as MODULE_COLUMNS
+from gradwatch.capture.columns.module_taps import COLUMNS as MODULE_COLUMNS
 from gradwatch.distributed.handshake import RankRequirements
 from gradwatch.distributed.replica_divergence import RANK_MISMATCH
 from gradwatch.engine import Engine

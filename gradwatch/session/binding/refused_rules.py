@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from torch import nn
 
 from gradwatch.account import NOT_ARMED
-from gradwatch.capture.columns.module_statistics import COLUMNS as MODULE_COLUMNS
-from gradwatch.capture.columns.module_statistics import ModuleTaps, taps_on
-from gradwatch.capture.shards import sharded_positions
+from gradwatch.capture.columns.module_taps import COLUMNS as MODULE_COLUMNS
+from gradwatch.capture.columns.module_taps import ModuleTaps, taps_on
+from gradwatch.capture.parameter_shards import sharded_positions
 from gradwatch.engine import Engine
 from gradwatch.engine.unsupported_rules import Refusal, disarmed, not_armed, refuse
 from gradwatch.errors import AttachError, UnfitRulesError

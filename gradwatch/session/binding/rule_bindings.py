@@ -18,7 +18,7 @@ from gradwatch.capture.columns import column_reader
 from gradwatch.capture.columns.column_reader import ColumnReader
 from gradwatch.capture.columns.histograms import HistogramReader, HistogramTurns
 from gradwatch.capture.optimizer_capture import OptimizerCapture
-from gradwatch.capture.shards import is_shard
+from gradwatch.capture.parameter_shards import is_shard
 from gradwatch.capture.snapshot_assembly import with_modules
 from gradwatch.checkpoint import CheckpointHealthTracker
 from gradwatch.distributed.ranks import Ranks

@@ -23,7 +23,7 @@ from gradwatch.capture.read_after_backward import Capture
 from gradwatch.capture.window.window_norms import WindowNorms
 from gradwatch.distributed.ranks import Ranks
 from gradwatch.errors import TrainingStopped
-from gradwatch.reading.device import capturing, host_value, on_host, start_copy
+from gradwatch.reading.device_norms import capturing, host_value, on_host, start_copy
 from gradwatch.records.decision import Decision
 from gradwatch.runtime import guard
 from gradwatch.runtime.held_weakly import Distinct
@@ -39,7 +39,14 @@ from gradwatch.session.pause_after_errors import Activity
 from gradwatch.session.pipeline.record_publishing import Judged
 from gradwatch.session.pipeline.step_pipeline import StepPipeline
 from gradwatch.session.watched_optimizers import Ownership
-from gradwatch.taps import backward, closure_calls, dispatch_modes, grad_scaler, process_totals, step_hooks
+from gradwatch.taps import (
+    backward_end,
+    closure_calls,
+    dispatch_modes,
+    grad_scaler,
+    process_totals,
+    step_hooks,
+)
 from gradwatch.taps.grad_scaler import announces_steps
 
 # By name: to walk torch's module from cold caches costs microseconds.
@@ -145,7 +152,7 @@ class Boundary:
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Judge and act now, or, where a closure will run the backward, right after it."""
         self._activity.thread = get_ident()
-        if backward.current() != backward.NONE:
+        if backward_end.current() != backward_end.NONE:
             self._guarded(self._step_in_backward, optimizer)
             return None
         closure = kwargs.get("closure") if "closure" in kwargs else (args[1] if len(args) > 1 else None)

@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.read_after_backward import Capture
 from gradwatch.capture.window.window_norms import WindowNorms
-from gradwatch.reading.batched import Detail
-from gradwatch.reading.cpu import CpuNorms
-from gradwatch.reading.device import AsyncCopy, DeviceNorms, host_value
+from gradwatch.reading.batched_norms import Detail
+from gradwatch.reading.cpu_norms import CpuNorms
+from gradwatch.reading.device_norms import AsyncCopy, DeviceNorms, host_value
 from gradwatch.reading.gradient_writes import Reading
 from gradwatch.reading.layouts import dense
 from gradwatch.reading.single_norm import exact_norm

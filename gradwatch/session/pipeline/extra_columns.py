@@ -12,14 +12,14 @@ from typing import Any
 from torch import Tensor
 
 from gradwatch.capture.columns.loss import without_scale
-from gradwatch.capture.columns.module_statistics import ModuleTaps
+from gradwatch.capture.columns.module_taps import ModuleTaps
 from gradwatch.capture.columns.pending_columns import NO_SITES_OVERDUE, PendingColumns
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.snapshot_assembly import Extras
 from gradwatch.capture.window.window_norms import WindowNorms
 from gradwatch.distributed.membership import Exchange
 from gradwatch.errors import AttachError
-from gradwatch.reading.device import Number, host_value, is_ready, start_copy
+from gradwatch.reading.device_norms import Number, host_value, is_ready, start_copy
 from gradwatch.records.columns import BATCH_HASH, OBSERVED_ONLY, RESERVED_NAMES
 from gradwatch.session.binding.optimizer_rules import ORDINARY, Clock, OptimizerRules
 from gradwatch.session.optimizer_context import OptimizerContext

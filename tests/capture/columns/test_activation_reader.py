@@ -25,14 +25,14 @@ from tests.support import odd_activations
 from tests.support.kept import Kept
 from tests.support.module_calls import Elements, ModuleCalls
 
-BY_HAND: dict[str, Callable[[Tensor], Tensor]] = {
+WITHOUT_OPTIMIZER: dict[str, Callable[[Tensor], Tensor]] = {
     "mean": torch.mean,
     "std": lambda values: values.std(correction=0),
     "min": torch.amin,
     "max": torch.amax,
     "near_zero": lambda values: (values.abs() < 1e-6).double().mean(),
 }
-COLUMNS = [f"{side}_{name}" for side in ("input", "activation") for name in BY_HAND]
+COLUMNS = [f"{side}_{name}" for side in ("input", "activation") for name in WITHOUT_OPTIMIZER]
 
 
 def rules_of(columns: list[str], every: int, tap: str = "output") -> str:
@@ -72,7 +72,7 @@ def check(found: dict[str, float], now: Elements, statistic: str) -> None:
     """Equal to float64 by hand, as well as float32 holds what they are of."""
     for name, value in found.items():
         least = 1e-6 * float(now[name].abs().max()) if statistic in ("mean", "std") else 0.0
-        wanted = float(BY_HAND[statistic](now[name]))
+        wanted = float(WITHOUT_OPTIMIZER[statistic](now[name]))
         assert value == pytest.approx(wanted, rel=1e-6, abs=least), (name, statistic)
 
 

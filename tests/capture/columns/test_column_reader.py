@@ -14,7 +14,7 @@ from torch import nn
 
 from gradwatch.capture.columns.column_reader import COLUMNS, ColumnReader
 from gradwatch.capture.columns.gradient_values import GRADIENT_COLUMNS
-from gradwatch.capture.columns.optimizer_state import COSINE, NEAR_ZERO, STATE_COLUMNS
+from gradwatch.capture.columns.optimizer_moments import COSINE, NEAR_ZERO, STATE_COLUMNS
 from gradwatch.capture.columns.update_ratio import WEIGHT_MOMENTS
 from gradwatch.engine import Engine
 from gradwatch.engine.columns_needed import AFTER_A_STEP, EVERY_STEP, OF_UPDATES, Needs

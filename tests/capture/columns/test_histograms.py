@@ -18,14 +18,14 @@ from gradwatch.capture.columns.activation_reader import ActivationReader
 from gradwatch.capture.columns.histograms import HistogramReader, HistogramTurns
 from gradwatch.engine import staggering
 from gradwatch.engine.columns_needed import Needs
-from gradwatch.reading import chunks
-from gradwatch.reading.device import start_copy
+from gradwatch.reading import chunked_statistics
+from gradwatch.reading.device_norms import start_copy
 from gradwatch.records.histogram import BINS, LOWEST, Histogram
 from gradwatch.records.record import Record
 from gradwatch.rules.files import parse_rules
 from gradwatch.session.watch import session_of
 from gradwatch.taps import module_calls
-from tests.reading.test_device import WAITING, Operations
+from tests.reading.test_device_norms import WAITING, Operations
 from tests.support import odd_activations
 from tests.support.kept import Kept
 from tests.support.module_calls import ModuleCalls
@@ -91,7 +91,7 @@ def test_a_large_gradient_on_a_device_is_counted_in_parts(
     for dtype in (torch.float32, torch.float64, torch.bfloat16):
         vector = (torch.randn(500) * torch.logspace(-9, 9, 500)).to(dtype)
         wide = vector if dtype is torch.float64 else vector.float()
-        counts, zeros = chunks.exponents(wide)
+        counts, zeros = chunked_statistics.exponents(wide)
         assert histograms._exponents(vector).tolist() == [*counts.tolist(), zeros]
 
 

@@ -20,7 +20,7 @@ from gradwatch.engine.staggering import Staggering
 from gradwatch.records.record import Record
 from gradwatch.rules.files import parse_rules
 from gradwatch.session.watch import session_of
-from tests.reading.test_device import WAITING, Operations
+from tests.reading.test_device_norms import WAITING, Operations
 from tests.support.kept import Kept
 
 CADENCES = (1, 2, 3, 10)
@@ -29,7 +29,7 @@ RULES = "version: 1\nmodules: {tap: output}\nrules:\n" + "".join(
     for column in sorted(RUNNING_COLUMNS)
     for every in CADENCES
 )
-BY_HAND: dict[str, tuple[str, Callable[[np.ndarray], float]]] = {
+WITHOUT_OPTIMIZER: dict[str, tuple[str, Callable[[np.ndarray], float]]] = {
     "running_mean_norm": ("running_mean", lambda values: float(np.linalg.norm(values))),
     "running_var_min": ("running_var", lambda values: float(values.min())),
     "running_var_max": ("running_var", lambda values: float(values.max())),
@@ -83,7 +83,7 @@ def test_values_are_exact_and_judged_in_turns(tmp_path: Path) -> None:
     for record, now in zip(records, buffers, strict=True):
         sites, step = record.snapshot.sites, record.snapshot.step
         modules = [name for name, kind in zip(sites.names, sites.kinds, strict=True) if kind == "module"]
-        for column, (buffer, of) in BY_HAND.items():
+        for column, (buffer, of) in WITHOUT_OPTIMIZER.items():
             wanted = {name: of(now[f"{name}.{buffer}"]) for name in modules if f"{name}.{buffer}" in now}
             assert set(wanted) == {"first", "instance", "frozen", "cumulative", "narrow"}
             found = record.snapshot.columns[column]

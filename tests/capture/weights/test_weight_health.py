@@ -19,10 +19,10 @@ import gradwatch
 from gradwatch.capture.weights import unoptimized_weights, weight_health
 from gradwatch.capture.weights.weight_health import FACTOR, UNREADABLE, Weights
 from gradwatch.checkpoint import read_tag
-from gradwatch.reading import device
+from gradwatch.reading import device_norms
 from gradwatch.rules.files import parse_rules
 from gradwatch.sinks.log import LogSink
-from tests.reading.test_device import WAITING, Operations
+from tests.reading.test_device_norms import WAITING, Operations
 from tests.support.acting_cases import Training, run_folder, watched
 from tests.support.examples import examples
 from tests.support.kept import Kept
@@ -368,8 +368,8 @@ def test_from_a_device_a_look_comes_late_and_nothing_waits(monkeypatch: pytest.M
         ("b", nn.Parameter(torch.ones(2))),
     ]
     weights, there = Weights(lambda: named), [False]
-    monkeypatch.setattr(device, "on_host", lambda tensor: False)
-    monkeypatch.setattr(device.DeviceNorms, "ready", lambda reading: there[0])
+    monkeypatch.setattr(device_norms, "on_host", lambda tensor: False)
+    monkeypatch.setattr(device_norms.DeviceNorms, "ready", lambda reading: there[0])
     with Operations(looks=True) as operations:
         weights.meet()
         with torch.no_grad():

@@ -26,8 +26,8 @@ from gradwatch.engine import BoundEngine
 from gradwatch.errors import TrainingStopped
 from gradwatch.journal import read_journal
 from gradwatch.policies.norm import clip_coefficient
-from gradwatch.reading.batched import CpuReader
-from gradwatch.reading.cpu import CpuNorms
+from gradwatch.reading.batched_norms import CpuReader
+from gradwatch.reading.cpu_norms import CpuNorms
 from gradwatch.records.record import Record
 from gradwatch.rules.files import parse_rules
 from gradwatch.session.binding.optimizer_rules import ORDINARY, ORDINARY_AGAIN

@@ -13,7 +13,7 @@ from torch import Tensor
 from gradwatch.localise.hold.module_attributes import Refused
 from gradwatch.localise.loss.interpreter import purity
 from gradwatch.localise.loss.interpreter.source_tree import tree_of
-from gradwatch.taps.graph.torch_functions import is_of_torch
+from gradwatch.taps.graph.pure_functions import is_of_torch
 
 METHODS = ("forward", "setup_context", "backward", "vjp")
 OF_CONTEXT = frozenset({"save_for_backward", "mark_non_differentiable", "set_materialize_grads"})

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionMeta
 
 from gradwatch.localise.hold.module_attributes import Refused
-from gradwatch.taps.graph.torch_functions import is_of_torch
+from gradwatch.taps.graph.pure_functions import is_of_torch
 
 PLAIN = (
     *(bool, int, float, complex, str, bytes, tuple, list, dict, set, frozenset, range, slice, type(None)),

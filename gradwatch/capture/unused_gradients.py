@@ -1,4 +1,4 @@
-"""Gradients of one optimizer that were cleared, and whether a step had used them."""
+"""Gradients of one optimizer that were cleared before any step had used them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 
 
-class DiscardedGradients:
+class UnusedGradients:
     """Tells whether gradients were cleared unused: inside no step, and by no optimizer with the same parameters.
 
     Of optimizers that share parameters (one wraps another, two take turns) only the one that steps most

@@ -18,8 +18,8 @@ from torch.optim import Optimizer
 from gradwatch.capture.columns.moment_cosine import cosines
 from gradwatch.capture.columns.pending_columns import Numbers, PendingColumns
 from gradwatch.capture.columns.update_ratio import norms_by_position
-from gradwatch.reading import chunks
-from gradwatch.reading.device import on_host
+from gradwatch.reading import chunked_statistics
+from gradwatch.reading.device_norms import on_host
 from gradwatch.reading.layouts import dense, flat
 
 FIRST, SECOND = ("exp_avg", "momentum_buffer"), ("exp_avg_sq", "square_avg")
@@ -102,7 +102,7 @@ def _shares_near_zero(moments: Mapping[int, Tensor]) -> Mapping[int, float | Ten
 
 def _share_near_zero(moment: Tensor) -> float | Tensor:
     if on_host(moment):
-        return chunks.count_below(moment, NEAR_ZERO) / moment.numel()
+        return chunked_statistics.count_below(moment, NEAR_ZERO) / moment.numel()
     vector = flat(moment)
     wide = vector.float() if vector.dtype is torch.float16 else vector  # which has no number so small
     return torch.count_nonzero(wide < NEAR_ZERO).float() / moment.numel()

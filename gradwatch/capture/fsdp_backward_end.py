@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradwatch.capture.shards import offloaded
+from gradwatch.capture.parameter_shards import offloaded
 from gradwatch.taps import dispatch_modes, module_calls, nested_containers
 from gradwatch.taps.muted_forwards import is_muted
 

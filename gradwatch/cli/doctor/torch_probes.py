@@ -48,8 +48,8 @@ def engine_callback() -> str:
     first, last = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
     seen: list[bool] = []
     tasks: list[int] = []
-    from gradwatch.taps.backward import current
-    from gradwatch.taps.backward import queue_callback as queue
+    from gradwatch.taps.backward_end import current
+    from gradwatch.taps.backward_end import queue_callback as queue
 
     def mark(leaf: Tensor) -> None:
         tasks.append(current())

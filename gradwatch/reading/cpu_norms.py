@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwatch.policies.norm import EPSILON
-from gradwatch.reading.batched import Detail, RowNorms, add_up, inspect, suspicious
+from gradwatch.reading.batched_norms import Detail, RowNorms, add_up, inspect, suspicious
 
 CLOSE = 1.001
 """Ten times the error of the quick total: beyond that the exact total gives the same answer."""

@@ -14,14 +14,14 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 import gradwatch
-from gradwatch.capture.columns import moment_cosine, optimizer_state, update_ratio
-from gradwatch.capture.columns.optimizer_state import COSINE, NEAR_ZERO, STATE_COLUMNS, read_optimizer_state
+from gradwatch.capture.columns import moment_cosine, optimizer_moments, update_ratio
+from gradwatch.capture.columns.optimizer_moments import COSINE, NEAR_ZERO, STATE_COLUMNS, read_optimizer_state
 from gradwatch.capture.columns.pending_columns import PendingColumns
 from gradwatch.engine import staggering
 from gradwatch.records.record import Record
 from gradwatch.rules.files import parse_rules
 from gradwatch.session.watch import session_of
-from tests.reading.test_device import WAITING, Operations
+from tests.reading.test_device_norms import WAITING, Operations
 from tests.support.kept import Kept
 
 STEPS, CADENCES = 13, (1, 2, 3, 10)
@@ -297,7 +297,7 @@ def test_on_a_device_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
     host, device = PendingColumns(len(params)), PendingColumns(len(params))
     gradients = [torch.tensor([1.0, 2.0, 3.0, -4.0]).to(dtype) for dtype in moments]
     read_optimizer_state(host, due, params, optimizer, gradients)
-    for module in (optimizer_state, update_ratio, moment_cosine):
+    for module in (optimizer_moments, update_ratio, moment_cosine):
         monkeypatch.setattr(module, "on_host", lambda tensor: False)
     with Operations() as operations:
         read_optimizer_state(device, due, params, optimizer, gradients)
@@ -373,7 +373,7 @@ def test_cosines_with_nothing_are_no_values(
 ) -> None:
     """Of zeros and of what is not finite, also where a device only knows afterwards that it is so."""
     if where == "device":
-        for module in (optimizer_state, moment_cosine):
+        for module in (optimizer_moments, moment_cosine):
             monkeypatch.setattr(module, "on_host", lambda tensor: False)
     params = [nn.Parameter(torch.zeros(3)) for _ in range(2)]
     optimizer = torch.optim.Adam(params)

@@ -3,7 +3,7 @@
 The graph of a backward is walked, which costs microseconds to milliseconds; so not of every one: of the first ones,
 then of one in eight more than so far, of the one that follows a backward which reached nothing that is watched, and of
 the first after modules were made; of these the less often the more often nothing was found. Tensors that no module
-holds are looked for in processes that make no optimizer (`tensors_by_hand`).
+holds are looked for in processes that make no optimizer (`tensors_without_module`).
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from torch import nn
 
 from gradwatch.launch.model_discovery import Found
-from gradwatch.launch.tensors_by_hand import TensorsByHand
+from gradwatch.launch.tensors_without_module import TensorsWithoutModule
 from gradwatch.taps import module_tree
 from gradwatch.taps.backward_entry import BackwardCall
 from gradwatch.taps.graph.leaves import leaves
@@ -41,12 +41,12 @@ class _Patience:
         self._passed = 0
 
 
-class WithoutOptimizer:
+class ModelsWithoutOptimizer:
     """Search for unwatched models that the backwards of this process reach, and for tensors that no module holds."""
 
     def __init__(self, registered: ModuleRegistry) -> None:
         self._registered = registered
-        self._tensors = TensorsByHand()
+        self._tensors = TensorsWithoutModule()
         self.begin()
 
     def begin(self) -> None:
@@ -73,12 +73,12 @@ class WithoutOptimizer:
         return True
 
     def found(
-        self, call: BackwardCall, watched: Callable[[int], bool], by_hand: Callable[[int], bool]
+        self, call: BackwardCall, watched: Callable[[int], bool], without_optimizer: Callable[[int], bool]
     ) -> Found:
         """Parameters that this backward fills and nothing watches: models that hold them, else the tensors themselves.
 
-        `watched` and `by_hand`, trained by the script's own code, are asked by `id`. No model of FSDP's: what a
-        backward fills there are copies of shards, which no optimizer knows.
+        `watched` and `without_optimizer`, known to be trained without one, are asked by `id`. No model of FSDP's: what
+        a backward fills there are copies of shards, which no optimizer knows.
         """
         known, reached = self._registered, leaves(call.roots)
         params = [leaf for leaf in reached if not watched(id(leaf))]
@@ -91,7 +91,7 @@ class WithoutOptimizer:
         if (
             not TOTALS.optimizers
             and not roots
-            and all(by_hand(id(leaf)) for leaf in reached if watched(id(leaf)))
+            and all(without_optimizer(id(leaf)) for leaf in reached if watched(id(leaf)))
         ):
             loose = self._tensors.moved(params)
         else:

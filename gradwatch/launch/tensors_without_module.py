@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from gradwatch.reading.device import widest
+from gradwatch.reading.device_norms import widest
 from gradwatch.taps.dynamo import untraced
 from gradwatch.taps.swap_tensors import contents, revive
 
@@ -35,7 +35,7 @@ class _Candidate(NamedTuple):
     values: Tensor
 
 
-class TensorsByHand:
+class TensorsWithoutModule:
     """The tensors reached at the last look, to be found again at the next one."""
 
     def __init__(self) -> None:

@@ -20,7 +20,7 @@ from gradwatch.cli.version import versions
 from gradwatch.errors import RuleFileError
 
 if TYPE_CHECKING:
-    from gradwatch.launch.watching_cost import Factory
+    from gradwatch.cli.doctor.watching_cost import Factory
     from gradwatch.rules.rule_set import RuleSet
 
 Status = Literal["ok", "note", "fail"]
@@ -177,7 +177,7 @@ def check_directory(path: str) -> Check:
 
 def check_newest_run(path: str) -> Iterator[Check]:
     """Summary of the newest run, while it runs too: steps watched of steps taken, what was not seen."""
-    from gradwatch.cli.doctor_last_run import newest_account
+    from gradwatch.cli.doctor.last_run import newest_account
 
     found = newest_account(Path(path))
     if found is not None:
@@ -213,7 +213,7 @@ def check_rules(source: str) -> tuple[RuleSet | None, list[Check]]:
 def check_taps() -> Iterator[Check]:
     """Every tap of PyTorch that gradwatch uses, tried."""
     try:
-        from gradwatch.launch.torch_probes import probe_all
+        from gradwatch.cli.doctor.torch_probes import probe_all
     except ImportError as error:
         yield Check("taps", "torch", "fail", f"cannot be imported: {error}", "pip install torch")
         return
@@ -223,7 +223,7 @@ def check_taps() -> Iterator[Check]:
 
 def check_cost(model: str | None, ruleset: RuleSet, seconds: float) -> Iterator[Check]:
     """Cost of a step with and without gradwatch, and the rules that match nothing in this model."""
-    from gradwatch.launch.watching_cost import idle_rules, measure_cost, own_model
+    from gradwatch.cli.doctor.watching_cost import idle_rules, measure_cost, own_model
 
     factory = own_model if model is None else load_factory(model)
     for rule, reason in idle_rules(factory, ruleset).items():

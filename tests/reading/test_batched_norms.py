@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwatch.reading.batched import (
+from gradwatch.reading.batched_norms import (
     PATIENCE,
     CpuReader,
     RowNorms,
@@ -20,7 +20,7 @@ from gradwatch.reading.batched import (
     sum_of_squares,
     suspicious,
 )
-from gradwatch.reading.cpu import CpuNorms, add_up_all
+from gradwatch.reading.cpu_norms import CpuNorms, add_up_all
 from gradwatch.reading.read_plan import SMALL
 from gradwatch.reading.row_sums import ROW, UNDERFLOW, RowBuffer, divided
 from gradwatch.reading.row_sums_by_blas import SquareRows

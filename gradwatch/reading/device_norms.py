@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwatch.reading import foreach
-from gradwatch.reading.batched import Detail
+from gradwatch.reading.batched_norms import Detail
 from gradwatch.reading.layouts import dense, is_plain
 from gradwatch.reading.pinned_buffers import POOL
 

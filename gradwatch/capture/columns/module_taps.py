@@ -24,7 +24,7 @@ from gradwatch.capture.parameter_names import named_modules
 from gradwatch.engine.columns_needed import Needs
 from gradwatch.engine.series import matching
 from gradwatch.engine.staggering import Staggering
-from gradwatch.reading.device import AsyncCopy, Number, capturing
+from gradwatch.reading.device_norms import AsyncCopy, Number, capturing
 from gradwatch.reading.layouts import alias, elements, has_values
 from gradwatch.records.snapshot import Sites
 from gradwatch.rules.rule_set import Histograms

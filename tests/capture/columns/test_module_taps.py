@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from gradwatch.capture.columns.module_statistics import COLUMNS, INSTEAD, ModuleTaps, TapKind
+from gradwatch.capture.columns.module_taps import COLUMNS, INSTEAD, ModuleTaps, TapKind
 from gradwatch.capture.columns.pending_columns import PendingColumns
 from gradwatch.capture.parameter_names import named_modules
 from gradwatch.engine.columns_needed import EVERY_STEP, Needs
@@ -126,7 +126,7 @@ def test_preflight_names_what_full_backward_would_break() -> None:
     message = str(caught.value)
     assert "act: ReLU(inplace=True)" in message
     assert "out += x" in message
-    assert "test_module_statistics.py:" in message
+    assert "test_module_taps.py:" in message
     assert "tap: output" in message
     preflight(named_modules([nn.Sequential(nn.Linear(3, 3), nn.ReLU())]), INSTEAD)
 
