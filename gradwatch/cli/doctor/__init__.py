@@ -1,4 +1,4 @@
-"""`gradwatch doctor`: `torch_probes` tries hooks, `last_run` shows a run, `watching_cost` measures the cost of a watch."""
+"""`gradwatch doctor`: `torch_probes` tries hooks, `last_run` shows a run, `watching_cost` measures what one costs."""
 
 from gradwatch.cli.doctor.command import add_parser
 
