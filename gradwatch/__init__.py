@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from gradwatch.policies import register_policy
     from gradwatch.report.run_reader import load
     from gradwatch.rules.files import load_rules
-    from gradwatch.session.attach import watch
     from gradwatch.session.watch import Watch
+    from gradwatch.session.watch_function import watch
     from gradwatch.sinks import register_sink
 
 __all__ = [
@@ -49,7 +49,7 @@ _HOME = {
     "register_detector": "gradwatch.detectors",
     "register_policy": "gradwatch.policies",
     "register_sink": "gradwatch.sinks",
-    "watch": "gradwatch.session.attach",
+    "watch": "gradwatch.session.watch_function",
 }
 
 

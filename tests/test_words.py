@@ -130,7 +130,7 @@ OTHER_SENSE = {
     "seat": {"sinks/parameter_selection.py"},
     "settle": {"detectors/loss_scale.py"},
     "standing": {"engine/", "records/verdict.py"},
-    "torn": {"journal/frames.py"},
+    "torn": {"journal/crash_safe_frames.py"},
     "thin": {"journal/retention.py"},
 }
 

@@ -11,7 +11,7 @@ from gradwatch.account.rules_without_data import RulesWithoutData
 from gradwatch.records.columns import OBSERVED_ONLY
 from gradwatch.records.record import Record
 from gradwatch.records.verdict import UNJUDGED
-from gradwatch.runtime.own_time import OwnTime
+from gradwatch.runtime.overhead_timer import OverheadTimer
 
 MOST_REASONS = 64
 """Reasons for which baselines began anew that are counted apart; a script may give one of its own each time."""
@@ -29,7 +29,7 @@ class SessionCounts:
     """
 
     def __init__(self) -> None:
-        self.own_time = OwnTime()
+        self.own_time = OverheadTimer()
         self.records = self.rejected = self.provisional = self.unjudged = self.cleared = self.unowned = 0
         self.measured = 0  # steps and windows, each of which becomes a Record
         self.coverage = 1.0

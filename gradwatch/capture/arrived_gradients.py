@@ -35,7 +35,7 @@ from gradwatch.reading.gradient_writes import (
 from gradwatch.reading.layouts import parts
 from gradwatch.reading.loss_scale_removal import unscaled
 from gradwatch.records.snapshot import Sites
-from gradwatch.runtime.locks import ForkSafeLock
+from gradwatch.runtime.fork_safe_locks import ForkSafeLock
 from gradwatch.taps.clip_functions import Clip
 
 GONE = -2  # in place of an id

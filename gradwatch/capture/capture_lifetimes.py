@@ -19,8 +19,8 @@ from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.parameter_names import fallback_name, shape_of
 from gradwatch.capture.watched_parameters import GONE, Slots
 from gradwatch.records.snapshot import Sites
-from gradwatch.runtime.held_weakly import died, noted
-from gradwatch.runtime.locks import ForkSafeLock
+from gradwatch.runtime.fork_safe_locks import ForkSafeLock
+from gradwatch.runtime.weak_references import died, noted
 from gradwatch.taps import module_tree
 from gradwatch.taps.optimizers.param_groups import params_of
 

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from gradwatch.reading.layouts import parts, unsummed
 from gradwatch.reading.training_threads import TrainingThreads
 from gradwatch.records.snapshot import Sites
-from gradwatch.runtime.held_weakly import emptied_with, noted
+from gradwatch.runtime.weak_references import emptied_with, noted
 from gradwatch.taps.clip_functions import Clip
 
 # Python calls cost microseconds in the cold caches that a backward leaves; this is none.

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from gradwatch.runtime.held_weakly import noted
+from gradwatch.runtime.weak_references import noted
 from gradwatch.taps import module_tree
 from gradwatch.taps.module_registry import WRAPPERS
 

@@ -21,8 +21,8 @@ from gradwatch.capture.columns.loss import Losses, Root
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.watched_parameters import Slots
 from gradwatch.capture.window.window_norms import WindowNorms
-from gradwatch.runtime.held_weakly import died
-from gradwatch.runtime.own_time import OwnTime
+from gradwatch.runtime.overhead_timer import OverheadTimer
+from gradwatch.runtime.weak_references import died
 from gradwatch.taps import backward_end, backward_entry, dispatch_modes
 from gradwatch.taps.optimizers.param_groups import params_of
 
@@ -46,7 +46,7 @@ class Capture(Captures):
         models: Iterable[nn.Module],
         ended: Callable[[list[OptimizerCapture]], None],
         failed: Callable[[str, BaseException], None],
-        spent: OwnTime,
+        spent: OverheadTimer,
         waiting: Waiting | None = None,
     ) -> None:
         self._ends = backward_end.Ends(self._backward_end, self._abandon)

@@ -26,7 +26,7 @@ from gradwatch.capture.parameter_names import (
 )
 from gradwatch.capture.parameter_shards import fsdp2_in, is_shard, offloaded_in
 from gradwatch.records.snapshot import Sites
-from gradwatch.runtime.held_weakly import HeldByOwner
+from gradwatch.runtime.weak_references import HeldByOwner
 from gradwatch.taps import module_tree
 from gradwatch.taps.grad_ready import GradReadyHooks
 from gradwatch.taps.optimizers.param_groups import params_of

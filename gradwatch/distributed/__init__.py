@@ -1,1 +1,6 @@
-"""The ranks of one training: the process group, membership, the facts they reduce, replica divergence."""
+"""The ranks of one training: they meet once, exchange facts of each step, and so act alike.
+
+`process_group` has the collectives, `handshake` the first meeting, `rank_membership` what was agreed on there; `ranks`
+exchanges one step: packed (`all_reduce_packing`) into a vector (`all_reduce_layout`), whose sum over ranks makes the
+norms of shards whole (`sharded_norms`), shows `replica_divergence`, and gives the step that all judge (`agreed_step`).
+"""

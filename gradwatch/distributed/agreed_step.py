@@ -15,9 +15,9 @@ from gradwatch.capture.columns.pending_columns import ArrivedColumns
 from gradwatch.capture.snapshot_assembly import Extras
 from gradwatch.capture.window.window_norms import WindowNorms
 from gradwatch.distributed import replica_divergence, sharded_norms
-from gradwatch.distributed.all_reduced_facts import ReducedFacts
-from gradwatch.distributed.membership import RankMembership
+from gradwatch.distributed.all_reduce_layout import ReducedFacts
 from gradwatch.distributed.noise_scale import noise_scale
+from gradwatch.distributed.rank_membership import RankMembership
 from gradwatch.records.columns import NOISE_SCALE
 
 

@@ -12,9 +12,9 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.parameter_shards import ShardPlacement, local_taps
 from gradwatch.distributed import parameter_manifest, sharded_norms
-from gradwatch.distributed.all_reduced_facts import Layout
-from gradwatch.distributed.membership import RankMembership
+from gradwatch.distributed.all_reduce_layout import Layout
 from gradwatch.distributed.process_group import AloneError, Group, Meeting, announce, meet
+from gradwatch.distributed.rank_membership import RankMembership
 from gradwatch.reading.layouts import dense
 
 PARTIAL = (

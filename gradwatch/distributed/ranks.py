@@ -19,12 +19,12 @@ from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.parameter_shards import placements, whole
 from gradwatch.capture.snapshot_assembly import Extras, appended
 from gradwatch.capture.window.window_norms import WindowNorms
-from gradwatch.distributed import facts_of_this_rank, replica_divergence
+from gradwatch.distributed import all_reduce_packing, replica_divergence
 from gradwatch.distributed.agreed_step import Shared, norms_seen_by_all, of_ranks, seen_by_all
-from gradwatch.distributed.all_reduced_facts import Layout, ReducedFacts, Vector, blind
+from gradwatch.distributed.all_reduce_layout import Layout, ReducedFacts, Vector, blind
 from gradwatch.distributed.handshake import RankMeeting, RankRequirements
-from gradwatch.distributed.membership import Exchange, RankMembership
 from gradwatch.distributed.process_group import AloneError, Group, place
+from gradwatch.distributed.rank_membership import Exchange, RankMembership
 from gradwatch.reading.cpu_norms import CpuNorms, add_up_all
 from gradwatch.records.snapshot import Sites
 
@@ -228,13 +228,13 @@ class Ranks:
         extras: Extras,
         values: Mapping[str, float],
     ) -> Vector:
-        columns = facts_of_this_rank.columns_of(extras)
+        columns = all_reduce_packing.columns_of(extras)
         local = columns.get("norm_local")
         earlier = membership.earlier(window.step)
         if earlier:
             add_up_all([one.raw for one in earlier if isinstance(one.raw, CpuNorms)])
         before = [one.raw.norms() for one in earlier]
-        vector = facts_of_this_rank.encode(
+        vector = all_reduce_packing.encode(
             layout, window, window.wait(), values, columns, local, membership.usual, before
         )
         membership.keep(window)

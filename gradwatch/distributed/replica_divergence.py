@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.capture.window.window_norms import Norms
-from gradwatch.distributed.all_reduced_facts import Layout, ReducedFacts, Vector
+from gradwatch.distributed.all_reduce_layout import Layout, ReducedFacts, Vector
 from gradwatch.errors import GradwatchError
 from gradwatch.records.snapshot import Column
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from gradwatch.capture.columns.update_ratio import WEIGHT_NORM_FLOOR
 from gradwatch.capture.window.window_norms import Norms, WindowNorms
-from gradwatch.distributed.all_reduced_facts import UPDATED, Layout, ReducedFacts, Vector
+from gradwatch.distributed.all_reduce_layout import UPDATED, Layout, ReducedFacts, Vector
 from gradwatch.reading.batched_norms import FLOAT32_MAX, Detail
 from gradwatch.reading.cpu_norms import CpuNorms
 from gradwatch.records.columns import CATALOGUE, COSTLY_COLUMNS, ROOT_MEAN_SQUARED

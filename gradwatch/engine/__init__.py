@@ -1,9 +1,10 @@
 """The engine: bind rules to sites, judge each step, decide what to do, remember what was seen.
 
-`series` which series a rule is about, `rule_plan` a rule file bound to sites; `staggering` at which steps a series is
-judged that is not judged at each, `turns` which of them are at this step; `judge` one step, `firing` what is pending
-and firing, `reporting` what is said of it; `actions` what is ordered, `clipping` standing policies; `engine_state`
-what is remembered, `baseline_restarts` what is forgotten; `engine` and `bound_engine` the two classes below.
+`series` which series a rule is about, `rule_plan` a rule file bound to sites; of rules with `every: N`,
+`staggered_reads` says which site is read at a step, `staggered_judging` which series is judged; `judge` one step,
+`firing` what is pending and firing, `reporting` what is said of it; `actions` what is ordered, `clipping` standing
+policies; `engine_state` what is remembered, `baseline_restarts` what is forgotten; `engine` and `bound_engine` the two
+classes below.
 """
 
 from __future__ import annotations

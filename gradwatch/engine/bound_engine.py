@@ -23,7 +23,7 @@ from gradwatch.engine.judge import Step, firing_now, judges
 from gradwatch.engine.reporting.culprit import usual_loss, usual_norms
 from gradwatch.engine.rule_plan import NO_BANK, Plan
 from gradwatch.engine.snapshot_reader import Reader
-from gradwatch.engine.turns import NONE_IN_TURN, InTurn, Turns
+from gradwatch.engine.staggered_judging import NONE_IN_TURN, InTurn, Turns
 from gradwatch.errors import GradwatchError
 from gradwatch.policies.norm_bound import Bound
 from gradwatch.records.columns import OF_SCALER, OTHER_RULES, RUNNING_STATISTICS

@@ -2,7 +2,7 @@
 
 Beyond the read of every gradient for its norm, which each step pays. One pass over a gradient gives its zeros and
 extremes, one its mean and deviation, one its histogram; one each a moment, two where the gradient is read with it.
-Without what is overdue (`gradwatch.engine.turns`), which is read beside.
+Without what is overdue (`gradwatch.engine.staggered_judging`), which is read beside.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from gradwatch.engine.conditions.binding import conditions_of, never_known
 from gradwatch.engine.conditions.bound_condition import BoundCondition
 from gradwatch.engine.series import Series, roots_of, series_of
 from gradwatch.engine.snapshot_reader import Reader
-from gradwatch.engine.staggering import Staggering
+from gradwatch.engine.staggered_reads import Staggering
 from gradwatch.records.columns import MODULE_COLUMNS, RANK_COLUMNS, is_free
 from gradwatch.records.snapshot import BoolArray, FloatArray, Sites
 from gradwatch.rules.condition import When

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from gradwatch.detectors import Sample
 from gradwatch.engine.series import Index, Series, roots_of
-from gradwatch.engine.turns import InTurn
+from gradwatch.engine.staggered_judging import InTurn
 from gradwatch.records.columns import AVERAGED, COUNT_COLUMNS, LARGEST, ROOT_MEAN_SQUARED, SMALLEST, SUMMED
 from gradwatch.records.snapshot import BoolArray, FloatArray, Snapshot
 

@@ -13,7 +13,7 @@ from gradwatch.errors import GradwatchError
 from gradwatch.inspect.activation_stats import ActivationStats
 from gradwatch.inspect.step_profile import StepProfile
 from gradwatch.inspect.update_ratios import UpdateRatios
-from gradwatch.runtime.dependencies import require
+from gradwatch.runtime.optional_dependencies import require
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

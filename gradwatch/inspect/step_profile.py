@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
 
-from gradwatch.runtime.own_time import labelled
+from gradwatch.runtime.overhead_timer import labelled
 from gradwatch.taps import module_calls
 
 PHASES = {

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
-import gradwatch.session.attach
+import gradwatch.session.watch_function
 from gradwatch.integrations import checkpoint_file
-from gradwatch.integrations.requirement import requires
+from gradwatch.integrations.missing_framework import requires
 from gradwatch.session.watch import Watch, session_of
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ def watch(
     state, and `load_state` reads it where a checkpoint has one (call it after this function). Without this,
     `gradwatch.watch` on the prepared objects sees the same numbers.
     """
-    gw = gradwatch.session.attach.watch(model, optimizer, **options)
+    gw = gradwatch.session.watch_function.watch(model, optimizer, **options)
     if not session_of(gw).models():  # GRADWATCH=0
         return gw
 

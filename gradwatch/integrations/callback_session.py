@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradwatch.session.attach import watch
 from gradwatch.session.watch import Watch, session_of
+from gradwatch.session.watch_function import watch
 
 if TYPE_CHECKING:
     import os

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 from torch.optim import Optimizer
 
-import gradwatch.session.attach
+import gradwatch.session.watch_function
 from gradwatch.integrations.callback_session import observe_number
-from gradwatch.integrations.requirement import requires
+from gradwatch.integrations.missing_framework import requires
 from gradwatch.session.watch import Watch, session_of
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def watch(
     checkpoints, save the watch like anything else:
     `Checkpoint({"model": model, "optimizer": optimizer, "gradwatch": gw}, ...)`.
     """
-    gw = gradwatch.session.attach.watch(model, optimizer, **options)
+    gw = gradwatch.session.watch_function.watch(model, optimizer, **options)
     if loss is None or not session_of(gw).models():  # GRADWATCH=0
         return gw
 

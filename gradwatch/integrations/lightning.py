@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from gradwatch.integrations.lightning_hooks import LightningHooks
-from gradwatch.integrations.requirement import requires
+from gradwatch.integrations.missing_framework import requires
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

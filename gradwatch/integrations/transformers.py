@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradwatch.integrations import checkpoint_file
 from gradwatch.integrations.callback_session import Session
-from gradwatch.integrations.requirement import requires
+from gradwatch.integrations.missing_framework import requires
 from gradwatch.session.watch import Watch
 
 if TYPE_CHECKING:

@@ -2,7 +2,7 @@
 
 Format 1. A journal is one head file `rank{R}-attempt{A}.gwj` and, when it grows, numbered files after it,
 `rank{R}-attempt{A}.00001.gwj` and so on, written by one process only. Each file is a sequence of frames
-(`frames`: magic, salt, sequence, length, two checksums); each frame holds one payload (`payload`: a JSON
+(`crash_safe_frames`: magic, salt, sequence, length, two checksums); each frame holds one payload (`payload`: a JSON
 header and little-endian arrays), and each payload one entry:
 
     kind     written                         holds
@@ -28,6 +28,7 @@ Readers skip unknown kinds and keys, and step over damage.
 """
 
 from gradwatch.journal.columnar_steps import StepRow, StepsEntry
+from gradwatch.journal.crash_safe_frames import Damage
 from gradwatch.journal.entries import (
     EndEntry,
     Entry,
@@ -36,10 +37,9 @@ from gradwatch.journal.entries import (
     RunEntry,
     SitesEntry,
 )
-from gradwatch.journal.frames import Damage
 from gradwatch.journal.norms_entry import NormsEntry
 from gradwatch.journal.reader import JournalReader, read_journal
-from gradwatch.journal.records_of_steps import RecordedStep
+from gradwatch.journal.records_from_entries import RecordedStep
 
 __all__ = [
     "Damage",

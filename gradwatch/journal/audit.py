@@ -16,7 +16,7 @@ from gradwatch.account import Account
 from gradwatch.account.launch_total import Part, by_launch, launch_total
 from gradwatch.incidents.explanation import sentence
 from gradwatch.journal import Entry, EventsEntry, JournalReader, StepsEntry
-from gradwatch.journal.frames import Damage
+from gradwatch.journal.crash_safe_frames import Damage
 from gradwatch.journal.incidents import better
 from gradwatch.journal.process_account import Recorded
 from gradwatch.records.decision import Order

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from gradwatch.journal.frames import encode_frame
+from gradwatch.journal.crash_safe_frames import encode_frame
 from gradwatch.journal.reader import JournalName
 from gradwatch.journal.retention import RESERVE, Retention
 from gradwatch.runtime.atomic_files import make_directory

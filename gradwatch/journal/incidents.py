@@ -9,7 +9,7 @@ from gradwatch.incidents.incident import AROUND, Incident, StepNorms, ordered
 from gradwatch.journal.columnar_steps import StepRow, StepsEntry
 from gradwatch.journal.entries import Entry, EventsEntry, RunEntry
 from gradwatch.journal.reader import JournalReader
-from gradwatch.journal.records_of_steps import HORIZON
+from gradwatch.journal.records_from_entries import HORIZON
 from gradwatch.records.event import Event
 from gradwatch.records.finding import Finding
 from gradwatch.records.run_info import RunInfo

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.journal.frames import MAX_PAYLOAD
+from gradwatch.journal.crash_safe_frames import MAX_PAYLOAD
 
 Array = NDArray[Any]
 _LENGTH = struct.Struct("<I")

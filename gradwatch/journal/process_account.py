@@ -10,8 +10,8 @@ from pathlib import Path
 from gradwatch.account import Account
 from gradwatch.account.launch_total import Part
 from gradwatch.journal.columnar_steps import StepsEntry
+from gradwatch.journal.crash_safe_frames import Damage
 from gradwatch.journal.entries import EndEntry, Entry, EventsEntry, RunEntry
-from gradwatch.journal.frames import Damage
 from gradwatch.journal.payload import decode_payload
 from gradwatch.journal.reader import JournalReader, opened
 from gradwatch.records.columns import OBSERVED_ONLY

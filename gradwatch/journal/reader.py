@@ -14,9 +14,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+from gradwatch.journal.crash_safe_frames import Damage, FrameScanner
 from gradwatch.journal.entries import EndEntry, Entry, EventsEntry, RunEntry, decode_entries
-from gradwatch.journal.frames import Damage, FrameScanner
-from gradwatch.journal.records_of_steps import RecordedStep, join_records
+from gradwatch.journal.records_from_entries import RecordedStep, join_records
 from gradwatch.records.event import Event
 from gradwatch.records.finding import Finding
 

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from gradwatch.journal.frames import Damage, Frame, FrameScanner, encode_frame
+from gradwatch.journal.crash_safe_frames import Damage, Frame, FrameScanner, encode_frame
 from gradwatch.journal.norms_block import KIND as NORMS_BLOCK
 from gradwatch.journal.norms_block import decode_block
 from gradwatch.journal.payload import Payload, decode_payload, encode_payload

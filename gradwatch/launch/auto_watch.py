@@ -29,9 +29,9 @@ from gradwatch.launch.first_forwards import FirstForwards
 from gradwatch.launch.model_discovery import Found, discover, steps_through, trains
 from gradwatch.launch.models_without_optimizer import ModelsWithoutOptimizer
 from gradwatch.runtime import guard, stderr
-from gradwatch.runtime.imports import filters_kept
+from gradwatch.runtime.fork_safe_locks import ForkSafeLock
 from gradwatch.runtime.interruption import not_ours
-from gradwatch.runtime.locks import ForkSafeLock
+from gradwatch.runtime.warning_filters import filters_kept
 from gradwatch.taps import backward_entry, clip_functions, grad_scaler, step_hooks
 from gradwatch.taps.clip_functions import Clip
 from gradwatch.taps.module_registry import ModuleRegistry
@@ -309,7 +309,7 @@ class Agent:
         try:
             with filters_kept():
                 from gradwatch.launch.resumed_baselines import Baselines
-                from gradwatch.session.attach import watch_optimizers
+                from gradwatch.session.watch_function import watch_optimizers
 
                 made = watch_optimizers(roots, optimizers, loose)
             _watches.append(made)

@@ -18,8 +18,8 @@ from torch import nn
 from torch.nn.modules.module import register_module_module_registration_hook
 from torch.optim import Optimizer
 
+from gradwatch.runtime.fork_safe_locks import ForkSafeLock
 from gradwatch.runtime.interruption import not_ours
-from gradwatch.runtime.locks import ForkSafeLock
 from gradwatch.taps import module_tree
 from gradwatch.taps.dynamo import untraced
 from gradwatch.taps.module_registry import ModuleRegistry

@@ -1,7 +1,8 @@
-"""Search for the operation that made the first NaN or Inf: a step is held, run again under a recorder, judged.
+"""The search for a cause: the operation, module and line that made a NaN or Inf, or made gradients explode or vanish.
 
-`hold` what a step was made of; `replay` runs it again without a trace, a recorder looking on; `diagnosis` says what
-it comes to.
+`hold/` what a step was made of, held by reference; `replay/` runs it again without a trace, under a recorder; `loss/`
+the loop's own loss code; `sharded/` models spread over ranks; `diagnosis/` says what all that comes to; `localiser`
+decides which of these is done.
 """
 
 from __future__ import annotations

@@ -32,11 +32,11 @@ from gradwatch.runtime.interruption import not_ours
 from gradwatch.taps import backward_end, step_hooks
 
 if TYPE_CHECKING:
-    from gradwatch.localise.replay.anomaly_mode import Raising
     from gradwatch.localise.replay.cause_among_ranks import RankAgreement
     from gradwatch.localise.replay.closure_replay import ReplayableClosure
     from gradwatch.localise.replay.live_recording import Live
     from gradwatch.localise.replay.step_replay import CallListener
+    from gradwatch.localise.replay.torch_anomaly_detection import Raising
 
 Suspicion = Literal["nonfinite", "exploding", "vanishing"]
 Way = Literal["replay", "record", "detect_anomaly"]
@@ -300,7 +300,7 @@ class Localiser:
             return None
         from gradwatch.localise.diagnosis.diagnose import diagnose
         from gradwatch.localise.replay.closure_replay import run_again
-        from gradwatch.localise.replay.reproduction import CLOSURE, NOT_KNOWN
+        from gradwatch.localise.replay.reproducibility import CLOSURE, NOT_KNOWN
 
         try:
             finding = diagnose([run_again(self._closure, self._fault, self._max_bytes)], by="closure")
@@ -309,7 +309,7 @@ class Localiser:
         return finding.noted(NOT_KNOWN.format(why=CLOSURE)) if finding.found else None
 
     def _of_calls(self, held: list[tuple[nn.Module, Call]], ask: Ask) -> Finding:
-        from gradwatch.localise.diagnosis.norm_levels import with_activations
+        from gradwatch.localise.diagnosis.explosion_by_norms import with_activations
         from gradwatch.localise.replay.diagnosed_replay import DiagnosedReplay
 
         refusal = self.refusal(held)
@@ -354,7 +354,7 @@ class Localiser:
         if ask.record_steps and not self._live:
             self._ask = ask
             if ask.way == "detect_anomaly":
-                from gradwatch.localise.replay.anomaly_mode import Raising
+                from gradwatch.localise.replay.torch_anomaly_detection import Raising
 
                 self._live.append(Raising(ask.record_steps))
             else:

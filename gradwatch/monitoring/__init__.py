@@ -1,8 +1,8 @@
-"""The monitoring stack as files: what `gradwatch deploy export` writes, from the same tables and rule files
-that the exporter and the engine use.
+"""The monitoring stack as files: what `gradwatch deploy export` writes, from the same tables and rule files that the
+exporter and the engine use.
 
-`alerts` and `recording` are the rules of Prometheus, `configs` what runs them, `export` writes the folder.
-Nothing here needs torch, a network or a running server.
+`alerts` and `recording_rules` are the rules of Prometheus, `prometheus_files` what runs them, `export` writes the
+folder. Nothing here needs torch, a network or a running server.
 """
 
 from gradwatch.monitoring.export import Options, export, files

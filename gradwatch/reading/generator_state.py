@@ -11,7 +11,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from gradwatch.runtime.locks import ForkSafeLock
+from gradwatch.runtime.fork_safe_locks import ForkSafeLock
 
 _reading = ForkSafeLock()
 

@@ -9,8 +9,8 @@ from typing import Any
 
 from gradwatch.records.decision import Order
 from gradwatch.records.event import Event
+from gradwatch.rule_tests.load_test_file import Case, Expected
 from gradwatch.rule_tests.simulate import Simulation
-from gradwatch.rule_tests.yaml_document import Case, Expected
 
 TOLERANCE = 1e-3  # relative, of numbers that a person wrote down
 ON_REQUEST = ("pending", "repeat")

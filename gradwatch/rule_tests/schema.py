@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from gradwatch.records.event import EventKind, Severity
-from gradwatch.rules.files.models import Model, unset
+from gradwatch.rules.files.model_base import Model, unset
 
 Shape = Annotated[list[Annotated[int, Field(ge=0, le=1 << 40)]], Field(max_length=16)]
 Step = Annotated[int, Field(ge=0)]

@@ -23,7 +23,7 @@ from gradwatch.records.columns import scalar_name
 from gradwatch.records.decision import Decision, Order
 from gradwatch.records.event import Event
 from gradwatch.records.snapshot import Column, Snapshot
-from gradwatch.rule_tests.yaml_document import Case, Samples
+from gradwatch.rule_tests.load_test_file import Case, Samples
 from gradwatch.rules.rule_set import RuleSet
 
 NORM_OF_THE_HEALTHY = 1.0

@@ -1,6 +1,6 @@
 """The types of keys in a rule file, and the parameters of actions and sinks: all that is said of them without pydantic.
 
-`gradwatch.rules.files.models` makes pydantic models of them when a rule file is read.
+`gradwatch.rules.files.model_base` makes pydantic models of them when a rule file is read.
 """
 
 from __future__ import annotations

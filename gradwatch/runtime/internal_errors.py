@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from gradwatch.errors import GradwatchError
+from gradwatch.runtime.fork_safe_locks import ForkSafeLock
 from gradwatch.runtime.interruption import not_ours
-from gradwatch.runtime.locks import ForkSafeLock
 
 MOST_NOTICES = 64
 

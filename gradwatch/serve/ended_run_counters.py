@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from gradwatch.journal.entries import EndEntry, Entry, EventsEntry, LostEntry
 from gradwatch.journal.reader import JournalReader
-from gradwatch.journal.records_of_steps import join_records
+from gradwatch.journal.records_from_entries import join_records
 from gradwatch.records.run_info import RunInfo
 from gradwatch.runtime.atomic_files import write_whole
 from gradwatch.serve.process_discovery import Process

@@ -32,6 +32,7 @@ from gradwatch.records.run_info import RunInfo
 from gradwatch.records.snapshot import Sites
 from gradwatch.rules.rule_set import RuleSet
 from gradwatch.session.actions.localise_action import Causes, localising
+from gradwatch.session.active_or_paused import STEP_PATH, Activity
 from gradwatch.session.binding.backward_actions import module_bounds_of
 from gradwatch.session.binding.bind_optimizer import Binder
 from gradwatch.session.binding.rank_requirements import rank_requirements
@@ -41,7 +42,6 @@ from gradwatch.session.boundary.optimizer_step import Boundary
 from gradwatch.session.checkpoint_health import Checkpoints
 from gradwatch.session.logged_once import Notices
 from gradwatch.session.optimizer_context import Contexts
-from gradwatch.session.pause_after_errors import STEP_PATH, Activity
 from gradwatch.session.pipeline.extra_columns import ExtraColumns
 from gradwatch.session.pipeline.record_publishing import Publishing
 from gradwatch.session.pipeline.step_pipeline import Sources, StepPipeline, deferral_allowed

@@ -10,10 +10,10 @@ from gradwatch.capture.columns.nonfinite_running_statistics import RunningStatis
 from gradwatch.capture.weights.weight_health import Weights
 from gradwatch.checkpoint import NO_GROWTH, joined, of_statistics, resumed
 from gradwatch.records.record import CheckpointHealth
+from gradwatch.session.active_or_paused import Activity
 from gradwatch.session.binding.optimizer_rules import OptimizerRules
 from gradwatch.session.binding.rule_bindings import RuleBindings
 from gradwatch.session.optimizer_context import Contexts
-from gradwatch.session.pause_after_errors import Activity
 
 
 class Checkpoints:

@@ -1,8 +1,8 @@
 """Live sessions, the end of those whose models are gone, and the end of the process.
 
 torch's hooks hold a Watch that the script does not keep (`gradwatch.watch(model)` alone is enough), so something has to
-end it. Nothing runs when a model goes: its death is noted, and its parameters are freed with it
-(`gradwatch.runtime.held_weakly`). Its Watch is closed before the next backward of the process, or when another is made.
+end it. Nothing runs when a model goes: its death is noted (`gradwatch.runtime.weak_references`), and its parameters are
+freed with it. Its Watch is closed before the next backward of the process, or when another is made.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, Generic, Protocol, TypeVar
 from gradwatch.account import Ending
 from gradwatch.account.exit_reason import how_it_ends
 from gradwatch.records.run_info import RunInfo
-from gradwatch.runtime.held_weakly import died
 from gradwatch.runtime.process_identity import here
+from gradwatch.runtime.weak_references import died
 from gradwatch.taps import backward_entry
 from gradwatch.taps.backward_entry import BackwardCall
 from gradwatch.taps.process_totals import ended_by_exceptions

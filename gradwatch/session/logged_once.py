@@ -11,7 +11,7 @@ from gradwatch.records.snapshot import Sites
 from gradwatch.rules.rule_set import RuleSet
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.session.binding.refused_rules import Fitting
-from gradwatch.sinks.breaker import Breaker
+from gradwatch.sinks.circuit_breaker import Breaker
 
 MOST_NAMED = 5
 IN_GRAPH = "a step captured in a CUDA graph is not watched: no hook runs when the graph is replayed"

@@ -10,7 +10,7 @@ from gradwatch.actions.lbfgs_and_sam import ClosureCalls
 from gradwatch.actions.step_actions import StepActions
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.unused_gradients import UnusedGradients
-from gradwatch.distributed.membership import RankMembership
+from gradwatch.distributed.rank_membership import RankMembership
 from gradwatch.session.binding.optimizer_rules import OptimizerRules
 from gradwatch.session.pipeline.deferred_steps import Deferral
 

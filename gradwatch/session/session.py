@@ -24,16 +24,16 @@ from gradwatch.records.event import Event
 from gradwatch.records.record import CheckpointHealth, Record
 from gradwatch.records.run_info import RunInfo
 from gradwatch.rules.rule_set import RuleSet
-from gradwatch.runtime.held_weakly import died
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.runtime.process_identity import here
 from gradwatch.runtime.spelling import did_you_mean
+from gradwatch.runtime.weak_references import died
 from gradwatch.session import saved_state
+from gradwatch.session.active_or_paused import Activity
 from gradwatch.session.attachments import Attached, Rules, Services
 from gradwatch.session.binding.refused_rules import Fitting
 from gradwatch.session.live_sessions import LIVE
 from gradwatch.session.logged_once import Notices
-from gradwatch.session.pause_after_errors import Activity
 from gradwatch.session.pipeline.record_publishing import Publishing
 from gradwatch.session.session_account import Accounting, Counted, of_process, steps_concluded
 from gradwatch.session.session_sinks import SessionSinks, chosen_sinks

@@ -13,7 +13,7 @@ from gradwatch.rules.rule_set import RuleSet
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.session.settings import Settings, check_directory, sink_specs
 from gradwatch.sinks import Sink, make_sink
-from gradwatch.sinks.breaker import Breaker
+from gradwatch.sinks.circuit_breaker import Breaker
 
 
 def chosen_sinks(given: Sequence[Sink] | None, ruleset: RuleSet, settings: Settings, rank: int) -> list[Sink]:

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from gradwatch.records.record import Record
 from gradwatch.records.run_info import RunInfo
-from gradwatch.runtime.dependencies import require
 from gradwatch.runtime.internal_errors import Health
+from gradwatch.runtime.optional_dependencies import require
 from gradwatch.sinks.http_post import checked_url, post
 from gradwatch.sinks.prometheus.exposition import Family, Labels
 from gradwatch.sinks.prometheus.file_sd import target_labels

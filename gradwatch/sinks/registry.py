@@ -18,9 +18,9 @@ from gradwatch.errors import AttachError, MissingDependencyError
 from gradwatch.records.record import Record
 from gradwatch.records.run_info import RunInfo
 from gradwatch.rules.sink_kinds import SINKS, SinkKind
-from gradwatch.runtime.imports import filters_kept
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.runtime.spelling import did_you_mean
+from gradwatch.runtime.warning_filters import filters_kept
 
 
 @runtime_checkable

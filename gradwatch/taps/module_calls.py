@@ -32,7 +32,7 @@ import torch
 from torch import nn
 
 from gradwatch.runtime import guard
-from gradwatch.runtime.locks import ForkSafeLock
+from gradwatch.runtime.fork_safe_locks import ForkSafeLock
 from gradwatch.taps import dispatch_modes
 from gradwatch.taps.dispatch_modes import dispatching, functions
 from gradwatch.taps.dynamo import untraced_itself

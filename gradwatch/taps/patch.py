@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
 from gradwatch.runtime import guard
-from gradwatch.runtime.locks import ForkSafeLock
+from gradwatch.runtime.fork_safe_locks import ForkSafeLock
 from gradwatch.taps.dynamo import untraced
 
 L = TypeVar("L")

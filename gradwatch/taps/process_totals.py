@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, fields
 
 from gradwatch.account import Taken
-from gradwatch.runtime.held_weakly import Distinct
+from gradwatch.runtime.weak_references import Distinct
 
 
 @dataclass(slots=True)

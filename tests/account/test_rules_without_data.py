@@ -19,11 +19,11 @@ from gradwatch.account.rules_without_data import NO_OUTPUT, RulesWithoutData
 from gradwatch.engine import Engine
 from gradwatch.engine.bound_engine import BoundEngine
 from gradwatch.engine.engine_state import EngineState
-from gradwatch.engine.turns import NONE_IN_TURN
+from gradwatch.engine.staggered_judging import NONE_IN_TURN
 from gradwatch.records.snapshot import Snapshot
 from gradwatch.records.verdict import Verdict
 from gradwatch.rules.files import parse_rules
-from gradwatch.session.binding.rule_data import reads_of
+from gradwatch.session.binding.unread_columns import reads_of
 from gradwatch.session.watch import session_of
 from tests.engine.cases import everywhere, make_sites, make_snapshot
 from tests.support.kept import Kept

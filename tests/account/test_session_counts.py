@@ -8,7 +8,7 @@ import pytest
 
 from gradwatch.account.session_counts import SessionCounts
 from gradwatch.records.verdict import UNJUDGED
-from gradwatch.runtime.own_time import OwnTime
+from gradwatch.runtime.overhead_timer import OverheadTimer
 from tests.support.sink_records import make_record, make_sites
 
 
@@ -18,7 +18,7 @@ class Steps:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 100.0
         self.totals = SessionCounts()
-        monkeypatch.setattr("gradwatch.runtime.own_time.perf_counter", lambda: self.now)
+        monkeypatch.setattr("gradwatch.runtime.overhead_timer.perf_counter", lambda: self.now)
 
     def step(self, n: int, training: float, before: float, until_measured: float, after: float) -> None:
         """The seconds that training takes, the call before, and the two parts of the call that measures the step."""
@@ -81,8 +81,8 @@ def test_calls_of_threads_that_overlap_are_at_most_all_of_the_time(monkeypatch: 
 def test_time_inside_a_measured_call_counts_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """A backward's end that leads to a step measures both, one inside the other; what was told is not told again."""
     clock = iter([10.0, 11.0, 14.0, 16.0])
-    monkeypatch.setattr("gradwatch.runtime.own_time.perf_counter", lambda: next(clock))
-    spent = OwnTime()
+    monkeypatch.setattr("gradwatch.runtime.overhead_timer.perf_counter", lambda: next(clock))
+    spent = OverheadTimer()
     outer = spent.begin()
     inner = spent.begin()
     spent.end(inner)

@@ -60,7 +60,7 @@ def _judge_at_once() -> None:
 
 def _judge_in_full() -> None:
     from gradwatch.engine.fast_path.one_step import FastPath
-    from gradwatch.session.pipeline.ordinary_steps import OrdinarySteps
+    from gradwatch.session.pipeline.many_deferred_steps import OrdinarySteps
 
     _replace(FastPath, "learn", _nothing)
     _replace(OrdinarySteps, "conclude", _nothing)
@@ -99,7 +99,7 @@ def _look_at_no_weights() -> None:
 
 
 def _judge_one_by_one() -> None:
-    from gradwatch.session.pipeline.ordinary_steps import OrdinarySteps
+    from gradwatch.session.pipeline.many_deferred_steps import OrdinarySteps
 
     _replace(OrdinarySteps, "conclude", _nothing)
 

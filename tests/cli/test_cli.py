@@ -260,7 +260,7 @@ def test_a_bad_rule_file_may_be_passed_by(bad: str, tmp_path: Path) -> None:
             "'snapshot' is not built yet",
         ),
         (
-            "gradwatch.runtime.dependencies._installed",
+            "gradwatch.runtime.optional_dependencies._installed",
             lambda module: False,
             "pip install 'gradwatch[bundle]'",
         ),

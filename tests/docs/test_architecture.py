@@ -73,6 +73,17 @@ def test_every_name_exists() -> None:
             assert set(re.findall(r"[A-Za-z_]\w*", code)) <= known, code
 
 
+OF_FORMATS = {"events", "every", "gradwatch", "norms", "read_run", "reason", "version", "with"}
+
+
+def test_what_a_folder_says_of_its_files_is_there() -> None:
+    """A name in code, in small letters, in the docstring of a folder is that of a file or folder in it."""
+    for path in SOURCES:
+        if path.name == "__init__.py":
+            said = set(re.findall(r"`([a-z][a-z0-9_]+)/?`", ast.get_docstring(parsed(path)) or ""))
+            assert said - OF_FORMATS <= {one.stem for one in path.parent.iterdir()}, path
+
+
 def names(tree: ast.AST) -> Iterator[str]:
     """Every identifier of a module, and the words of its short texts: keys of rule files, options, names of columns."""
     for node in ast.walk(tree):
@@ -129,7 +140,7 @@ GIVEN_FROM_ABOVE = {
     ("capture/weights/weight_health.py", "session/checkpoint_health.py"),  # the steps that they are of
     (
         "account/rules_without_data.py",
-        "session/binding/rule_data.py",
+        "session/binding/unread_columns.py",
     ),  # whether a Snapshot has what a rule reads
     ("reading/row_sums_by_blas.py", "capture/snapshot_assembly.py"),  # `silently` runs what it is given
 }

@@ -11,7 +11,7 @@ from torch import nn
 
 import gradwatch
 from gradwatch.inspect import profile_step
-from gradwatch.runtime.own_time import OwnTime
+from gradwatch.runtime.overhead_timer import OverheadTimer
 from gradwatch.taps import module_calls
 
 
@@ -29,7 +29,7 @@ def test_modules_and_own_phases_are_labelled(tmp_path: Path) -> None:
         model(torch.randn(5, 3)).sum().backward()
         optimizer.step()
 
-    methods = OwnTime.begin, OwnTime.end
+    methods = OverheadTimer.begin, OverheadTimer.end
     bare = profile_step(model, step, steps=2)
     assert not [one for one in bare.phases if one.label.startswith("gradwatch")]
     assert bare.own_share == 0
@@ -49,21 +49,21 @@ def test_modules_and_own_phases_are_labelled(tmp_path: Path) -> None:
     assert {"forward 1", "gradwatch: before the step"} <= {
         event.get("name") for event in trace["traceEvents"]
     }
-    assert (OwnTime.begin, OwnTime.end) == methods
+    assert (OverheadTimer.begin, OverheadTimer.end) == methods
     assert not any(map(module_calls.noticed, model.modules()))
 
 
 def test_a_step_that_raises_leaves_nothing_behind() -> None:
     """The exception passes through; modules and the stopwatch are as before."""
     model = nn.Linear(1, 1)
-    methods = OwnTime.begin, OwnTime.end
+    methods = OverheadTimer.begin, OverheadTimer.end
 
     def step() -> None:
         model(torch.ones(2, 3))
 
     with pytest.raises(RuntimeError, match="shapes"):
         profile_step(model, step, warmup=0)
-    assert (OwnTime.begin, OwnTime.end) == methods
+    assert (OverheadTimer.begin, OverheadTimer.end) == methods
     assert not module_calls.noticed(model)
 
 

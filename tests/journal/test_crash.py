@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from gradwatch.journal import Damage, JournalReader, read_journal
+from gradwatch.journal.crash_safe_frames import Frame, FrameScanner
 from gradwatch.journal.entries import decode_entries
-from gradwatch.journal.frames import Frame, FrameScanner
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.sinks.journal import JournalSink
 from tests.support.sink_records import make_event, make_record, make_run, make_sites

@@ -30,8 +30,8 @@ from gradwatch.journal import (
     read_journal,
 )
 from gradwatch.journal.columnar_steps import GroupNorms, step_row
+from gradwatch.journal.crash_safe_frames import MAX_PAYLOAD, Damage, Frame, FrameScanner, encode_frame
 from gradwatch.journal.entries import decode_entries
-from gradwatch.journal.frames import MAX_PAYLOAD, Damage, Frame, FrameScanner, encode_frame
 from gradwatch.journal.norms_cadence import Cadence
 from gradwatch.journal.payload import decode_payload, encode_payload
 from gradwatch.journal.reader import JournalName, opened

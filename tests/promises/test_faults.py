@@ -27,11 +27,11 @@ from gradwatch.records.record import Record
 from gradwatch.records.run_info import RunInfo
 from gradwatch.rules.files import parse_rules
 from gradwatch.rules.rule_set import RuleSet
-from gradwatch.runtime import own_time
+from gradwatch.runtime import overhead_timer
 from gradwatch.runtime.internal_errors import Health
-from gradwatch.session import pause_after_errors
-from gradwatch.session.boundary import changed_parameters
-from gradwatch.session.pipeline import ordinary_steps
+from gradwatch.session import active_or_paused
+from gradwatch.session.boundary import changed_param_groups
+from gradwatch.session.pipeline import many_deferred_steps
 from gradwatch.session.pipeline import step_pipeline as judging
 from gradwatch.session.pipeline.record_publishing import Publishing
 from gradwatch.session.watch import session_of
@@ -75,11 +75,11 @@ SITES: dict[str, tuple[Any, str, str]] = {
     "hear": (captured.OptimizerCapture, "add_arrivals", "capture"),
     "due": (captured.OptimizerCapture, "due", "capture"),
     "read": (captured.OptimizerCapture, "read", "capture"),
-    "clock": (own_time, "perf_counter", "capture"),
+    "clock": (overhead_timer, "perf_counter", "capture"),
     "settle": (captured.OptimizerCapture, "close_window", "boundary"),
-    "changed": (changed_parameters.CurrentContexts, "changed", "boundary"),
+    "changed": (changed_param_groups.CurrentContexts, "changed", "boundary"),
     "maintain_hooks": (read_after_backward.Capture, "maintain_hooks", "boundary"),
-    "adopt": (changed_parameters.CurrentContexts, "renewed", "boundary"),
+    "adopt": (changed_param_groups.CurrentContexts, "renewed", "boundary"),
     "measure": (judging.StepPipeline, "measure", "boundary"),
     "sample": (column_reader.ColumnReader, "collect", "columns"),
     "local_collect": (norm_local.LocalNorms, "collect", "boundary"),
@@ -236,9 +236,9 @@ def test_three_faults_in_a_row_pause_the_watch(tmp_path: Path, monkeypatch: pyte
         with monkeypatch.context() as patch:
             patch.setattr(captured.OptimizerCapture, "close_window", broken)
             train(model, optimizer, skip_nan=False)
-        assert len(calls) == pause_after_errors.FAILURES
+        assert len(calls) == active_or_paused.FAILURES
         assert gw.health.up()["boundary"] is False
-        monkeypatch.setattr(pause_after_errors, "PAUSE_SECONDS", 0.0)
+        monkeypatch.setattr(active_or_paused, "PAUSE_SECONDS", 0.0)
         session_of(gw)._activity.paused_until = 0.0
         train(model, optimizer, skip_nan=False)
         assert gw.status()["steps"] > 0
@@ -300,9 +300,9 @@ def test_sink_that_cannot_open_leaves_training_alone(tmp_path: Path) -> None:
 
 # As SITES, of steps judged together; whether they are judged one by one instead, or are without a Record.
 SITES_OF_MANY: dict[str, tuple[Any, str, str, bool]] = {
-    "assemble": (ordinary_steps, "assemble_many", "boundary", True),
+    "assemble": (many_deferred_steps, "assemble_many", "boundary", True),
     "evaluate": (BoundEngine, "evaluate_many", "boundary", True),
-    "clip": (ordinary_steps, "_clipped", "boundary", True),
+    "clip": (many_deferred_steps, "_clipped", "boundary", True),
     "health": (CheckpointHealthTracker, "after_all", "boundary", False),
     "totals": (SessionCounts, "observe_all", "boundary", False),
     "publish": (Publishing, "give_all", "boundary", False),
@@ -337,7 +337,7 @@ def test_a_fault_with_many_steps_costs_none_in_silence(
         raise ValueError("broken")
 
     monkeypatch.setattr(owner, attribute, broken)
-    monkeypatch.setattr(pause_after_errors, "FAILURES", 10**6)
+    monkeypatch.setattr(active_or_paused, "FAILURES", 10**6)
     model, optimizer = build()
     sink = Kept()
     sinks = [sink, PrometheusSink(listen=None), JournalSink(), LogSink()]

@@ -23,11 +23,11 @@ from torch.nn.parallel import DistributedDataParallel
 from gradwatch.capture.columns import norm_local
 from gradwatch.capture.columns.column_reader import ColumnReader
 from gradwatch.capture.optimizer_capture import OptimizerCapture
-from gradwatch.distributed import facts_of_this_rank, process_group, ranks
+from gradwatch.distributed import all_reduce_packing, process_group, ranks
 from gradwatch.engine import BoundEngine
 from gradwatch.errors import AttachError
-from gradwatch.session import pause_after_errors, session
-from gradwatch.session.pipeline import foreseen_norms
+from gradwatch.session import active_or_paused, session
+from gradwatch.session.pipeline import norm_applied
 from gradwatch.session.pipeline import step_pipeline as judging
 from gradwatch.session.watch import session_of
 from tests.ranks.launch import TRIALS, fingerprint
@@ -123,12 +123,12 @@ SITES: dict[str, tuple[Any, str]] = {
     "read": (OptimizerCapture, "read"),
     "sample": (ColumnReader, "collect"),
     "local": (norm_local.LocalNorms, "collect"),
-    "encode": (facts_of_this_rank, "encode"),
+    "encode": (all_reduce_packing, "encode"),
     "hear": (ranks, "seen_by_all"),
     "assemble": (judging, "assemble"),
     "evaluate": (BoundEngine, "evaluate"),
     "decide": (BoundEngine, "decide"),
-    "clipped": (foreseen_norms, "reshaped"),
+    "clipped": (norm_applied, "reshaped"),
 }
 
 
@@ -217,7 +217,7 @@ def paused(rank: int) -> dict[str, Any]:
         return original(*args)
 
     with (
-        mock.patch.object(pause_after_errors, "PAUSE_SECONDS", 0.2),
+        mock.patch.object(active_or_paused, "PAUSE_SECONDS", 0.2),
         mock.patch.object(OptimizerCapture, "close_window", failing),
         watched(model, optimizer, ACTING, strict=False) as (gw, collector),
     ):

@@ -15,10 +15,10 @@ from torch.nn.parallel import DistributedDataParallel
 
 from gradwatch.actions import clip_section
 from gradwatch.capture.optimizer_capture import OptimizerCapture
-from gradwatch.distributed import facts_of_this_rank, ranks
+from gradwatch.distributed import all_reduce_packing, ranks
 from gradwatch.engine import BoundEngine
 from gradwatch.errors import AttachError
-from gradwatch.session.pipeline import foreseen_norms
+from gradwatch.session.pipeline import norm_applied
 from gradwatch.session.pipeline import step_pipeline as judging
 from tests.ranks.launch import fingerprint
 from tests.ranks.situations import batch, fsdp1, fsdp2, loss_of
@@ -131,7 +131,7 @@ def raising(owner: Any, name: str) -> Callable[[], Any]:
 
 WRAPS: dict[str, Wrap] = {"ddp": DistributedDataParallel, "fsdp2": fsdp2}
 AFTER_THE_EXCHANGE = {"assemble": (judging, "assemble"), "hear": (ranks, "seen_by_all")}
-BEFORE_THE_EXCHANGE = {"settle": (OptimizerCapture, "close_window"), "encode": (facts_of_this_rank, "encode")}
+BEFORE_THE_EXCHANGE = {"settle": (OptimizerCapture, "close_window"), "encode": (all_reduce_packing, "encode")}
 
 SITUATIONS: dict[str, Callable[[int], Any]] = {
     "ddp": lambda rank: trained(rank, DistributedDataParallel, EVERYWHERE),
@@ -144,7 +144,7 @@ SITUATIONS: dict[str, Callable[[int], Any]] = {
     "rows fsdp1": lambda rank: refused(rank, fsdp1(True), ROWS),
     "sharded later": sharded_later,
     "fault evaluate": lambda rank: trained(rank, fsdp2, EVERYWHERE, raising(BoundEngine, "evaluate")),
-    "fault reshaped": lambda rank: trained(rank, fsdp2, EVERYWHERE, raising(foreseen_norms, "reshaped")),
+    "fault reshaped": lambda rank: trained(rank, fsdp2, EVERYWHERE, raising(norm_applied, "reshaped")),
     **{
         f"fault {where} {how}": (
             lambda rank, wrap=wrap, site=site: trained(rank, wrap, TALKING, raising(*site))  # type: ignore[misc]

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from gradwatch.capture.parameter_shards import ShardPlacement
 from gradwatch.capture.window.window_norms import WindowNorms
-from gradwatch.distributed import all_reduced_facts, facts_of_this_rank, replica_divergence, sharded_norms
-from gradwatch.distributed.all_reduced_facts import Layout, ReducedFacts
-from gradwatch.distributed.facts_of_this_rank import Usual
+from gradwatch.distributed import all_reduce_layout, all_reduce_packing, replica_divergence, sharded_norms
+from gradwatch.distributed.all_reduce_layout import Layout, ReducedFacts
+from gradwatch.distributed.all_reduce_packing import Usual
 from gradwatch.reading.batched_norms import FLOAT32_MAX, Detail
 from gradwatch.reading.cpu_norms import CpuNorms
 from gradwatch.records.snapshot import Column
@@ -47,7 +47,7 @@ def window(norms: np.ndarray, step: int = 3, details: dict[int, Detail] | None =
 def spoken(layouts: list[Layout], windows: list[WindowNorms], **more: object) -> ReducedFacts:
     """What everybody hears."""
     vectors = [
-        facts_of_this_rank.encode(one, w, w.wait(), {}, {}, None, Usual(np.full(K, np.nan)))
+        all_reduce_packing.encode(one, w, w.wait(), {}, {}, None, Usual(np.full(K, np.nan)))
         for one, w in zip(layouts, windows, strict=True)
     ]
     return ReducedFacts(layouts[0], np.sum(vectors, axis=0))
@@ -103,11 +103,11 @@ def test_columns_of_whole_tensors_add_up() -> None:
             "second_moment_rms": Column(np.full(K, size), here),
             "second_moment_near_zero": Column(np.full(K, zero), here),
             "update_ratio": Column(np.full(K, change / size), here),
-            all_reduced_facts.UPDATED: Column(np.full(K, size), here),
+            all_reduce_layout.UPDATED: Column(np.full(K, size), here),
         }
         w = window(np.ones(K))
         vectors.append(
-            facts_of_this_rank.encode(one, w, w.wait(), {}, columns, None, Usual(np.full(K, np.nan)))
+            all_reduce_packing.encode(one, w, w.wait(), {}, columns, None, Usual(np.full(K, np.nan)))
         )
     found = sharded_norms.pooled_columns(ReducedFacts(layouts[0], np.sum(vectors, axis=0)))
     np.testing.assert_allclose(found["zero_fraction"].values, 0.4, rtol=1e-6)
@@ -142,14 +142,14 @@ def test_a_blind_rank_makes_the_facts_incomplete() -> None:
     """All hear that somebody had nothing to tell, and who; steps that do not match are incomplete too."""
     layouts = [layout(rank, 3, True) for rank in range(3)]
     w = window(np.ones(K))
-    vector = facts_of_this_rank.encode(layouts[0], w, w.wait(), {}, {}, None, Usual(np.full(K, np.nan)))
-    late = facts_of_this_rank.encode(
+    vector = all_reduce_packing.encode(layouts[0], w, w.wait(), {}, {}, None, Usual(np.full(K, np.nan)))
+    late = all_reduce_packing.encode(
         layouts[2], window(np.ones(K), step=4), w.wait(), {}, {}, None, Usual(np.zeros(K))
     )
-    told = ReducedFacts(layouts[0], vector + all_reduced_facts.blind(layouts[1]) + late)
+    told = ReducedFacts(layouts[0], vector + all_reduce_layout.blind(layouts[1]) + late)
     assert not told.complete
     assert told.blind == [1]
-    third = facts_of_this_rank.encode(layouts[1], w, w.wait(), {}, {}, None, Usual(np.zeros(K)))
+    third = all_reduce_packing.encode(layouts[1], w, w.wait(), {}, {}, None, Usual(np.zeros(K)))
     assert not ReducedFacts(layouts[0], vector + late + third).complete
 
 
@@ -161,7 +161,7 @@ def test_the_loss_of_a_step_is_the_mean_of_those_observed() -> None:
         total = np.zeros(1)
         for one, loss in zip(layouts, losses, strict=True):
             values = {} if loss is None else {"loss": loss}
-            total = total + facts_of_this_rank.encode(one, w, w.wait(), values, {}, None, Usual(np.zeros(K)))
+            total = total + all_reduce_packing.encode(one, w, w.wait(), values, {}, None, Usual(np.zeros(K)))
         return ReducedFacts(layouts[0], total).averages.get("loss")
 
     assert heard(1.0, None, 4.0) == 2.5

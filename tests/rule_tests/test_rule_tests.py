@@ -22,8 +22,8 @@ from gradwatch.errors import RuleFileError
 from gradwatch.records.decision import Order
 from gradwatch.records.record import Record
 from gradwatch.rule_tests import Case, compared, load_tests, simulate
+from gradwatch.rule_tests.load_test_file import sites_of
 from gradwatch.rule_tests.series_notation import MOST_STEPS, NotationError, expand
-from gradwatch.rule_tests.yaml_document import sites_of
 from gradwatch.rules.files import load_rules, parse_rules
 from gradwatch.rules.packs import pack_directory, pack_names
 from gradwatch.rules.problem_codes import CODES

@@ -17,10 +17,10 @@ from gradwatch.detectors import DETECTORS
 from gradwatch.engine import Engine
 from gradwatch.records.record import Record
 from gradwatch.rules.files import parse_rules
+from gradwatch.rules.files.key_validation import TAKEN_BY
 from gradwatch.rules.files.pydantic_models import detector_model
-from gradwatch.rules.files.validation import TAKEN_BY
 from gradwatch.rules.rule_set import Rule, RuleSet
-from gradwatch.session.binding.rule_data import reads_of
+from gradwatch.session.binding.unread_columns import reads_of
 from gradwatch.session.pipeline import extra_columns
 from gradwatch.session.watch import session_of
 from gradwatch.sinks.alert_names import FALLBACK, alert_name

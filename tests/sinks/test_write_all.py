@@ -15,13 +15,13 @@ from gradwatch.account.never_judged import StaggeredSeries
 from gradwatch.account.rules_without_data import Reads
 from gradwatch.account.session_counts import SessionCounts
 from gradwatch.checkpoint import CheckpointHealthTracker
-from gradwatch.engine.turns import Turn
+from gradwatch.engine.staggered_judging import Turn
 from gradwatch.records.decision import Decision, Order
 from gradwatch.records.record import Record
 from gradwatch.records.snapshot import Column, Sites
 from gradwatch.records.verdict import Verdict
 from gradwatch.runtime.internal_errors import Health
-from gradwatch.sinks.breaker import Breaker
+from gradwatch.sinks.circuit_breaker import Breaker
 from gradwatch.sinks.parameter_selection import MODES, Selection, SeriesBudget
 from gradwatch.sinks.prometheus.exposition import render
 from gradwatch.sinks.prometheus.metric_values import families

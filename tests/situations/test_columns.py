@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradwatch.engine import staggering
+from gradwatch.engine import staggered_reads
 from gradwatch.engine.columns_needed import OF_UPDATES
 from gradwatch.records.record import Record
 from gradwatch.records.snapshot import Column, Sites
@@ -89,7 +89,9 @@ def judged(record: Record, column: str, every: int) -> set[str]:
     return {record.snapshot.sites.names[k] for k in np.flatnonzero(mask)}
 
 
-def turn(phased: staggering.Staggering, sites: Sites, column: str, every: int, record: Record) -> set[str]:
+def turn(
+    phased: staggered_reads.Staggering, sites: Sites, column: str, every: int, record: Record
+) -> set[str]:
     """The parameters whose turn it is: all of them at each step, or those of its phase."""
     if column in OF_UPDATES and record.snapshot.step == 0:
         return set()
@@ -99,7 +101,7 @@ def turn(phased: staggering.Staggering, sites: Sites, column: str, every: int, r
 @pytest.mark.parametrize("name", NAMES)
 def test_values_are_exact_and_judged_when_due(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Eleven columns at four cadences beside each other, of parameters that have phases of their own."""
-    monkeypatch.setattr(staggering, "SMALLEST_PART", 1)
+    monkeypatch.setattr(staggered_reads, "SMALLEST_PART", 1)
     with small():
         training = seeded(SITUATIONS[name].make)
     training.loop = probe = Numbers(training)
@@ -111,7 +113,7 @@ def test_values_are_exact_and_judged_when_due(name: str, monkeypatch: pytest.Mon
     overdue: dict[tuple[str, int], set[str]] = {}
     for record, now in zip(sink.records, probe.steps, strict=True):
         sites = record.snapshot.sites
-        phased = staggering.Staggering(np.maximum(sites.numels, 1))
+        phased = staggered_reads.Staggering(np.maximum(sites.numels, 1))
         in_turn = {
             (column, every): overdue.get((column, every), set()) | turn(phased, sites, column, every, record)
             for column in (*GRADIENTS, *WEIGHTS)

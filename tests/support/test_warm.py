@@ -89,13 +89,13 @@ from gradwatch.session import attach
 ours = [name for name in sys.modules if name.startswith("gradwatch")]
 import gradwatch
 print(ours, all(sys.modules[name].__spec__.name == name for name in ours), hasattr(gradwatch, "sinks"))
-print(attach.__spec__.loader.get_source("gradwatch.session.attach")[:60])
+print(attach.__spec__.loader.get_source("gradwatch.session.watch_function")[:60])
 """
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     fresh = subprocess.run([sys.executable, "-"], input=script, env=environ, capture_output=True, text=True)
     other = warm.run([sys.executable, "-"], tmp_path, environ, script)
     assert (other.stdout, other.stderr) == (fresh.stdout, fresh.stderr)
-    assert "gradwatch.session.attach" in fresh.stdout
+    assert "gradwatch.session.watch_function" in fresh.stdout
 
 
 def test_a_script_that_hangs_is_killed(tmp_path: Path) -> None:

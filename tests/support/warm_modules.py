@@ -21,7 +21,7 @@ WATCHED = (
     "gradwatch.cli.run",
     "gradwatch.launch.auto_watch",
     "gradwatch.launch.os_exit",
-    "gradwatch.session.attach",
+    "gradwatch.session.watch_function",
     "gradwatch.session.session",
     "gradwatch.sinks.journal",
     "gradwatch.sinks.log",

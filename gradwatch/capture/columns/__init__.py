@@ -1,1 +1,1 @@
-"""Columns beyond the norms: loss, module taps, norms before the reduction, values of gradients, update ratios."""
+"""Columns beyond the norms, one kind a file; `column_reader` reads those of whole tensors as often as rules ask."""

@@ -23,7 +23,7 @@ from gradwatch.capture.columns.running_statistics import RUNNING_COLUMNS, Runnin
 from gradwatch.capture.parameter_names import named_modules
 from gradwatch.engine.columns_needed import Needs
 from gradwatch.engine.series import matching
-from gradwatch.engine.staggering import Staggering
+from gradwatch.engine.staggered_reads import Staggering
 from gradwatch.reading.device_norms import AsyncCopy, Number, capturing
 from gradwatch.reading.layouts import alias, elements, has_values
 from gradwatch.records.snapshot import Sites

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from gradwatch.capture.columns.pending_columns import NO_SITES_OVERDUE, Numbers, OverdueSites, PendingColumns
 from gradwatch.engine.columns_needed import Needs
-from gradwatch.engine.staggering import Staggering
+from gradwatch.engine.staggered_reads import Staggering
 from gradwatch.reading import chunked_statistics, foreach
 from gradwatch.reading.device_norms import on_host, widest
 from gradwatch.reading.layouts import dense, flat

@@ -26,7 +26,7 @@ from gradwatch.checkpoint import NO_GROWTH, Growth
 from gradwatch.reading import device_norms
 from gradwatch.reading.batched_norms import CpuReader, inspect
 from gradwatch.reading.layouts import dense
-from gradwatch.runtime.locks import ForkSafeLock
+from gradwatch.runtime.fork_safe_locks import ForkSafeLock
 
 FACTOR = 10.0
 """A root mean square beyond this many times the larger of its own and the model's is no training any more."""

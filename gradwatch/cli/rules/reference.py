@@ -106,13 +106,13 @@ def _policies() -> dict[str, dict[str, Any]]:
 
 def _actions() -> dict[str, dict[str, Any]]:
     from gradwatch.rules.action_kinds import ACTIONS
-    from gradwatch.rules.files.models import parameters_model
+    from gradwatch.rules.files.model_base import parameters_model
 
     return {name: _entry(kind.params, parameters_model(kind.params)) for name, kind in ACTIONS.items()}
 
 
 def _sinks() -> dict[str, dict[str, Any]]:
-    from gradwatch.rules.files.models import parameters_model
+    from gradwatch.rules.files.model_base import parameters_model
     from gradwatch.rules.sink_kinds import SINKS
 
     own = {"does": "Of a plug-in: its options are the keywords of its class.", "keys": {}}

@@ -12,7 +12,7 @@ from gradwatch.engine.actions.escalation import alarm_due, climbed, ordered
 from gradwatch.engine.firing import NEVER, FiringState, Moved, at_rest
 from gradwatch.engine.reporting.culprit import culprit, may_have_moved
 from gradwatch.engine.reporting.events import Notice, build_event
-from gradwatch.engine.reporting.inhibition import inhibitor, most, released
+from gradwatch.engine.reporting.incident_inhibition import inhibitor, most, released
 from gradwatch.engine.rule_plan import RulePlan
 from gradwatch.engine.scores import Scored, worst_first
 from gradwatch.records.event import EventKind, Severity

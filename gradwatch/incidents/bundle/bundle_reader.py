@@ -77,7 +77,7 @@ def read_tensors(folder: Path) -> dict[str, Any]:
 
 def load_tensors(path: Path) -> dict[str, Any]:
     """The tensors of a safetensors file by name; the file is read, not mapped: it may change under our hands."""
-    from gradwatch.runtime.dependencies import require
+    from gradwatch.runtime.optional_dependencies import require
 
     require("safetensors", "bundle")
     from safetensors import SafetensorError

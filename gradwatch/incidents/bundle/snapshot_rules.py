@@ -5,7 +5,7 @@ from __future__ import annotations
 from gradwatch.engine.unsupported_rules import Refusal
 from gradwatch.errors import MissingDependencyError
 from gradwatch.rules.rule_set import Action, RuleSet
-from gradwatch.runtime.dependencies import require
+from gradwatch.runtime.optional_dependencies import require
 
 SNAPSHOT = "snapshot"
 

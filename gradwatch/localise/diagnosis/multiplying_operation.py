@@ -14,7 +14,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from gradwatch.localise.diagnosis.deviation import Deviation
-from gradwatch.localise.diagnosis.usual_levels import NO_EVERYDAY_GAIN, with_levels
+from gradwatch.localise.diagnosis.usual_layer_norms import NO_EVERYDAY_GAIN, with_levels
 from gradwatch.localise.replay.first_nonfinite_in_backward import Multiplier
 from gradwatch.localise.replay.step_replay import Trace
 from gradwatch.records.finding import Finding, Frame, Layer

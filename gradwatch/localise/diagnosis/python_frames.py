@@ -25,7 +25,7 @@ OURS = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__)
 NOT_OF_USER = (TORCH, OURS)
 MOST = 12  # frames kept
 LONGEST_SOURCE = 300  # characters of a line; generated code has long ones
-LOOKING_ON = frozenset({"torch_functions.py", "first_nonfinite_in_forward.py", "python_frames.py"})
+LOOKING_ON = frozenset({"called_torch_function.py", "first_nonfinite_in_forward.py", "python_frames.py"})
 """Files of gradwatch through which an operation runs; any other one is where the recording was begun."""
 
 _LINE = re.compile(r'^\s*File "(?P<file>.*)", line (?P<line>\d+), in (?P<function>.*)$')

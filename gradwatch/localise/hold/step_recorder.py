@@ -16,9 +16,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradwatch.localise.hold.criterion import beside
-from gradwatch.localise.hold.model_kinds import Kind, Kinds, kind_of
 from gradwatch.localise.hold.model_recorder import ModelRecorder, Outermost
 from gradwatch.localise.hold.recorded_call import Call
+from gradwatch.localise.hold.similar_models import Kind, Kinds, kind_of
 from gradwatch.localise.sharded.fsdp1 import has_wrappers
 from gradwatch.taps import module_tree
 from gradwatch.taps.dynamo import anything_compiled, compiles

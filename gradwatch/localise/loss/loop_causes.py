@@ -62,7 +62,7 @@ class LoopCauses:
     def written_at(self) -> str:
         """The lines of the loop between its last backward and here that write to gradients."""
         try:
-            from gradwatch.localise.loss.gradient_writes import written_at
+            from gradwatch.localise.loss.lines_writing_gradients import written_at
 
             return written_at()
         except Exception as error:

@@ -11,11 +11,11 @@ from gradwatch.localise.diagnosis.diagnose import from_culprit, from_origin, war
 from gradwatch.localise.diagnosis.tensor_values import state, tensors
 from gradwatch.localise.hold.module_attributes import Refused
 from gradwatch.localise.hold.recorded_call import Call
-from gradwatch.localise.loss.constants import constant_origin
-from gradwatch.localise.loss.interpreter.effort import Effort, TooMuchError
+from gradwatch.localise.loss.interpreter.effort_limits import Effort, TooMuchError
 from gradwatch.localise.loss.loop_scope import LoopAtBackward, LoopScope
 from gradwatch.localise.loss.loss_rerun import Whole, run_loss_again
 from gradwatch.localise.loss.model_calls import Held
+from gradwatch.localise.loss.nonfinite_constants import constant_origin
 from gradwatch.localise.replay.first_nonfinite_in_backward import Culprit
 from gradwatch.localise.replay.first_nonfinite_in_forward import Origin, key_of
 from gradwatch.localise.replay.step_replay import Trace

@@ -19,7 +19,7 @@ from gradwatch.localise.diagnosis.node_gain import length_of
 from gradwatch.localise.hold.inner_model import inner, shared
 from gradwatch.localise.hold.module_attributes import Refused, written_in_place
 from gradwatch.localise.hold.recorded_call import Call
-from gradwatch.localise.loss.interpreter.effort import Effort, TooMuchError
+from gradwatch.localise.loss.interpreter.effort_limits import Effort, TooMuchError
 from gradwatch.localise.loss.interpreter.interpreter import Interpreter
 from gradwatch.localise.loss.interpreter.own_graph import check_graph
 from gradwatch.localise.loss.interpreter.scope import Scope

@@ -12,7 +12,7 @@ from gradwatch.localise.hold.batch_hash import count_of, fingerprint
 from gradwatch.localise.hold.inner_model import inner
 from gradwatch.localise.hold.module_attributes import Refused
 from gradwatch.localise.hold.recorded_call import Call
-from gradwatch.localise.replay.gradient_shares import RowsMixed
+from gradwatch.localise.replay.rows_with_large_gradients import RowsMixed
 from gradwatch.localise.replay.step_replay import CallListener, refuse, within
 from gradwatch.reading.layouts import dense
 from gradwatch.records.finding import GAINS, Batch, Finding

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from gradwatch.distributed.process_group import AloneError, meet
 from gradwatch.localise.hold.module_attributes import Refused
-from gradwatch.localise.replay.gradient_shares import CARRIED, STANDS_OUT
+from gradwatch.localise.replay.rows_with_large_gradients import CARRIED, STANDS_OUT
 from gradwatch.records.finding import GAINS, LOSS_SIDE, Finding
 
 MADE = "made"  # beside the fields of a Finding

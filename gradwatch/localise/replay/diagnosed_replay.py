@@ -14,21 +14,13 @@ from gradwatch.localise.diagnosis.diagnose import diagnose, warned
 from gradwatch.localise.diagnosis.module_gain import Profile
 from gradwatch.localise.diagnosis.multiplying_operation import with_operation
 from gradwatch.localise.diagnosis.tensor_values import tensors
-from gradwatch.localise.diagnosis.usual_levels import suspect
+from gradwatch.localise.diagnosis.usual_layer_norms import suspect
 from gradwatch.localise.hold.inner_model import inner
 from gradwatch.localise.hold.module_attributes import Refused
 from gradwatch.localise.hold.recorded_call import Call
 from gradwatch.localise.replay.batch_at_fault import batch_size
 from gradwatch.localise.replay.cause_among_ranks import RankAgreement
-from gradwatch.localise.replay.gradient_shares import (
-    CARRIED,
-    OF_FEW,
-    STANDS_OUT,
-    Directions,
-    PartsOfCalls,
-    RowsOfCall,
-)
-from gradwatch.localise.replay.reproduction import (
+from gradwatch.localise.replay.reproducibility import (
     COMPILED,
     NOT_KNOWN,
     SHARDED,
@@ -36,6 +28,14 @@ from gradwatch.localise.replay.reproduction import (
     Reproduction,
     WithOutputs,
     of_one_run,
+)
+from gradwatch.localise.replay.rows_with_large_gradients import (
+    CARRIED,
+    OF_FEW,
+    STANDS_OUT,
+    Directions,
+    PartsOfCalls,
+    RowsOfCall,
 )
 from gradwatch.localise.replay.step_replay import CallListener, Trace, replay
 from gradwatch.localise.sharded.whole_parameters import (

@@ -12,9 +12,9 @@ from collections.abc import Callable, Iterable, Iterator
 
 from torch import Tensor, nn
 
+from gradwatch.localise.diagnosis.called_torch_function import Calls
 from gradwatch.localise.diagnosis.interpreted_lines import InterpretedLines
 from gradwatch.localise.diagnosis.module_attribution import ModuleAttribution
-from gradwatch.localise.diagnosis.torch_functions import Calls
 from gradwatch.localise.replay.first_nonfinite_in_backward import BackwardTracer, Culprit, Multiplier
 from gradwatch.localise.replay.first_nonfinite_in_forward import ForwardTracer, Origin
 from gradwatch.taps.dispatch_modes import beneath, enter, leave_dispatch, leave_function

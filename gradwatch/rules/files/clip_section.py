@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from gradwatch.policies import POLICIES, AnyPolicy, find_policy
+from gradwatch.rules.files.key_validation import check
 from gradwatch.rules.files.pydantic_models import ClipEntry, policy_model
-from gradwatch.rules.files.validation import check
 from gradwatch.rules.rule_set import Clip, ClipPolicy
 from gradwatch.rules.yaml.nodes import Map, Mark, Node, Problems, Scalar, quoted, shown, without
 

@@ -11,8 +11,8 @@ import gradwatch.detectors  # noqa: F401  (registers the built-in kinds)
 from gradwatch.detectors.detector import DETECTORS, KNOWN_NOT_BUILT, Detector, find_detector, rule_keys
 from gradwatch.rules.condition import When
 from gradwatch.rules.files import words_of_other_tools
+from gradwatch.rules.files.key_validation import check, keys_of
 from gradwatch.rules.files.pydantic_models import RuleEntry, detector_model
-from gradwatch.rules.files.validation import check, keys_of
 from gradwatch.rules.key_descriptions import described
 from gradwatch.rules.yaml.nodes import Map, Mark, Problems, Scalar, quoted, shown, without
 from gradwatch.runtime.interruption import not_ours

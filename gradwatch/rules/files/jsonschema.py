@@ -17,7 +17,7 @@ from gradwatch.policies import POLICIES
 from gradwatch.rules.action_kinds import ACTIONS
 from gradwatch.rules.condition import JOINS
 from gradwatch.rules.field_types import NAME
-from gradwatch.rules.files.models import parameters_model
+from gradwatch.rules.files.model_base import parameters_model
 from gradwatch.rules.files.pydantic_models import (
     ClipEntry,
     ConditionEntry,

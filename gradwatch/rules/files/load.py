@@ -13,13 +13,13 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 
 from gradwatch.rules.files.clip_section import clip
-from gradwatch.rules.files.do_and_sinks import named_items, sinks
+from gradwatch.rules.files.do_and_sinks_sections import named_items, sinks
 from gradwatch.rules.files.extends import Collector, locate, read, start
+from gradwatch.rules.files.file_validation import check_sections_of_file
 from gradwatch.rules.files.merge import merge_documents
 from gradwatch.rules.files.pydantic_models import MOST_OVERRIDES
 from gradwatch.rules.files.rule_building import Resolver, groups
 from gradwatch.rules.files.rules_digest import digest
-from gradwatch.rules.files.section_validation import check_sections_of_file
 from gradwatch.rules.impossible_actions import ImpossibleAction, impossible_actions
 from gradwatch.rules.rule_set import Histograms, Modules, RuleSet
 from gradwatch.rules.yaml.nodes import Map, Mark, Node, Problems, Scalar, Seq, data

@@ -17,7 +17,7 @@ from gradwatch.policies import AnyPolicy, Policy
 from gradwatch.records.decision import OnError
 from gradwatch.records.event import Severity
 from gradwatch.rules.field_types import Count, Glob, Globs, Names, Steps, Words
-from gradwatch.rules.files.models import CONFIG, Model, unset
+from gradwatch.rules.files.model_base import CONFIG, Model, unset
 from gradwatch.rules.key_descriptions import described
 from gradwatch.rules.rule_set import ClipAt, HistogramOf, Mode, Scope, Tap
 

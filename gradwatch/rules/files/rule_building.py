@@ -14,10 +14,10 @@ from gradwatch.rules.condition import OF_DETECTOR, Condition, When
 from gradwatch.rules.files.annotations import check_annotations, check_labels
 from gradwatch.rules.files.clip_section import unknown_group
 from gradwatch.rules.files.detect_section import Found, build_detector, find_kind
-from gradwatch.rules.files.do_and_sinks import actions
-from gradwatch.rules.files.named_rules import UNLESS, check_named_rules
+from gradwatch.rules.files.do_and_sinks_sections import actions
+from gradwatch.rules.files.key_validation import check, keys_of
 from gradwatch.rules.files.pydantic_models import Defaults, GroupEntry, RuleEntry
-from gradwatch.rules.files.validation import check, keys_of
+from gradwatch.rules.files.rule_references import UNLESS, check_named_rules
 from gradwatch.rules.files.when_section import check_circle, named, when_section
 from gradwatch.rules.rule_set import COSTLY_EVERY, Action, Group, Rule, is_costly, whole_optimizer
 from gradwatch.rules.yaml.nodes import Map, Mark, Node, Problems, Scalar, Seq, quoted

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from gradwatch.rules.yaml.nodes import Mark, Source
-from gradwatch.runtime.imports import filters_kept
+from gradwatch.runtime.warning_filters import filters_kept
 
 with filters_kept():  # ruamel adds warning filters of its own when it is imported
     from ruamel.yaml.error import MarkedYAMLError

@@ -9,7 +9,7 @@ from gradwatch.rules.yaml.line_and_column import mark_of_event
 from gradwatch.rules.yaml.nodes import Map, Mark, Node, Problems, Scalar, Seq, Source, quoted
 from gradwatch.rules.yaml.scalars import resolve
 from gradwatch.rules.yaml.size_limits import FORBIDDEN, MAX_DEPTH, MAX_NODES, too_large
-from gradwatch.runtime.imports import filters_kept
+from gradwatch.runtime.warning_filters import filters_kept
 
 with filters_kept():  # ruamel adds warning filters of its own when it is imported
     from ruamel.yaml.events import (

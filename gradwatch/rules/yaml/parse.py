@@ -16,8 +16,8 @@ from gradwatch.rules.yaml.line_and_column import LineReader, mark_at, mark_of_er
 from gradwatch.rules.yaml.node_builder import NodeBuilder
 from gradwatch.rules.yaml.nodes import Map, Mark, Node, Problems, Scalar, Source, shown
 from gradwatch.rules.yaml.size_limits import MAX_BYTES, MAX_DEPTH, too_large, within_limits
-from gradwatch.runtime.imports import filters_kept
 from gradwatch.runtime.interruption import not_ours
+from gradwatch.runtime.warning_filters import filters_kept
 
 with filters_kept():  # ruamel adds warning filters of its own when it is imported
     from ruamel.yaml import YAML

@@ -7,9 +7,9 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 
 from gradwatch.engine import BoundEngine, EngineState
+from gradwatch.localise.diagnosis.cause_of_large_loss import of_loss
 from gradwatch.localise.diagnosis.deviation import Deviation
-from gradwatch.localise.diagnosis.loss_levels import of_loss
-from gradwatch.localise.diagnosis.norm_levels import of_norms
+from gradwatch.localise.diagnosis.explosion_by_norms import of_norms
 from gradwatch.records.event import Event
 from gradwatch.records.finding import Finding, Phase
 from gradwatch.records.snapshot import Snapshot

@@ -9,11 +9,11 @@ from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.parameter_shards import local_taps
 from gradwatch.capture.read_after_backward import Capture
 from gradwatch.distributed.ranks import Ranks
+from gradwatch.session.active_or_paused import Activity
 from gradwatch.session.binding.rule_bindings import RuleBindings
 from gradwatch.session.checkpoint_health import Checkpoints
 from gradwatch.session.logged_once import Notices
 from gradwatch.session.optimizer_context import Contexts, OptimizerContext
-from gradwatch.session.pause_after_errors import Activity
 from gradwatch.taps.pipeline_stages import PipelineStages
 
 

@@ -21,7 +21,7 @@ from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.checkpoint import CheckpointHealthTracker
 from gradwatch.engine import BoundEngine, EngineState
 from gradwatch.engine.clipping.strictest import Clipping
-from gradwatch.engine.turns import NO_SERIES_OVERDUE, OverdueSeries
+from gradwatch.engine.staggered_judging import NO_SERIES_OVERDUE, OverdueSeries
 from gradwatch.records.record import Record
 from gradwatch.records.snapshot import Sites
 

@@ -29,10 +29,12 @@ from gradwatch.engine.series import matching
 from gradwatch.errors import AttachError
 from gradwatch.records.columns import RANK_COLUMNS
 from gradwatch.records.snapshot import Sites
+from gradwatch.session.active_or_paused import Activity
 from gradwatch.session.binding.backward_actions import own_sites
 from gradwatch.session.binding.optimizer_rules import OptimizerRules, clip_section_of
 from gradwatch.session.binding.rank_requirements import WHOLE_ROWS, sharded_rows
-from gradwatch.session.binding.rule_data import (
+from gradwatch.session.binding.tensor_hooks import TensorHooks
+from gradwatch.session.binding.unread_columns import (
     NOTHING_CHOSEN,
     OF_PARTS,
     of_histograms,
@@ -41,10 +43,8 @@ from gradwatch.session.binding.rule_data import (
     staggered,
     unread_columns,
 )
-from gradwatch.session.binding.tensor_hooks import TensorHooks
 from gradwatch.session.logged_once import shortened
 from gradwatch.session.optimizer_context import Contexts, OptimizerContext
-from gradwatch.session.pause_after_errors import Activity
 from gradwatch.session.saved_state import OptimizerStates
 
 

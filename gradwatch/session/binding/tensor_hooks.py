@@ -16,10 +16,10 @@ from gradwatch.engine import BoundEngine, Engine
 from gradwatch.engine.actions.backward_clips import asks_backward, drops_micro
 from gradwatch.engine.columns_needed import EVERY_STEP
 from gradwatch.records.columns import COMPARING_RANKS, NOISE_SCALE
+from gradwatch.session.active_or_paused import Activity
 from gradwatch.session.binding.backward_actions import clipper_of, micro_drop_of, own_sites
 from gradwatch.session.binding.optimizer_rules import OptimizerRules
 from gradwatch.session.optimizer_context import Contexts
-from gradwatch.session.pause_after_errors import Activity
 from gradwatch.taps import grad_scaler
 
 LOCAL = frozenset({"norm_local", "rank_norm"})  # columns measured by tensor hooks

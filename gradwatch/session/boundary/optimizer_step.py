@@ -26,16 +26,16 @@ from gradwatch.errors import TrainingStopped
 from gradwatch.reading.device_norms import capturing, host_value, on_host, start_copy
 from gradwatch.records.decision import Decision
 from gradwatch.runtime import guard
-from gradwatch.runtime.held_weakly import Distinct
 from gradwatch.runtime.process_identity import here
+from gradwatch.runtime.weak_references import Distinct
+from gradwatch.session.active_or_paused import Activity
 from gradwatch.session.binding.bind_optimizer import Binder
-from gradwatch.session.boundary.changed_parameters import CurrentContexts
+from gradwatch.session.boundary.changed_param_groups import CurrentContexts
 from gradwatch.session.boundary.step_in_backward import InBackward
 from gradwatch.session.boundary.step_with_closure import Closures
 from gradwatch.session.boundary.without_optimizer import LoopsWithoutOptimizer
 from gradwatch.session.logged_once import Notices
 from gradwatch.session.optimizer_context import Contexts, OptimizerContext
-from gradwatch.session.pause_after_errors import Activity
 from gradwatch.session.pipeline.record_publishing import Judged
 from gradwatch.session.pipeline.step_pipeline import StepPipeline
 from gradwatch.session.watched_optimizers import Ownership

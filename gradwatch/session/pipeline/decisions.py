@@ -17,9 +17,9 @@ from gradwatch.records.decision import Decision, Order
 from gradwatch.records.event import Event
 from gradwatch.records.snapshot import Snapshot
 from gradwatch.records.verdict import UNJUDGED, Verdict
+from gradwatch.session.active_or_paused import Activity
 from gradwatch.session.binding.optimizer_rules import OptimizerRules
 from gradwatch.session.optimizer_context import OptimizerContext
-from gradwatch.session.pause_after_errors import Activity
 from gradwatch.session.pipeline.step_context import StepContext
 
 

@@ -2,7 +2,7 @@
 
 After a backward the caches are cold, and judging a step in Python costs three to four times what it costs right
 after another. So steps on which a quick look saw nothing unusual, and on which no rule could act, are judged some at a
-time, many of them in one call (`ordinary_steps`): the same numbers in the same order, a little later.
+time, many of them in one call (`many_deferred_steps`): the same numbers in the same order, a little later.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from gradwatch.capture.columns.pending_columns import NO_SITES_OVERDUE, PendingC
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.snapshot_assembly import Extras
 from gradwatch.capture.window.window_norms import WindowNorms
-from gradwatch.distributed.membership import Exchange
+from gradwatch.distributed.rank_membership import Exchange
 from gradwatch.errors import AttachError
 from gradwatch.reading.device_norms import Number, host_value, is_ready, start_copy
 from gradwatch.records.columns import BATCH_HASH, OBSERVED_ONLY, RESERVED_NAMES

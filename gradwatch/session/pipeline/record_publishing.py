@@ -10,7 +10,7 @@ from gradwatch.account.session_counts import SessionCounts
 from gradwatch.actions.step_actions import Outcome
 from gradwatch.engine.actions.failed_actions import failed
 from gradwatch.engine.actions.norms_after_actions import reshaped
-from gradwatch.engine.turns import NONE_IN_TURN, InTurn
+from gradwatch.engine.staggered_judging import NONE_IN_TURN, InTurn
 from gradwatch.records.decision import Decision
 from gradwatch.records.finding import Finding
 from gradwatch.records.record import Record
@@ -18,7 +18,7 @@ from gradwatch.records.snapshot import Snapshot
 from gradwatch.records.verdict import Verdict
 from gradwatch.runtime.exit_status import end_with_status
 from gradwatch.session.binding.optimizer_rules import Clock, OptimizerRules
-from gradwatch.sinks.breaker import Breaker
+from gradwatch.sinks.circuit_breaker import Breaker
 
 STOP_SECONDS = 2.0
 

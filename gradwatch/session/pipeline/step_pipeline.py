@@ -22,7 +22,7 @@ from gradwatch.distributed.agreed_step import Shared
 from gradwatch.distributed.ranks import Ranks
 from gradwatch.engine import Engine
 from gradwatch.engine.engine_state import NONE_ACTIVE
-from gradwatch.engine.turns import NONE_IN_TURN
+from gradwatch.engine.staggered_judging import NONE_IN_TURN
 from gradwatch.records.columns import UNOWNED
 from gradwatch.records.decision import Decision
 from gradwatch.records.event import Event
@@ -31,16 +31,16 @@ from gradwatch.records.snapshot import Snapshot
 from gradwatch.records.verdict import UNJUDGED, Verdict
 from gradwatch.session.actions.causes_by_norms import causes_by_norms
 from gradwatch.session.actions.localise_action import Causes, Usual
+from gradwatch.session.active_or_paused import Activity
 from gradwatch.session.binding.optimizer_rules import ORDINARY, OptimizerRules
 from gradwatch.session.binding.rule_bindings import RuleBindings
 from gradwatch.session.checkpoint_health import Checkpoints
 from gradwatch.session.logged_once import Notices
 from gradwatch.session.optimizer_context import OptimizerContext
-from gradwatch.session.pause_after_errors import Activity
 from gradwatch.session.pipeline.decisions import Decisions
 from gradwatch.session.pipeline.extra_columns import ExtraColumns, Measurement
-from gradwatch.session.pipeline.foreseen_norms import ForeseenNorms
-from gradwatch.session.pipeline.ordinary_steps import OrdinarySteps
+from gradwatch.session.pipeline.many_deferred_steps import OrdinarySteps
+from gradwatch.session.pipeline.norm_applied import NormApplied
 from gradwatch.session.pipeline.record_publishing import Facts, Judged, Publishing
 from gradwatch.session.pipeline.step_context import StepContext
 
@@ -85,7 +85,7 @@ class StepPipeline:
         self._publishing = publishing
         self._sources = sources
         self._decisions = Decisions(activity, sources.on_escalate)
-        self._foreseen = ForeseenNorms(activity, clips=engine.ruleset.clip is not None)
+        self._norm_applied = NormApplied(activity, clips=engine.ruleset.clip is not None)
         self._acts_on_jumps = engine.acts_by("jump")
         self._defers = deferral_allowed(engine, rule_bindings)
         self._ordinary_steps = OrdinarySteps(
@@ -262,7 +262,7 @@ class StepPipeline:
     def _judged(self, step: StepContext, verdict: Verdict, decision: Decision, grads_present: bool) -> Judged:
         """The decision on a step with its reasons: everything for its Record."""
         captured, bound_rules, found, clock = step.captured, step.bound_rules, step.found, step.clock
-        decision, snapshot = self._foreseen.of(step, decision, grads_present)
+        decision, snapshot = self._norm_applied.of(step, decision, grads_present)
         if bound_rules.column_reader.awaiting:
             self._note_move(step, decision)
         self._note_ordinary(step, verdict, snapshot)

@@ -13,7 +13,7 @@ from typing import Any
 
 from gradwatch.records.run_info import RunInfo
 from gradwatch.runtime.background_worker import BackgroundWorker
-from gradwatch.runtime.dependencies import require
+from gradwatch.runtime.optional_dependencies import require
 from gradwatch.sinks.parameter_selection import ParameterChoice, ParamsMode
 from gradwatch.sinks.trackers.points import Point
 from gradwatch.sinks.trackers.tracker import DEFAULT_EVERY, Tracker

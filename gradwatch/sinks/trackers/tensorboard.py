@@ -17,7 +17,7 @@ import numpy as np
 from gradwatch.records.histogram import with_zeros
 from gradwatch.records.run_info import RunInfo
 from gradwatch.runtime.background_worker import background_worker
-from gradwatch.runtime.dependencies import require
+from gradwatch.runtime.optional_dependencies import require
 from gradwatch.sinks.parameter_selection import ParameterChoice, ParamsMode
 from gradwatch.sinks.trackers.points import Note, Point
 from gradwatch.sinks.trackers.tracker import DEFAULT_EVERY, Tracker

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import gradwatch
 from gradwatch.account.rules_without_data import NO_INPUT
 from gradwatch.capture.columns.activation_values import OF_INPUTS, OF_OUTPUTS
-from gradwatch.engine import staggering
+from gradwatch.engine import staggered_reads
 from gradwatch.inspect import ActivationStats
 from gradwatch.records.record import Record
 from gradwatch.rules.files import parse_rules
@@ -82,7 +82,7 @@ def test_values_equal_float64_by_hand_and_are_read_when_due(every: int, tmp_path
     records, calls, _ = odd(rules_of(COLUMNS, every), tmp_path, 34)
     sites = records[0].snapshot.sites
     modules = [name for name, kind in zip(sites.names, sites.kinds, strict=True) if kind == "module"]
-    phases = staggering.Staggering(np.zeros(len(modules), np.int64)).phases(every)
+    phases = staggered_reads.Staggering(np.zeros(len(modules), np.int64)).phases(every)
     for column in COLUMNS:
         side, statistic = column.split("_", 1)
         overdue: list[set[str]] = [set(), set()]  # after each step

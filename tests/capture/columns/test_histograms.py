@@ -16,7 +16,7 @@ import gradwatch
 from gradwatch.capture.columns import histograms
 from gradwatch.capture.columns.activation_reader import ActivationReader
 from gradwatch.capture.columns.histograms import HistogramReader, HistogramTurns
-from gradwatch.engine import staggering
+from gradwatch.engine import staggered_reads
 from gradwatch.engine.columns_needed import Needs
 from gradwatch.reading import chunked_statistics
 from gradwatch.reading.device_norms import start_copy
@@ -156,12 +156,12 @@ def trained(
 @pytest.mark.parametrize("every", [1, 3, 10])
 def test_parameters_take_turns(every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each chosen parameter every N steps, at its phase and at no other step, of the gradient of that step."""
-    monkeypatch.setattr(staggering, "SMALLEST_PART", 1)
+    monkeypatch.setattr(staggered_reads, "SMALLEST_PART", 1)
     rules = f"version: 1\nhistograms: {{every: {every}, params: ['*.weight']}}\nrules: {{}}\n"
     records, grads, _, reasons = trained(rules, tmp_path)
     assert reasons == {}
     names = records[0].snapshot.sites.names
-    phases = staggering.Staggering(records[0].snapshot.sites.numels).phases(every)
+    phases = staggered_reads.Staggering(records[0].snapshot.sites.numels).phases(every)
     assert len(set(phases.tolist())) > 1 or every == 1
     for record, now in zip(records, grads, strict=True):
         due = {
@@ -260,7 +260,7 @@ def test_modules_take_turns(every: int, of: str, tmp_path: Path) -> None:
     assert reasons == {}
     sites = records[0].snapshot.sites
     modules = [k for k, kind in enumerate(sites.kinds) if kind == "module"]
-    phases = staggering.Staggering(np.zeros(len(modules), np.int64)).phases(every)
+    phases = staggered_reads.Staggering(np.zeros(len(modules), np.int64)).phases(every)
     chosen = {
         k: int(phase) for k, phase in zip(modules, phases, strict=True) if sites.names[k] != "embedding"
     }
@@ -286,7 +286,7 @@ def test_modules_take_turns(every: int, of: str, tmp_path: Path) -> None:
 def test_histograms_of_activations_on_a_device_wait_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the operations of a device, in the forward: the same counts, and nothing that copies a number to the host."""
     module, turns = nn.Tanh(), HistogramTurns(1, np.zeros(1, np.intp), np.ones(1, np.bool_))
-    reader = ActivationReader({}, Needs(), staggering.Staggering(np.zeros(1, np.int64)), turns)
+    reader = ActivationReader({}, Needs(), staggered_reads.Staggering(np.zeros(1, np.int64)), turns)
     monkeypatch.setattr(histograms, "on_host", lambda tensor: False)
     for x in (torch.randn(3, 5), torch.randn(7, 5)):
         with Operations() as operations:

@@ -17,7 +17,7 @@ import gradwatch
 from gradwatch.capture.columns import moment_cosine, optimizer_moments, update_ratio
 from gradwatch.capture.columns.optimizer_moments import COSINE, NEAR_ZERO, STATE_COLUMNS, read_optimizer_state
 from gradwatch.capture.columns.pending_columns import PendingColumns
-from gradwatch.engine import staggering
+from gradwatch.engine import staggered_reads
 from gradwatch.records.record import Record
 from gradwatch.rules.files import parse_rules
 from gradwatch.session.watch import session_of
@@ -133,7 +133,7 @@ def test_values_are_exact_and_judged_when_due(
     name: str, dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Three columns at four cadences beside each other, of parameters that have phases of their own."""
-    monkeypatch.setattr(staggering, "SMALLEST_PART", 1)
+    monkeypatch.setattr(staggered_reads, "SMALLEST_PART", 1)
     torch.manual_seed(0)
     make, first, second = OPTIMIZERS[name]
     model = Odd(dtype)
@@ -162,7 +162,7 @@ def test_values_are_exact_and_judged_when_due(
             assert present == pytest.approx(wanted, rel=1e-5, abs=0), (column, step)
             seen |= {column for _ in wanted}
             for every in CADENCES:
-                phases = staggering.Staggering(np.maximum(sites.numels, 1)).phases(every)
+                phases = staggered_reads.Staggering(np.maximum(sites.numels, 1)).phases(every)
                 due = {sites.names[k] for k in np.flatnonzero(phases == step % every)}
                 wanted_here = wanted.keys() & (due if every > 1 else set(sites.names))
                 assert judged(record, f"{column}-{every}") == wanted_here, (column, every, step)
@@ -310,7 +310,7 @@ def test_on_a_device_nothing_waits(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("every", CADENCES)
 def test_cosines_are_those_of_float64(every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of every gradient with the moment before the step, when it is due; none where one of the two is zero."""
-    monkeypatch.setattr(staggering, "SMALLEST_PART", 1)
+    monkeypatch.setattr(staggered_reads, "SMALLEST_PART", 1)
     torch.manual_seed(0)
     model = Odd(torch.float32)
     rule = f"{{detect: {{kind: below, of: {COSINE}, threshold: 2}}, for: 1, every: {every}}}"
@@ -333,7 +333,7 @@ def test_cosines_are_those_of_float64(every: int, tmp_path: Path, monkeypatch: p
             size = float(np.linalg.norm(gradient) * np.linalg.norm(moment))
             if size > 0:
                 wanted[name] = float(gradient @ moment) / size
-        phases = staggering.Staggering(np.maximum(sites.numels, 1)).phases(every)
+        phases = staggered_reads.Staggering(np.maximum(sites.numels, 1)).phases(every)
         due = {sites.names[k] for k in np.flatnonzero(phases == step % every)}
         column = record.snapshot.columns.get(COSINE)
         present = {} if column is None else dict(zip(sites.names, column.values.tolist(), strict=True))

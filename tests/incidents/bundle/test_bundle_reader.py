@@ -235,7 +235,7 @@ def test_without_safetensors_the_page_is_still_there(
     copy: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Only running it again needs the library, and says which."""
-    monkeypatch.setattr("gradwatch.runtime.dependencies._installed", lambda module: False)
+    monkeypatch.setattr("gradwatch.runtime.optional_dependencies._installed", lambda module: False)
     assert main(["replay", str(copy)]) == 0
     assert main(["replay", str(copy), "--script", "tests.incidents.bundle.cases:build"]) == 2
     assert "pip install 'gradwatch[bundle]'" in capsys.readouterr().err

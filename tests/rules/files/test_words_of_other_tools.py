@@ -9,8 +9,8 @@ import pytest
 from gradwatch.detectors import DETECTORS
 from gradwatch.rules.action_kinds import ACTIONS
 from gradwatch.rules.files import words_of_other_tools as words
+from gradwatch.rules.files.key_validation import keys_of
 from gradwatch.rules.files.pydantic_models import Document, RuleEntry
-from gradwatch.rules.files.validation import keys_of
 from gradwatch.rules.key_descriptions import described
 from gradwatch.rules.sink_kinds import SINKS
 from tests.rules.test_refusals import problems_of

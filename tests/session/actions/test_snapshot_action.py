@@ -333,7 +333,7 @@ def test_every_dtype_goes_to_the_disk_and_back_bit_for_bit(dtype: torch.dtype, t
 
 def test_without_safetensors_it_is_refused_at_attach(monkeypatch: pytest.MonkeyPatch) -> None:
     """With the rule's name and what to install; a rule in shadow mode needs nothing."""
-    monkeypatch.setattr("gradwatch.runtime.dependencies._installed", lambda module: False)
+    monkeypatch.setattr("gradwatch.runtime.optional_dependencies._installed", lambda module: False)
     with pytest.raises(AttachError, match=r"'non-finite'.*pip install 'gradwatch\[bundle\]'"):
         gradwatch.watch(nn.Linear(2, 2), rules=rules(), sinks=[])
     shadow = rules("", RULES + "    mode: shadow\n")

@@ -15,7 +15,7 @@ from torch import nn
 
 import gradwatch
 from gradwatch.capture.snapshot_assembly import with_modules
-from gradwatch.engine import staggering
+from gradwatch.engine import staggered_reads
 from gradwatch.errors import AttachError
 from gradwatch.records.histogram import BINS, LOWEST, Histogram
 from gradwatch.records.record import Record
@@ -72,7 +72,7 @@ def test_values_are_those_measured_and_as_often_as_asked(
     every: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each value equals that of its step's Snapshot; a column that is read in turns comes of every parameter."""
-    monkeypatch.setattr(staggering, "SMALLEST_PART", 1)
+    monkeypatch.setattr(staggered_reads, "SMALLEST_PART", 1)
     records = trained(tmp_path, 24, [])
     assert len({record.snapshot.columns["zero_fraction"].present.tobytes() for record in records}) > 1
     expected: dict[str, dict[int, float]] = {}
@@ -146,7 +146,7 @@ def test_an_optimizer_without_any_room_is_counted(room: int, left_out: list[int]
 
 def test_tensorboard_has_each_value_at_its_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a training measured in turns is read back from the event file, with the steps it was measured at."""
-    monkeypatch.setattr(staggering, "SMALLEST_PART", 1)
+    monkeypatch.setattr(staggered_reads, "SMALLEST_PART", 1)
     sink = make_sink("tensorboard", {"dir": str(tmp_path / "tb"), "every": 3, "params": "all"})
     records = trained(tmp_path, 12, [sink])
     found = read(tmp_path / "tb")

@@ -12,7 +12,7 @@ from gradwatch.localise.diagnosis.interpreted_lines import InterpretedLines
 from gradwatch.localise.hold.module_attributes import Refused
 from gradwatch.localise.loss.interpreter import lookups, purity
 from gradwatch.localise.loss.interpreter.calls import Arguments, Calls
-from gradwatch.localise.loss.interpreter.effort import Effort
+from gradwatch.localise.loss.interpreter.effort_limits import Effort
 from gradwatch.localise.loss.interpreter.operators import (
     BINARY,
     COMPARED,

@@ -20,7 +20,7 @@ from gradwatch.localise.diagnosis.interpreted_lines import InterpretedLines
 from gradwatch.localise.hold.module_attributes import Refused
 from gradwatch.localise.loss.interpreter import purity
 from gradwatch.localise.loss.interpreter.calls import Calls, ModuleCall
-from gradwatch.localise.loss.interpreter.effort import Effort
+from gradwatch.localise.loss.interpreter.effort_limits import Effort
 from gradwatch.localise.loss.interpreter.expressions import Expressions
 from gradwatch.localise.loss.interpreter.own_memory import OwnMemory
 from gradwatch.localise.loss.interpreter.scope import Scope, scope_of_call

@@ -13,7 +13,7 @@ from torch import Tensor
 from gradwatch.localise.diagnosis.tensor_values import tensors
 from gradwatch.localise.hold.module_attributes import Refused
 from gradwatch.localise.loss.interpreter import purity
-from gradwatch.localise.loss.interpreter.effort import Effort
+from gradwatch.localise.loss.interpreter.effort_limits import Effort
 from gradwatch.localise.replay.first_nonfinite_in_forward import key_of
 
 WRITES = "loss code writes in place into a tensor that it did not make"

@@ -12,11 +12,11 @@ from gradwatch.errors import GradwatchError
 from gradwatch.reading.device_norms import host_value, start_copy
 from gradwatch.records.decision import Decision
 from gradwatch.records.snapshot import Snapshot
-from gradwatch.session.pause_after_errors import Activity
+from gradwatch.session.active_or_paused import Activity
 from gradwatch.session.pipeline.step_context import StepContext
 
 
-class ForeseenNorms:
+class NormApplied:
     """Snapshots as decisions will leave them; `clips`: the rule file has a `clip:` section."""
 
     def __init__(self, activity: Activity, clips: bool) -> None:

@@ -18,7 +18,7 @@ import numpy as np
 
 from gradwatch.engine.columns_needed import first_step
 from gradwatch.engine.series import Index, Series
-from gradwatch.engine.staggering import ByResidue
+from gradwatch.engine.staggered_reads import ByResidue
 from gradwatch.records.snapshot import BoolArray, Snapshot
 
 Columns = tuple[str, ...]

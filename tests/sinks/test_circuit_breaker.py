@@ -13,7 +13,7 @@ from gradwatch.records.record import Record
 from gradwatch.records.run_info import RunInfo
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.sinks import Sink
-from gradwatch.sinks.breaker import Breaker
+from gradwatch.sinks.circuit_breaker import Breaker
 from tests.support.sink_records import make_record, make_run, make_sites
 
 FAULTS = [

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping, Sequence
 
-from gradwatch.localise.diagnosis.norm_levels import PLACED, of_norms
+from gradwatch.localise.diagnosis.explosion_by_norms import PLACED, of_norms
 from gradwatch.records.finding import Finding
 
 NO_LEVELS = "what is usual of its gradients is not known"

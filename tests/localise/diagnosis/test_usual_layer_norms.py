@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import gradwatch
 from gradwatch.incidents.explanation import page, sentence
 from gradwatch.incidents.suggestions import suggestion_for
-from gradwatch.localise.diagnosis.usual_levels import suspect, with_levels
+from gradwatch.localise.diagnosis.usual_layer_norms import suspect, with_levels
 from gradwatch.records.finding import Finding, Layer
 from gradwatch.rules.files import parse_rules
 from tests.support.kept import Kept

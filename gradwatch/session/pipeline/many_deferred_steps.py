@@ -14,7 +14,7 @@ from gradwatch.capture.columns.nonfinite_running_statistics import RunningStatis
 from gradwatch.capture.read_after_backward import Capture
 from gradwatch.capture.snapshot_assembly import assemble_many
 from gradwatch.distributed.agreed_step import Shared
-from gradwatch.distributed.membership import Exchange
+from gradwatch.distributed.rank_membership import Exchange
 from gradwatch.distributed.ranks import Ranks
 from gradwatch.engine.actions.norms_after_actions import reshaped, with_clip_order
 from gradwatch.engine.bound_engine import BlockVerdict
@@ -23,11 +23,11 @@ from gradwatch.records.decision import Decision
 from gradwatch.records.finding import Finding
 from gradwatch.records.record import Record
 from gradwatch.records.snapshot import Snapshot
+from gradwatch.session.active_or_paused import Activity
 from gradwatch.session.binding.optimizer_rules import OptimizerRules
 from gradwatch.session.checkpoint_health import Checkpoints
 from gradwatch.session.logged_once import Notices
 from gradwatch.session.optimizer_context import OptimizerContext
-from gradwatch.session.pause_after_errors import Activity
 from gradwatch.session.pipeline.extra_columns import Measurement
 from gradwatch.session.pipeline.record_publishing import Publishing
 

@@ -2,8 +2,8 @@
 
 The gradient of a bias is the sum of what came to the output of its layer; that of the weights beside it is that times
 the layer's inputs. So biases say how far the gradient is off its usual level on its way from the loss
-(`gradwatch.localise.diagnosis.usual_levels`), and weights that are off where their bias is not say so of activations:
-these were made before any gradient, and come first.
+(`usual_layer_norms`), and weights that are off where their bias is not say so of activations: these were made before
+any gradient, and come first.
 
 Layers are taken in the order of the forward, as their first gradients arrived. Where branches run beside each other,
 layers that are off may lie between others that are not, and no place is told.
@@ -15,7 +15,7 @@ import math
 from collections.abc import Collection, Container, Mapping, Sequence
 
 from gradwatch.localise.diagnosis.deviation import Deviation
-from gradwatch.localise.diagnosis.usual_levels import SHOWN, is_bias, of_weights, off_level, with_levels
+from gradwatch.localise.diagnosis.usual_layer_norms import SHOWN, is_bias, of_weights, off_level, with_levels
 from gradwatch.records.finding import Finding, Layer, Phase
 
 INPUTS_OFF = 10.0

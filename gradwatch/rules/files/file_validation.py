@@ -9,8 +9,9 @@ from gradwatch.detectors.detector import DETECTORS
 from gradwatch.rules.field_types import NAME
 from gradwatch.rules.files import words_of_other_tools
 from gradwatch.rules.files.annotations import check_annotations, check_labels
-from gradwatch.rules.files.do_and_sinks import actions, sinks
-from gradwatch.rules.files.models import Model
+from gradwatch.rules.files.do_and_sinks_sections import actions, sinks
+from gradwatch.rules.files.key_validation import check, keys_of
+from gradwatch.rules.files.model_base import Model
 from gradwatch.rules.files.pydantic_models import (
     ClipEntry,
     Defaults,
@@ -22,7 +23,6 @@ from gradwatch.rules.files.pydantic_models import (
     Override,
     RuleEntry,
 )
-from gradwatch.rules.files.validation import check, keys_of
 from gradwatch.rules.files.when_section import when_section
 from gradwatch.rules.yaml.nodes import Map, Node, Problems, Scalar, Seq, quoted, shown
 

@@ -16,8 +16,8 @@ from torch import nn
 import gradwatch
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.weights.weight_health import Weights
+from gradwatch.runtime.fork_safe_locks import ForkSafeLock
 from gradwatch.runtime.internal_errors import Health
-from gradwatch.runtime.locks import ForkSafeLock
 
 
 def test_what_another_thread_held_is_free_in_a_forked_child() -> None:

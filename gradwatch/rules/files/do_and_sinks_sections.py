@@ -8,8 +8,8 @@ from typing import Any
 
 from gradwatch.rules.action_kinds import ACTIONS
 from gradwatch.rules.files import words_of_other_tools
-from gradwatch.rules.files.models import parameters_model
-from gradwatch.rules.files.validation import check
+from gradwatch.rules.files.key_validation import check
+from gradwatch.rules.files.model_base import parameters_model
 from gradwatch.rules.rule_set import Action, SinkSpec
 from gradwatch.rules.sink_kinds import SINKS
 from gradwatch.rules.yaml.nodes import Map, Mark, Node, Problems, Scalar, Seq, data, quoted, shown

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from gradwatch.localise.diagnosis.interpreted_lines import InterpretedLines
 from gradwatch.localise.hold.module_attributes import Refused
-from gradwatch.localise.loss.interpreter.effort import Effort
+from gradwatch.localise.loss.interpreter.effort_limits import Effort
 from gradwatch.localise.loss.interpreter.interpreter import Interpreter
 from gradwatch.localise.loss.interpreter.scope import Scope
 from gradwatch.localise.loss.interpreter.source_tree import tree_of

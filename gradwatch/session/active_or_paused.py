@@ -1,4 +1,4 @@
-"""State of a session: watching or not, and the internal errors that pause it."""
+"""Activity of a session: active, paused after three internal errors in a row, or closed."""
 
 from __future__ import annotations
 

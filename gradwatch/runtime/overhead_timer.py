@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from time import perf_counter
 
 
-class OwnTime:
+class OverheadTimer:
     """A stopwatch of many parts; a measured call is `mark = spent.begin()`, the call, `spent.end(mark)`.
 
     What a call that raised has taken is not counted.
@@ -60,18 +60,18 @@ def labelled(begins: Callable[[str], None], ends: Callable[[], None]) -> Iterato
 
     The methods themselves are exchanged for so long: a step that is not profiled pays nothing.
     """
-    begin, end = OwnTime.begin, OwnTime.end
+    begin, end = OverheadTimer.begin, OverheadTimer.end
 
-    def begin_labelled(self: OwnTime) -> float:
+    def begin_labelled(self: OverheadTimer) -> float:
         begins(sys._getframe(1).f_code.co_name)
         return begin(self)
 
-    def end_labelled(self: OwnTime, mark: float) -> None:
+    def end_labelled(self: OverheadTimer, mark: float) -> None:
         end(self, mark)
         ends()
 
-    OwnTime.begin, OwnTime.end = begin_labelled, end_labelled  # type: ignore[method-assign]
+    OverheadTimer.begin, OverheadTimer.end = begin_labelled, end_labelled  # type: ignore[method-assign]
     try:
         yield
     finally:
-        OwnTime.begin, OwnTime.end = begin, end  # type: ignore[method-assign]
+        OverheadTimer.begin, OverheadTimer.end = begin, end  # type: ignore[method-assign]

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwatch.detectors import Above
-from gradwatch.engine import Engine, staggering
+from gradwatch.engine import Engine, staggered_reads
 from gradwatch.records.snapshot import Column
 from gradwatch.rules.rule_set import RuleSet
 from tests.engine.cases import make_sites, make_snapshot, rule
@@ -20,7 +20,7 @@ COLUMNS = ("max_abs", "update_norm")
 @pytest.fixture(autouse=True)
 def phases_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     """A small model whose parameters have phases as those of a large one have."""
-    monkeypatch.setattr(staggering, "SMALLEST_PART", 1)
+    monkeypatch.setattr(staggered_reads, "SMALLEST_PART", 1)
 
 
 @pytest.mark.usefixtures("phases_of_their_own")

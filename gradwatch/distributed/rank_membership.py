@@ -12,8 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from gradwatch.capture.window.window_norms import WindowNorms
-from gradwatch.distributed.all_reduced_facts import Layout, ReducedFacts
-from gradwatch.distributed.facts_of_this_rank import Usual
+from gradwatch.distributed.all_reduce_layout import Layout, ReducedFacts
+from gradwatch.distributed.all_reduce_packing import Usual
 from gradwatch.distributed.process_group import Group
 from gradwatch.distributed.replica_divergence import agreeing
 from gradwatch.records.snapshot import Sites

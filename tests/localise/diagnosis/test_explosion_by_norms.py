@@ -16,7 +16,7 @@ from torch import Tensor, nn
 import gradwatch
 from gradwatch.incidents.explanation import page, sentence
 from gradwatch.incidents.suggestions import suggestion_for
-from gradwatch.localise.diagnosis.norm_levels import of_norms
+from gradwatch.localise.diagnosis.explosion_by_norms import of_norms
 from gradwatch.records.finding import Finding
 from gradwatch.rules.files import parse_rules
 from tests.support.kept import Kept

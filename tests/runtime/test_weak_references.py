@@ -10,8 +10,8 @@ from types import FrameType
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwatch.runtime import held_weakly
-from gradwatch.runtime.held_weakly import Distinct, HeldByOwner, noted
+from gradwatch.runtime import weak_references
+from gradwatch.runtime.weak_references import Distinct, HeldByOwner, noted
 
 
 class Thing:
@@ -49,14 +49,14 @@ def test_a_death_is_noted_without_python() -> None:
     dies, lives = Thing(), Thing()
     refs = [noted(dies), noted(lives)]
     gc.collect()
-    held_weakly.died.clear()
+    weak_references.died.clear()
     sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
     del dies
     sys.setprofile(None)
-    assert type(held_weakly.died) is list
-    assert [one is refs[0] for one in held_weakly.died] == [True]
+    assert type(weak_references.died) is list
+    assert [one is refs[0] for one in weak_references.died] == [True]
     assert calls == []
-    held_weakly.died.clear()
+    weak_references.died.clear()
 
 
 def test_a_list_is_emptied_where_its_owner_dies_and_no_python_runs_for_it() -> None:
@@ -67,7 +67,7 @@ def test_a_list_is_emptied_where_its_owner_dies_and_no_python_runs_for_it() -> N
         seen.append(f"{event} {frame.f_code.co_name}")
 
     owner, held = Thing(), [Thing(), Thing()]
-    refs, kept = [weakref.ref(one) for one in held], held_weakly.emptied_with(owner, held)
+    refs, kept = [weakref.ref(one) for one in held], weak_references.emptied_with(owner, held)
     sys.setprofile(trace)
     del owner
     sys.setprofile(None)

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from gradwatch.localise.diagnosis.interpreted_lines import InterpretedLines
-from gradwatch.localise.loss.interpreter import effort
-from gradwatch.localise.loss.interpreter.effort import Effort, TooMuchError
+from gradwatch.localise.loss.interpreter import effort_limits
+from gradwatch.localise.loss.interpreter.effort_limits import Effort, TooMuchError
 from gradwatch.localise.loss.interpreter.interpreter import Interpreter
 from gradwatch.localise.loss.interpreter.scope import Scope
 
@@ -32,7 +32,7 @@ def test_few_slow_operations_end() -> None:
     now = [0.0]
     bounds = Effort(lambda: now[0])
     run("y = a + a", bounds, a=1)
-    now[0] = effort.SECONDS + 1
+    now[0] = effort_limits.SECONDS + 1
     with pytest.raises(TooMuchError, match="longer than"):
         run("y = a + a", bounds, a=1)
     bounds.begin_try()
@@ -42,9 +42,9 @@ def test_few_slow_operations_end() -> None:
 
 def test_large_tensors_end(monkeypatch: pytest.MonkeyPatch) -> None:
     """All that it makes is kept until the end: only so much is made, and a second try may make as much again."""
-    monkeypatch.setattr(effort, "BYTES", 1 << 24)
+    monkeypatch.setattr(effort_limits, "BYTES", 1 << 24)
     bounds = Effort()
-    a = torch.zeros(effort.BYTES // 16)  # of 4 bytes each: a quarter of what is allowed
+    a = torch.zeros(effort_limits.BYTES // 16)  # of 4 bytes each: a quarter of what is allowed
     run("for k in range(3):\n    y = a + k", bounds, a=a)
     with pytest.raises(TooMuchError, match="MiB"):
         run("for k in range(3):\n    y = a + k", bounds, a=a)

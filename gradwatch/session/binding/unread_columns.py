@@ -27,7 +27,7 @@ from gradwatch.engine.columns_needed import first_step
 from gradwatch.engine.conditions.bound_condition import BoundCondition
 from gradwatch.engine.rule_plan import RulePlan
 from gradwatch.engine.snapshot_reader import Reader
-from gradwatch.engine.turns import InTurn, Turns
+from gradwatch.engine.staggered_judging import InTurn, Turns
 from gradwatch.records.columns import (
     ALWAYS,
     OF_THE_LOOP,

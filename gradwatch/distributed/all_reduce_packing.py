@@ -15,7 +15,7 @@ from gradwatch.capture.columns.pending_columns import PendingColumns
 from gradwatch.capture.columns.update_ratio import PendingRatio
 from gradwatch.capture.snapshot_assembly import Extras
 from gradwatch.capture.window.window_norms import Norms, WindowNorms
-from gradwatch.distributed.all_reduced_facts import UPDATED, Layout, Vector, count_of, sum_of
+from gradwatch.distributed.all_reduce_layout import UPDATED, Layout, Vector, count_of, sum_of
 from gradwatch.distributed.replica_divergence import compare
 from gradwatch.distributed.sharded_norms import pool
 from gradwatch.records.snapshot import Column

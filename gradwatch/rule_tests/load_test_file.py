@@ -25,8 +25,8 @@ from gradwatch.rule_tests.schema import CaseEntry, Document, ExpectedAction, Exp
 from gradwatch.rule_tests.series_notation import NotationError, expand
 from gradwatch.rules.files import load_rules
 from gradwatch.rules.files.extends import locate, read, start
-from gradwatch.rules.files.models import Model
-from gradwatch.rules.files.validation import check
+from gradwatch.rules.files.key_validation import check
+from gradwatch.rules.files.model_base import Model
 from gradwatch.rules.rule_set import RuleSet
 from gradwatch.rules.yaml.nodes import Map, Mark, Node, Problems, Scalar, Seq, quoted, shown
 from gradwatch.rules.yaml.parse import parse
