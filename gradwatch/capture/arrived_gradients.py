@@ -25,6 +25,7 @@ from gradwatch.capture.window.norm_after_user_clip import KnownScaling
 from gradwatch.reading.device_norms import Number
 from gradwatch.reading.gradient_writes import (
     Reading,
+    State,
     Storage,
     lies_in,
     replaced,
@@ -43,7 +44,10 @@ KEPT = 1 << 24  # elements of a capture whose gradients may be held until the st
 
 
 class ArrivedGradients(OptimizerParameters):
-    """Gradients of K parameters since the last step: how often they arrived, and their norms as they were read last."""
+    """Gradients of K parameters since the last step: how often they arrived, and their norms as they were read last.
+
+    That they were last read at the step boundary, `norms_at_step` and `state_at_step`, is set by `OptimizerCapture`.
+    """
 
     def __init__(
         self,
@@ -74,6 +78,7 @@ class ArrivedGradients(OptimizerParameters):
         self._uncleared = [] if uncleared is None else uncleared
         self.losses = WindowLoss()
         self.arrivals = ArrivalCounts(params, self.position)
+        self.step = 0
 
     def hold(
         self, optimizer: Optimizer | None, params: list[nn.Parameter], given: Sequence[nn.Parameter]
@@ -84,6 +89,14 @@ class ArrivedGradients(OptimizerParameters):
         self.losses.clear()
         self.pruning = HookPruning(len(params))
         self.backward_end_missed = False  # the end of its last backward was missed: read at the step boundary
+        self.spans_two_steps = False  # this window cannot be one step's alone
+        self.closed_at = -1  # backwards when the window was closed; -1 while it is open
+        self.reduced_total: float | None = None  # over all ranks, where this one's total is not all of it
+        self.norms_at_step: Reading | None = (
+            None  # as they stood at the last step boundary, after the user's clipping
+        )
+        self.state_at_step: State | None = None
+        self.left_alone = False  # no code changed a gradient between the end of backward and the last step
         self.scale_removed: Number | None = (
             None  # what a GradScaler has divided its gradients by since its last step
         )
@@ -97,7 +110,6 @@ class ArrivedGradients(OptimizerParameters):
         self._versions: list[int] = []
         self._read_at = 0
         self._assumed = False  # the versions at the read were taken to be those foreseen
-        self._left_alone = False  # no code changed a gradient between the end of backward and the last step
         self._storages: list[Storage | None] = []  # of gradients too large to be held until the step
         self._schedule = AccumulationSchedule()
 
@@ -144,6 +156,55 @@ class ArrivedGradients(OptimizerParameters):
     def as_usual(self, raw: Reading, after: Reading) -> bool:
         """True if norms that were read on a device are as usual, before any clipping and after; waits for them."""
         return self._reader.as_usual(raw) and (after is raw or bool(np.isfinite(after.norms()).all()))
+
+    # -- windows -----------------------------------------------------------------------------------------
+
+    def advance(self) -> None:
+        """Start the next window; called once per `optimizer.step()`."""
+        self.step += 1
+        self.closed_at = -1
+        self.spans_two_steps = self.backward_end_missed = False
+        self.reduced_total = None
+        self.arrivals.restart()
+        self.losses.clear()
+        self._read_at = 0
+        self._norms = self.kept = self.scale_removed = None
+        self._storages = []
+        self.known_scalings.clear()
+
+    def resume(self) -> None:
+        """Begin another step: the one whose window was closed last has raised.
+
+        Where its gradients were not cleared the next window holds those of both, and nothing is learned from it.
+        """
+        self.step += 1
+        over, self.closed_at = max(self.closed_at, 0), -1
+        if self.arrivals.cleared < over:
+            self.spans_two_steps = True
+        else:
+            self.arrivals.shift(over)
+            if over:  # the weights have not moved: equal norms are no sign of an old gradient
+                self.state_at_step = None
+            self._read_at -= over
+
+    def discard(self) -> None:
+        """Discard a window that ended without a step (a GradScaler overflow); nothing is learned from it."""
+        self.advance()
+        self.step -= 1
+        self.loop_events.discard()
+
+    def interrupt(self) -> None:
+        """Discard the window: gradients came and went unseen (a pause)."""
+        self.discard()
+        self.spans_two_steps = True
+
+    def release(self) -> None:
+        """Release the parameters of an optimizer that is gone; index and step are kept for a successor."""
+        super().release()
+        self._norms = self.norms_at_step = self.state_at_step = self.kept = None
+        self._storages = []
+        self.arrivals.release()
+        self.loop_events.uncleared.release()
 
     # -- backwards ---------------------------------------------------------------------------------------
 
@@ -194,7 +255,7 @@ class ArrivedGradients(OptimizerParameters):
         with self._reading.held:
             grads = parts(self.params) if self.distributed else list(map(grad_of, self.params))
             # A loop that is learned and lets gradients be: `close_window` finds out soon enough if it changed.
-            self._assumed = self.pruning.pruned and self._left_alone
+            self._assumed = self.pruning.pruned and self.left_alone
             self._ids = list(map(id, grads))
             current = self.arrivals.count - self.arrivals.cleared
             self._versions = self.pruning.versions(current) if self._assumed else versions_of(grads)
@@ -210,6 +271,11 @@ class ArrivedGradients(OptimizerParameters):
         """Remove `scale`, by which the gradients are being divided, from what was read of them before."""
         self.scale_removed = scale
         self._divide_read(scale)
+
+    def _read_now(self, grads: Grads, ids: list[int], versions: list[int], scale: Number) -> None:
+        """Read these gradients, with their state and a loss scale that they carry, where no end of a backward did."""
+        self._ids, self._versions, self._assumed = ids, versions, False
+        self._norms = self._reader.read(grads, scale)
 
     def _divide_read(self, scale: Number) -> None:
         self.loop_events.scale_removed(scale)

@@ -73,7 +73,6 @@ class OptimizerCapture(ArrivedGradients):
             like=like,
             uncleared=uncleared,
         )
-        self.step = 0
         self._hook_silenced: Callable[[int, nn.Parameter], bool] = _not_silenced  # of a slot, by a swap
         self.last_calls: NDArray[np.int32] | None = (
             None  # arrivals of the last step whose coverage was looked at
@@ -85,13 +84,8 @@ class OptimizerCapture(ArrivedGradients):
     ) -> None:
         """Hold the parameters of one optimizer, and begin all that is learned of its steps."""
         super().hold(optimizer, params, given)
-        self.spans_two_steps = False  # this window cannot be one step's alone
         self.hook_missed = False  # a gradient arrived and its hook was not called
-        self.closed_at = -1  # backwards when the window was closed; -1 while it is open
-        self.reduced_total: float | None = None  # over all ranks, where this one's total is not all of it
-        self._after: Reading | None = None
         self._manual = ManualGradients()
-        self._last: State | None = None
         # Made in the middle of a window, until a window has been closed.
         self.attached_mid_window = not self.without_optimizer
 
@@ -123,11 +117,6 @@ class OptimizerCapture(ArrivedGradients):
         """Count the open window as that of this step: saved, or counted by another rank."""
         self.step = step
         self.loop_events.altered.resumed(step)
-
-    def interrupt(self) -> None:
-        """Discard the window: gradients came and went unseen (a pause)."""
-        self.discard()
-        self.spans_two_steps = True
 
     def reset_hook_missed(self) -> None:
         """Note that a gradient which arrived without a call of its hook has been dealt with."""
@@ -162,8 +151,7 @@ class OptimizerCapture(ArrivedGradients):
                 self._mark_replaced(grads)
             unread = self._norms is None or self._read_at != self.arrivals.count
             if unread:
-                self._ids, self._versions, self._assumed = ids, versions, False
-                self._norms = self._reader.read(grads, scale)
+                self._read_now(grads, ids, versions, scale)
             elif type(scale) is not float or scale != 1.0:
                 self._divide_read(scale)
             raw = self._norms
@@ -208,7 +196,9 @@ class OptimizerCapture(ArrivedGradients):
             self._manual.step()
         pruned: PrunedCount | None = None
         if self.pruning.pruned:
-            pruned = self.pruning.count(self._versions, current, self._assumed, state, self._last, ordinary)
+            pruned = self.pruning.count(
+                self._versions, current, self._assumed, state, self.state_at_step, ordinary
+            )
             calls = arrivals.by_versions(pruned.versions)
         else:
             calls = arrivals.counted()
@@ -219,7 +209,7 @@ class OptimizerCapture(ArrivedGradients):
         uncertain = (
             unread or self.backward_end_missed or self.spans_two_steps or self.distributed or miscounted
         )
-        events, last, facts = self.loop_events, self._last, None
+        events, last, facts = self.loop_events, self.state_at_step, None
         if uncertain or self.attached_mid_window:
             events.discard()
         elif events.pending or -1 in versions or (last is not None and versions != last[1]):
@@ -245,10 +235,10 @@ class OptimizerCapture(ArrivedGradients):
             self._schedule.count(self.step, backwards)
             if self.pruning.possible and not self.pruning.pruned:
                 self.pruning.note(self._versions, calls, current)
-        self._last = state
-        self._after = after
+        self.state_at_step = state
+        self.norms_at_step = after
         self.kept = self.scale_removed = None
-        self._left_alone = after is raw and not self.known_scalings
+        self.left_alone = after is raw and not self.known_scalings
         self.closed_at = backwards
         return window
 
@@ -259,40 +249,6 @@ class OptimizerCapture(ArrivedGradients):
         end_missed = self.backward_end_missed and max(versions, default=0) > UNTOUCHED
         partial = self.distributed and bool(self.partial())
         return unread_before_schedule or end_missed or self.spans_two_steps or partial
-
-    def advance(self) -> None:
-        """Start the next window; called once per `optimizer.step()`."""
-        self.step += 1
-        self.closed_at = -1
-        self.spans_two_steps = self.backward_end_missed = False
-        self.reduced_total = None
-        self.arrivals.restart()
-        self.losses.clear()
-        self._read_at = 0
-        self._norms = self.kept = self.scale_removed = None
-        self._storages = []
-        self.known_scalings.clear()
-
-    def resume(self) -> None:
-        """Begin another step: the one whose window was closed last has raised.
-
-        Where its gradients were not cleared the next window holds those of both, and nothing is learned from it.
-        """
-        self.step += 1
-        over, self.closed_at = max(self.closed_at, 0), -1
-        if self.arrivals.cleared < over:
-            self.spans_two_steps = True
-        else:
-            self.arrivals.shift(over)
-            if over:  # the weights have not moved: equal norms are no sign of an old gradient
-                self._last = None
-            self._read_at -= over
-
-    def discard(self) -> None:
-        """Discard a window that ended without a step (a GradScaler overflow); nothing is learned from it."""
-        self.advance()
-        self.step -= 1
-        self.loop_events.discard()
 
     def observed(self) -> WindowNorms:
         """The window of a loop without an optimizer: what its last backward left, and what was made of that since.
@@ -305,7 +261,7 @@ class OptimizerCapture(ArrivedGradients):
         left: Grads = self.kept or self._left_in_place()
         gone = self.distributed and self.kept is None
         with self._reading.held:  # one read of a capture at a time: they share a buffer
-            self._after = after = None if gone else self._reader.left(left, self._versions, raw)
+            self.norms_at_step = after = None if gone else self._reader.left(left, self._versions, raw)
         calls, current = self.arrivals.counted().copy(), self.arrivals.current
         calls[np.array(self._versions) < 0] = 0
         return WindowNorms(
@@ -323,14 +279,14 @@ class OptimizerCapture(ArrivedGradients):
 
     def divide_applied(self, window: WindowNorms, divisor: Number) -> None:
         """Divide the norms as the optimizer itself will divide the gradients: a clip, not a loss scale."""
-        self._after = window.divide_applied(divisor)
+        self.norms_at_step = window.divide_applied(divisor)
 
     def total_applied(self, instead: Mapping[int, float] | None = None) -> float:
         """Root sum of squares of the gradients at the boundary, after the user's clipping; norms `instead` of some."""
         if self.reduced_total is not None:
             return self.reduced_total
-        assert self._after is not None
-        norms = self._after.norms()
+        assert self.norms_at_step is not None
+        norms = self.norms_at_step.norms()
         if instead:
             norms = norms.copy()
             norms[list(instead)] = list(instead.values())
@@ -338,11 +294,11 @@ class OptimizerCapture(ArrivedGradients):
 
     def surely_within(self, max_norm: float) -> bool:
         """True if the quick total proves that a clip at `max_norm` would leave these gradients alone."""
-        return isinstance(self._after, CpuNorms) and self._after.surely_within(max_norm)
+        return isinstance(self.norms_at_step, CpuNorms) and self.norms_at_step.surely_within(max_norm)
 
     def written(self) -> bool:
         """True if any code has written to the gradients since the window was closed."""
-        return self._last is not None and versions_of(self.grads()) != self._last[1]
+        return self.state_at_step is not None and versions_of(self.grads()) != self.state_at_step[1]
 
     def multiply(self, coefficient: np.float32) -> None:
         """Multiply every gradient in place; a coefficient of 1 touches nothing."""
@@ -354,15 +310,7 @@ class OptimizerCapture(ArrivedGradients):
     @property
     def on_device(self) -> DeviceNorms | None:
         """The norms of the gradients as they stand at the boundary, where they were read on a device."""
-        return self._after if isinstance(self._after, DeviceNorms) else None
-
-    def release(self) -> None:
-        """Release the parameters of an optimizer that is gone; index and step are kept for a successor."""
-        super().release()
-        self._norms = self._after = self._last = self.kept = None
-        self._storages = []
-        self.arrivals.release()
-        self.loop_events.uncleared.release()
+        return self.norms_at_step if isinstance(self.norms_at_step, DeviceNorms) else None
 
     # -- inside ------------------------------------------------------------------------------------------
 
@@ -378,7 +326,7 @@ class OptimizerCapture(ArrivedGradients):
             if grad is None:
                 continue
             silenced = self._hook_silenced(int(self.slots[k]), self.params[k])
-            if self._manual.is_new(k, grad, state, self._last, current, silenced):
+            if self._manual.is_new(k, grad, state, self.state_at_step, current, silenced):
                 manual.append(k)
         self.hook_missed = self.hook_missed or bool(manual)
         return self.arrivals.corrected(absent, manual)
