@@ -187,7 +187,7 @@ def told(
         with watched(model, optimizer, text, strict=broken is None) as (gw, collector):
             hashes = train(model, optimizer, rank, False, in_loss)
             errors = gw.health.errors()
-        diagnosed_replay.replay = REPLAY
+        diagnosed_replay.replay, whole_parameters.HOST_BYTES = REPLAY, HOST_BYTES
         bits = SEEN[STEPS:]
         findings = [one for record in collector.records for one in record.findings]
         return {
@@ -204,7 +204,60 @@ def told(
     return situation
 
 
-REPLAY = diagnosed_replay.replay
+class Deep(nn.Module):
+    """Two layers without dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.a, self.b, self.head = nn.Linear(6, 5), nn.Linear(5, 4), nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """A number for each row."""
+        out: Tensor = self.head(torch.relu(self.b(torch.relu(self.a(x)))))
+        return out
+
+
+LARGE = """
+version: 1
+rules:
+  large: {detect: {kind: above, of: total_norm, threshold: 1000}, do: [localise: {by: replay}]}
+"""
+
+
+def rows(wrap: Wrap, broken: Callable[[int], None] | None = None) -> Callable[[int], Any]:
+    """A situation: one row of one rank's batch carries a gradient that is finite and far too large."""
+
+    def situation(rank: int) -> dict[str, Any]:
+        model = wrap(Deep())
+        optimizer = torch.optim.SGD(model.parameters(), 1e-9)
+        if broken is not None:
+            broken(rank)
+        with watched(model, optimizer, LARGE) as (gw, collector):
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                goal = torch.zeros(4, 1)
+                goal[1] = 1e5 if step == AT and rank == FAULTY else 0
+                (model(batch(step, rank, broken=False)) - goal).square().mean().backward()
+                optimizer.step()
+            errors = gw.health.errors()
+        diagnosed_replay.gradients_to_gather = TO_GATHER
+        findings = [one for record in collector.records for one in record.findings]
+        return {"found": [(one.rank, one.step, list(one.samples)) for one in findings], "errors": errors}
+
+    return situation
+
+
+TO_GATHER = diagnosed_replay.gradients_to_gather
+
+
+def has_no_gradients(rank: int) -> None:
+    """One rank has no room for whole gradients."""
+    if rank == FAULTY:
+        diagnosed_replay.gradients_to_gather = lambda model: []
+
+
+REPLAY, HOST_BYTES = diagnosed_replay.replay, whole_parameters.HOST_BYTES
 
 
 def fails_on_one(rank: int) -> None:
@@ -228,7 +281,7 @@ def line(of: Any = Unit, mark: str = "# fault") -> int:
     return first + next(n for n, text in enumerate(lines) if mark in text)
 
 
-SITUATIONS = {
+TOLD = {
     "ddp": told(DistributedDataParallel),
     "ddp with a replay that fails": told(DistributedDataParallel, broken=fails_on_one),
     "fsdp2": told(spread),
@@ -248,3 +301,11 @@ SITUATIONS = {
     "tensor parallel, counting": told(parallel_counting, alike=True),
     "fsdp2 without room": told(spread, broken=has_no_room),
 }
+ROWS = {
+    "rows, ddp": rows(DistributedDataParallel),
+    "rows, fsdp2": rows(spread),
+    "rows, fsdp2 hybrid": rows(hybrid),
+    "rows, fsdp1 blocks": rows(blocks_flat),
+    "rows, fsdp2, gradients of one rank only": rows(spread, broken=has_no_gradients),
+}
+SITUATIONS = TOLD | ROWS

@@ -73,7 +73,7 @@ def test_loss_code_is_run_again_on_whole_parameters(homes: dict[str, list[Any]],
     assert found[4:] == [causes.FAULTY, causes.AT]
 
 
-@pytest.mark.parametrize("name", sorted(causes.SITUATIONS))
+@pytest.mark.parametrize("name", sorted(causes.TOLD))
 def test_training_does_not_notice(homes: dict[str, list[Any]], name: str) -> None:
     """Weights and generators are, after every step, those of a training that leaves the broken step out by hand."""
     for home in homes[name]:
@@ -89,6 +89,18 @@ def test_what_one_rank_cannot_do_none_pretends_to_have_done(homes: dict[str, lis
     assert first["found"][0][0] == "unknown"
     for home in (first, second):
         assert UNKNOWN[name] in home["notes"][0]
+
+
+@pytest.mark.parametrize("name", sorted(causes.ROWS))
+def test_all_ranks_tell_the_row_that_carries_the_gradient(homes: dict[str, list[Any]], name: str) -> None:
+    """The row, rank and step of a gradient that is finite; no row where one rank cannot gather whole gradients."""
+    first, second = homes[name]
+    alike = "one rank only" not in name
+    assert first["found"] == second["found"]
+    ((rank, step, rows),) = first["found"]
+    assert (step, rows) == (causes.AT, [1] if alike else [])
+    assert rank == causes.FAULTY or not alike
+    assert first["errors"] == second["errors"] == {}
 
 
 def test_the_surest_finding_is_chosen() -> None:

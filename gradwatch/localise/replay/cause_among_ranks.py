@@ -29,15 +29,20 @@ class RankAgreement:
         self._name = name
         self._rank = rank
 
-    def agree(self, refusal: str) -> None:
-        """Raise `Refused`, on all ranks, where one of them has a `refusal` ("" = it has none)."""
+    def agree(self, refusal: str, gradients: Sequence[Sequence[str]] = ()) -> bool:
+        """Raise `Refused`, on all ranks, where one of them has a `refusal` ("" = it has none).
+
+        True if all ranks have these `gradients` to gather: names of parameters, model by model.
+        """
+        hello = {"refusal": refusal, "gradients": [list(names) for names in gradients]}
         try:
-            reports = meet(f"{self._name}/agreed", {"refusal": refusal}, {}).hellos
+            reports = meet(f"{self._name}/agreed", hello, {}).hellos
         except AloneError as error:
             raise Refused(f"the collective failed: {error}") from error
         for rank, report in enumerate(reports):
             if report["refusal"]:
                 raise Refused(f"on rank {rank}: {report['refusal']}")
+        return all(report["gradients"] == hello["gradients"] for report in reports)
 
     def share(self, finding: Finding, made: float | None = None) -> Finding:
         """The Finding of the rank that knows most, on all ranks; this rank's own where they do not meet.

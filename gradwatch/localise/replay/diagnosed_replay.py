@@ -42,6 +42,8 @@ from gradwatch.localise.sharded.whole_parameters import (
     are_spread,
     computes_apart,
     gather,
+    gather_gradients,
+    gradients_to_gather,
     is_spread,
     refuse_gathering,
 )
@@ -71,6 +73,7 @@ class DiagnosedReplay:
     def nonfinite(self) -> Finding:
         """The operation that made the first NaN or Inf, or an output that is irreproducible. Raises Refused."""
         outputs = Outputs()
+        self._gather()
         traces = self._run(None, outputs)
         return self._reproduced(_unless_skipped(traces), outputs, traces)
 
@@ -82,8 +85,9 @@ class DiagnosedReplay:
         much of the gradient this rank's calls made (`PartsOfCalls`), None where that is not known.
         """
         profile, parts = Profile(self.models, self.fault), None
-        if exploding and not any(map(is_spread, self.models)):
-            parts = PartsOfCalls(Directions(self.models))
+        gradients = self._gather(gradients=exploding)
+        if gradients is not None:
+            parts = PartsOfCalls(Directions(gradients))
         outputs = Outputs() if parts is None else WithOutputs(parts)
         traces = self._run(profile, outputs, measures=True)
         if any(call.twice for _, call in self.held):
@@ -163,7 +167,7 @@ class DiagnosedReplay:
         """Run a call once more, to divide its gradient."""
         running = any(call.buffers for _, call in self.held)  # which the calls before it have changed
         again = self.held[0 if running else number : number + 1]
-        replay(again, self.models, self.fault, None, self.max_bytes, None, rows)
+        replay(again, self.models, self.fault, None, self.max_bytes, self.whole, rows)
         return rows
 
     def _rows(self) -> int:
@@ -174,17 +178,23 @@ class DiagnosedReplay:
     def _run(
         self, profile: Profile | None, listener: CallListener | None = None, measures: bool = False
     ) -> list[Trace]:
-        self.whole.update(self._gathered())
         return replay(
             self.held, self.models, self.fault, profile, self.max_bytes, self.whole, listener, measures
         )
 
-    def _gathered(self) -> dict[int, dict[str, Tensor]]:
-        """The whole parameters of models that are spread over ranks, if all ranks can run their step again."""
+    def _gather(self, gradients: bool = False) -> list[tuple[Tensor, Tensor]] | None:
+        """Gather the parameters of models that are spread over ranks, if all ranks can run their step again.
+
+        With `gradients` (parameter, gradient) of all models, whole; None without, or where they cannot be had on every
+        rank. Raises Refused.
+        """
         spread = [model for model in self.models if is_spread(model)]
+        held = [model for model in self.models if model not in spread] if gradients else []
+        params = [param for model in held for param in model.parameters()]
+        found: list[tuple[Tensor, Tensor]] = [(one, one.grad) for one in params if one.grad is not None]
         if not spread:
             self._check()
-            return {}
+            return found if gradients else None
         if self.agreement is None:
             raise Refused(
                 "its parameters are sharded over ranks, and the ranks do not evaluate this step together"
@@ -200,8 +210,15 @@ class DiagnosedReplay:
             refuse_gathering(spread)
         except Refused as refused:
             refusal = str(refused)
-        self.agreement.agree(refusal)
-        return {id(model): gather(model) for model in spread}
+        whole = [*map(gradients_to_gather, spread)] if gradients and not refusal else []
+        alike = self.agreement.agree(refusal, whole)
+        self.whole.update((id(model), gather(model)) for model in spread)
+        if not (alike and whole and all(whole)):
+            return None
+        for model in spread:
+            own = self.whole[id(model)]
+            found += [(own[name], grad) for name, grad in gather_gradients(model).items()]
+        return found
 
     def _check(self) -> None:
         if self.refusal:

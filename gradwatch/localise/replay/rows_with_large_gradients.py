@@ -46,10 +46,10 @@ MIXED = 0.25
 class Directions:
     """The gradients that the optimizer is about to use, as directions along which parts of them are measured."""
 
-    def __init__(self, models: Iterable[nn.Module]) -> None:
-        params = [param for model in models for param in model.parameters() if param.grad is not None]
-        grads = [param.grad for param in params if param.grad is not None]
-        self._grads = dict(zip(map(_place, params), grads, strict=True))
+    def __init__(self, gradients: Iterable[tuple[Tensor, Tensor]]) -> None:
+        """`gradients`: (parameter, its gradient) of all that the optimizer is about to use, both whole."""
+        self._grads = {_place(param): grad for param, grad in gradients}
+        grads = list(self._grads.values())
         self.usable = bool(grads) and finite(grads)
         self.length = _length(self._grads.values()) if self.usable else 0.0
 

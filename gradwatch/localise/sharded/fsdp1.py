@@ -84,9 +84,45 @@ def gather(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+def gradients_to_gather(model: nn.Module) -> list[str]:
+    """Names of the parameters whose gradients `gather_gradients` gives, as far as this rank can tell."""
+    own = ((handle, handle.sharded_grad) for handle in _handles(model))
+    flats = [handle.flat_param for handle, grad in own if grad is not None]
+    infos = (info for flat in flats for info in flat._param_infos)
+    names = _names(model)
+    return [names[id(info.module), info.param_name] for info in infos]
+
+
+@torch.no_grad()
+def gather_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """The gradient of each of `gradients_to_gather`, whole, by name. All ranks must call it together."""
+    names = _names(model)
+    found: dict[str, Tensor] = {}
+    for handle in _handles(model):
+        flat, own = handle.flat_param, handle.sharded_grad
+        if own is not None:
+            full = _of_all_ranks(own, flat, handle)
+            for info, shape, part in zip(flat._param_infos, flat._shapes, _parts(full, flat), strict=True):
+                found[names[id(info.module), info.param_name]] = part.reshape(shape).clone()
+    return found
+
+
+def _names(model: nn.Module) -> dict[tuple[int, str], str]:
+    """The name of each parameter, by the `id` of its module and its name there."""
+    return {
+        (id(module), own): f"{path}.{own}" if path else own
+        for path, module in model.named_modules()
+        for own in module._parameters
+    }
+
+
 def _whole(flat: Any, handle: Any) -> Tensor:
     """The flat parameter of all ranks, without the padding at its end."""
-    own: Tensor = flat._local_shard
+    return _of_all_ranks(flat._local_shard, flat, handle)
+
+
+def _of_all_ranks(own: Tensor, flat: Any, handle: Any) -> Tensor:
+    """A flat parameter, or its gradient, of all ranks, without the padding at its end."""
     size = flat._unpadded_unsharded_size.numel()
     if not handle.uses_sharded_strategy:
         return own.detach()[:size]

@@ -54,8 +54,14 @@ def gather(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def _whole(param: Any) -> Tensor:
-    full: Tensor = param.full_tensor() if is_dtensor(param) else param.detach()
+@torch.no_grad()
+def gather_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """Every gradient whole, by the name of its parameter. All ranks must call it together."""
+    return {name: _whole(param.grad) for name, param in model.named_parameters() if param.grad is not None}
+
+
+def _whole(tensor: Any) -> Tensor:
+    full: Tensor = tensor.full_tensor() if is_dtensor(tensor) else tensor.detach()
     return full
 
 
@@ -120,5 +126,5 @@ def _state(module: Any) -> Any:
 
 
 def is_dtensor(param: Tensor) -> bool:
-    """True for a parameter that is spread over ranks."""
+    """True for a parameter, or a gradient, that is spread over ranks."""
     return hasattr(param, "full_tensor")

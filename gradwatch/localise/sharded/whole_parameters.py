@@ -50,6 +50,26 @@ def ungatherable(model: nn.Module) -> str:
     return fsdp2.ungatherable(model, parallelised(model))
 
 
+def gradients_to_gather(model: nn.Module) -> list[str]:
+    """Names of the parameters whose gradients `gather_gradients` gives; none where it cannot, or has no room."""
+    try:
+        if computes_apart(model):  # a rank's own gradient is of its part of a layer
+            return []
+        refuse_gathering([model, model])
+    except Refused:
+        return []
+    if fsdp1.has_wrappers(module_tree.modules(model)):
+        return fsdp1.gradients_to_gather(model)
+    return [name for name, param in model.named_parameters() if param.grad is not None]
+
+
+def gather_gradients(model: nn.Module) -> dict[str, Tensor]:
+    """The gradient of each of `gradients_to_gather`, whole, by name. All ranks must call it together."""
+    if fsdp1.has_wrappers(module_tree.modules(model)):
+        return fsdp1.gather_gradients(model)
+    return fsdp2.gather_gradients(model)
+
+
 def refuse_gathering(models: Sequence[nn.Module]) -> None:
     """Raise `Refused` where the whole parameters do not fit into memory."""
     for device in {param.device for model in models for param in model.parameters()}:

@@ -19,7 +19,7 @@ from tests.benchmarks.cause.score import fields_of
 from tests.support import warm
 
 FOLDER = Path(__file__).parent / "samples"
-FILES = ("planted", "unknown", "later")
+FILES = ("planted", "unknown", "later", "sharded")
 SECONDS = 240
 BEFORE = """import os
 from contextlib import nullcontext
@@ -55,7 +55,8 @@ import hashlib
 gw.close()
 _state = hashlib.sha256(torch.get_rng_state().numpy().tobytes())
 for _one in net.parameters():
-    _state.update(_one.detach().numpy().tobytes())
+    _one = _one.detach()
+    _state.update(getattr(_one, "_local_tensor", _one).numpy().tobytes())
 print("digest", _state.hexdigest())
 """
 RULES = """version: 1

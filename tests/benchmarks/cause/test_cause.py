@@ -36,6 +36,7 @@ SAMPLES = (
         "encoder_and_decoder",
         "ids_of_a_generator",
     ),
+    *("fsdp2_accumulated_input_times_1000", "fsdp1_blocks_input_times_1000"),
 )
 PLANTED = [one for file in bad_samples.FILES for one in bad_samples.planted(file) if one.name in SAMPLES]
 CHOSEN = [fault for fault in faults() if fault.name in SLICE]
