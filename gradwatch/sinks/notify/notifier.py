@@ -9,6 +9,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from dataclasses import dataclass
 
 from gradwatch.errors import AttachError
 from gradwatch.records.event import Severity
@@ -20,37 +21,43 @@ from gradwatch.sinks.http_post import checked_url
 from gradwatch.sinks.notify.alerts import Alerts
 from gradwatch.sinks.notify.message import Message, message
 
-GROUP_SECONDS = 5.0
-"""From the first news to its message: one fault fires several rules within some steps."""
-EVERY_SECONDS = 60.0
-"""Between two messages: what changes in between is said together."""
 _CLOSE_SECONDS = 2.0
 _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
-class Notifier(ABC):
-    """Base of the sinks that write to people of rules of at least `severity`; of a job's ranks only rank 0 does.
+@dataclass(frozen=True, slots=True)
+class Schedule:
+    """Which rules are written of, and when: the options that all sinks have which write to people.
 
-    The first message leaves `group_seconds` after a rule fires, the next at least `every_seconds` after it; at a
-    stop of training, and at the end of the run, what is left leaves at once. A rule is said to fire once, and once to
-    be over. A message that does not arrive is sent again, with what is news by then, after 1, 2, 4 … 60 s;
+    The first message leaves `group_seconds` after a rule of at least `severity` fires (one fault fires several rules
+    within some steps), the next at least `every_seconds` after it; `clock` returns seconds. Raises ValueError for
+    seconds that are negative or not finite.
+    """
+
+    group_seconds: float = 5.0
+    every_seconds: float = 60.0
+    severity: Severity = "warning"
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        if not (0 <= self.group_seconds < math.inf and 0 <= self.every_seconds < math.inf):
+            raise ValueError("group_seconds and every_seconds must be 0 or more")
+
+
+class Notifier(ABC):
+    """Base of the sinks that write to people by a `Schedule`; of a job's ranks only rank 0 does.
+
+    At a stop of training, and at the end of the run, what is left leaves at once. A rule is said to fire once, and
+    once to be over. A message that does not arrive is sent again, with what is news by then, after 1, 2, 4 … 60 s;
     failures are counted under `name` and never reach training.
     """
 
     name: str
 
-    def __init__(
-        self,
-        group_seconds: float = GROUP_SECONDS,
-        every_seconds: float = EVERY_SECONDS,
-        severity: Severity = "warning",
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        if not (0 <= group_seconds < math.inf and 0 <= every_seconds < math.inf):
-            raise ValueError("group_seconds and every_seconds must be 0 or more")
-        self._group, self._every, self._clock = group_seconds, every_seconds, clock
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule, self._clock = schedule, schedule.clock
         self._lock = threading.Lock()
-        self._alerts = Alerts(severity)
+        self._alerts = Alerts(schedule.severity)
         self._since: float | None = None  # the first news that is not sent
         self._sent = -math.inf
         self._at_once = False
@@ -115,7 +122,8 @@ class Notifier(ABC):
             self._at_once = False
             if since is None:
                 return None
-            due = now if at_once else max(since + self._group, self._sent + self._every)
+            schedule = self._schedule
+            due = now if at_once else max(since + schedule.group_seconds, self._sent + schedule.every_seconds)
             if now < due:
                 return due - now
             news, dropped = self._alerts.news(), self._alerts.dropped
@@ -134,7 +142,7 @@ class Notifier(ABC):
                 self._sent = now
             if self._since is None and self._alerts.news():
                 self._since = now
-            return None if self._since is None else self._every
+            return None if self._since is None else self._schedule.every_seconds
 
 
 def from_environment(text: str, option: str, words: bool = False) -> str:

@@ -2,33 +2,30 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
+from typing import Any
 
-from gradwatch.records.event import Severity
 from gradwatch.sinks.http_post import post_json
 from gradwatch.sinks.notify.message import Message
-from gradwatch.sinks.notify.notifier import EVERY_SECONDS, GROUP_SECONDS, Notifier, url_of
+from gradwatch.sinks.notify.notifier import Notifier, Schedule, url_of
 
 LONGEST_TEXT = 3000
 """Characters of one text block in Slack."""
 
 
 class SlackSink(Notifier):
-    """Writes messages to the channel of an incoming webhook, whose secret address is in an environment variable."""
+    """Writes messages to the channel of an incoming webhook, whose secret address is in an environment variable.
+
+    `schedule` are the fields of `Schedule`.
+    """
 
     name = "slack"
 
     def __init__(
         self,
         url: str = "${SLACK_WEBHOOK_URL}",
-        group_seconds: float = GROUP_SECONDS,
-        every_seconds: float = EVERY_SECONDS,
-        severity: Severity = "warning",
-        *,
-        clock: Callable[[], float] = time.monotonic,
+        **schedule: Any,
     ) -> None:
-        super().__init__(group_seconds, every_seconds, severity, clock)
+        super().__init__(Schedule(**schedule))
         self._url, self._target = url, ""
 
     def prepare(self) -> None:

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import string
-import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
-from gradwatch.records.event import Severity
 from gradwatch.sinks.http_post import post_json
 from gradwatch.sinks.notify.message import Message
-from gradwatch.sinks.notify.notifier import EVERY_SECONDS, GROUP_SECONDS, Notifier, from_environment, url_of
+from gradwatch.sinks.notify.notifier import Notifier, Schedule, from_environment, url_of
 
 ALERTS = "$alerts"
 
@@ -20,7 +18,7 @@ class WebhookSink(Notifier):
 
     `body` is the JSON document to send; in its strings `$subject $text $status $severity $run_id $host $script
     $directory` are filled in, and the string `$alerts` alone becomes the list of alerts. Without it
-    `Message.document` is sent. `token` is sent as a bearer token, `${NAME}`.
+    `Message.document` is sent. `token` is sent as a bearer token, `${NAME}`. `schedule` are the fields of `Schedule`.
     """
 
     name = "webhook"
@@ -30,13 +28,9 @@ class WebhookSink(Notifier):
         url: str,
         body: Mapping[str, Any] | None = None,
         token: str | None = None,
-        group_seconds: float = GROUP_SECONDS,
-        every_seconds: float = EVERY_SECONDS,
-        severity: Severity = "warning",
-        *,
-        clock: Callable[[], float] = time.monotonic,
+        **schedule: Any,
     ) -> None:
-        super().__init__(group_seconds, every_seconds, severity, clock)
+        super().__init__(Schedule(**schedule))
         self._url, self._body, self._token = url, body, token
         self._target, self._bearer = "", ""
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import gc
+import socket
 import ssl
+import threading
 import warnings
 from collections.abc import Iterator
+from contextlib import suppress
 from email import message_from_bytes
 from email.message import Message
 from email.policy import default
@@ -18,6 +21,9 @@ from aiosmtpd.controller import Controller
 from aiosmtpd.smtp import SMTP, AuthResult, Envelope, LoginPassword, Session
 
 from gradwatch.runtime.internal_errors import Health
+from gradwatch.sinks import http_post
+from gradwatch.sinks.notify.alerts import Alerts
+from gradwatch.sinks.notify.message import message
 from gradwatch.sinks.notify.smtp import EmailSink
 from tests.support.ports import free_port
 from tests.support.sink_records import make_event, make_record, make_run, make_sites
@@ -136,3 +142,28 @@ def test_a_letter_that_the_server_or_we_refuse(
     assert health.errors()["email"] >= 1
     assert kept.letters == []
     assert kept.logins == ([b"wrong"] * len(kept.logins) if fault == "password" else [])
+
+
+def test_a_letter_has_one_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that greets for ever, a line now and then, holds the thread no longer than the sink's timeout."""
+    monkeypatch.setattr(http_post, "TIMEOUT_SECONDS", 0.3)
+    done = threading.Event()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def greet() -> None:
+            connection, _ = listener.accept()
+            with connection, suppress(OSError):  # until the other side hangs up
+                while not done.wait(0.02):
+                    connection.sendall(b"220-welcome\r\n")
+
+        server = threading.Thread(target=greet)
+        server.start()
+        sink = EmailSink(f"127.0.0.1:{listener.getsockname()[1]}", SENDER, READERS, tls="none")
+        alerts = Alerts("warning")
+        alerts.observe(make_record(SITES, events=(make_event(),)))
+        try:
+            with pytest.raises(TimeoutError, match=r"not sent in 0\.3 s"):
+                sink.send(message(make_run(tmp_path), alerts.news(), 0))
+        finally:
+            done.set()
+            server.join()
