@@ -27,7 +27,7 @@ _VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 @dataclass(frozen=True, slots=True)
 class Schedule:
-    """Which rules are written of, and when: the options that all sinks have which write to people.
+    """Options of every sink that writes to people: the rules that are written of, and when.
 
     The first message leaves `group_seconds` after a rule of at least `severity` fires (one fault fires several rules
     within some steps), the next at least `every_seconds` after it; `clock` returns seconds. Raises ValueError for
