@@ -34,7 +34,7 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("distributed", "actions"),
     ("incidents",),
     ("journal",),
-    ("report", "endpoint"),
+    ("report", "endpoint", "backtest"),
     ("sinks",),
     ("localise",),
     ("session",),

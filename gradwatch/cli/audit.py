@@ -22,6 +22,7 @@ clip, rescale, skip and stop.
 RUN is a run's folder or one of its journal files; without one, the newest run of --dir. Ranks act alike, so one rank's
 journal is enough (--rank). Exit 1 where an action failed."""
 _MOST_ACCOUNTS = 5
+_HEADER = ("rule", "action", "times", "of steps", "first", "last", "coefficient", "hardest", "mostly at")
 _LONGEST_CAUSE = 120
 
 
@@ -72,18 +73,7 @@ def report(audit: Audit, where: Path) -> str:
     parts = [f"{where}: {audit.steps:,} steps recorded{bound}", *counts(audit), *fired(audit)]
     lines = audit.sorted()
     if lines:
-        header = (
-            "rule",
-            "action",
-            "times",
-            "of steps",
-            "first",
-            "last",
-            "coefficient",
-            "hardest",
-            "mostly at",
-        )
-        parts.append(table(header, [row(line, audit.steps) for line in lines], indent="  "))
+        parts.append(actions_table(lines, audit.steps))
     elif not audit.unrecorded:
         parts.append("  nothing was done to the gradients, and no step was skipped")
     parts += [
@@ -145,6 +135,11 @@ def fired(audit: Audit) -> Iterable[str]:
         for one in found
     ]
     yield table(header, rows, indent="  ")
+
+
+def actions_table(lines: Iterable[Line], steps: int) -> str:
+    """One row for each rule and action."""
+    return table(_HEADER, [row(line, steps) for line in lines], indent="  ")
 
 
 def row(line: Line, steps: int) -> tuple[str, ...]:

@@ -18,7 +18,7 @@ from gradwatch.errors import GradwatchError, RuleFileError
 from gradwatch.runtime import stdout
 
 COMMANDS = (
-    *("run", "rules", "report", "audit", "explain", "replay", "serve"),
+    *("run", "rules", "report", "backtest", "audit", "explain", "replay", "serve"),
     *("deploy", "doctor", "demo", "completion", "version"),
 )
 
@@ -28,6 +28,7 @@ EPILOG = """examples:
   gradwatch run --rules my.gradwatch.yaml -- torchrun --nproc-per-node 8 train.py
   gradwatch rules check my.gradwatch.yaml
   gradwatch report                                     what happened in the last run, as a page to open in a browser
+  gradwatch backtest --rules my.gradwatch.yaml          what these rules would have said of the last run
   gradwatch audit                                      what it did in the last run: which rules, how often
   gradwatch explain                                    which lines caused the incidents of the last run
   gradwatch replay gradwatch-runs/RUN/bundles/INCIDENT --script train:build

@@ -139,13 +139,14 @@ class EventsEntry:
             "optimizer": self.optimizer,
             "step": self.step,
             "wall_time": json_number(self.wall_time),
-            "events": [_event_document(event) for event in self.events],
+            "events": [event_document(event) for event in self.events],
             "findings": [finding.to_dict() for finding in self.findings],
         }
         return encode_payload("events", head, {})
 
 
-def _event_document(event: Event) -> dict[str, Any]:
+def event_document(event: Event) -> dict[str, Any]:
+    """An Event as JSON has it; numbers that are not finite as strings."""
     document = {each.name: getattr(event, each.name) for each in fields(Event)}
     document |= {name: json_number(document[name]) for name in ("value", "score", "threshold")}
     return document | {"labels": {str(key): str(value) for key, value in event.labels.items()}}

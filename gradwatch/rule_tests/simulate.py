@@ -53,10 +53,10 @@ def simulate(ruleset: RuleSet, case: Case) -> Simulation:
     actions: list[tuple[int, Order]] = []
     state = bound.init()
     for step in range(case.steps):
-        found = _in_backward(snapshot_of(case, step), bound.bounds(state), np.array(params))
+        found = clipped_in_backward(snapshot_of(case, step), bound.bounds(state), np.array(params))
         verdict, state = bound.evaluate(state, found)
         decision, state = bound.decide(state, verdict, found)
-        decision = _carried_out(decision, found, inside)
+        decision = carried_out(decision, found, inside)
         events += verdict.events
         actions += [(step, order) for order in sorted(decision.orders, key=_place)]
         if decision.stop:
@@ -68,8 +68,8 @@ def _place(order: Order) -> tuple[str, str, str]:
     return order.rule, order.action, order.site
 
 
-def _carried_out(decision: Decision, found: Snapshot, inside: bool) -> Decision:
-    """As `Judging` has it: what may not be is withheld, and the clip section has its word."""
+def carried_out(decision: Decision, found: Snapshot, inside: bool) -> Decision:
+    """The part of a decision that is permitted, and the order of the `clip:` section (`inside` the backward or not)."""
     decision = permitted(
         decision,
         agreed=True,
@@ -84,7 +84,7 @@ def _carried_out(decision: Decision, found: Snapshot, inside: bool) -> Decision:
     return with_clip_order(decision, unclipped(found) if inside else found, after)
 
 
-def _in_backward(found: Snapshot, bounds: tuple[Bound, ...], params_S: NDArray[np.bool_]) -> Snapshot:
+def clipped_in_backward(found: Snapshot, bounds: tuple[Bound, ...], params_S: NDArray[np.bool_]) -> Snapshot:
     """The Snapshot after tensor hooks have kept to the bounds that were published before this step."""
     coef = found.coef.copy()
     for k in map(int, np.flatnonzero((found.calls > 0) & params_S) if bounds else ()):

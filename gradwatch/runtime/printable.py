@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 LONGEST_LABEL = 300
 """Characters a label value keeps; the longest FQNs of real models have about 150."""
+MOST_NAMED = 5
+"""Names in a sentence; those beyond are counted."""
 
 
 def printable(text: str, limit: int = LONGEST_LABEL) -> str:
@@ -31,6 +33,12 @@ def one_line(text: str, limit: int) -> str:
 def plural(count: int, noun: str) -> str:
     """`1 rule`, `2 rules`, `1,024 rules`."""
     return f"{count:,} {noun}{'' if count == 1 else 's'}"
+
+
+def shortened(names: Sequence[str]) -> str:
+    """The first of these names, and how many more there are."""
+    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return ", ".join(names[:MOST_NAMED]) + more
 
 
 def distinct(texts: Iterable[str]) -> list[str]:

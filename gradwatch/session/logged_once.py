@@ -10,10 +10,10 @@ from gradwatch.errors import AttachError
 from gradwatch.records.snapshot import Sites
 from gradwatch.rules.rule_set import RuleSet
 from gradwatch.runtime.internal_errors import Health
+from gradwatch.runtime.printable import shortened
 from gradwatch.session.binding.refused_rules import Fitting
 from gradwatch.sinks.circuit_breaker import Breaker
 
-MOST_NAMED = 5
 IN_GRAPH = "a step captured in a CUDA graph is not watched: no hook runs when the graph is replayed"
 BLIND = (
     "parameters were added to the model and belong to no watched optimizer, so their gradients are not measured; "
@@ -121,9 +121,3 @@ class Notices:
         new = {key: reason for key, reason in now.items() if key not in {*before, *fitting.off}}
         if new:
             self.say("rules", AttachError(OFF.format("; ".join(described(new, ruleset)))))
-
-
-def shortened(names: Sequence[str]) -> str:
-    """The first of these names, and how many more there are."""
-    more = f" and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
-    return ", ".join(names[:MOST_NAMED]) + more

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import sys
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
 
+from gradwatch.cli import main
 from tests.docs.test_pages import ROOT, fences
 from tests.sinks.notify.receiver import receiving
 from tests.support import warm
@@ -41,10 +43,14 @@ for step in range(120):
 
 
 class Printed(NamedTuple):
-    """Lines of standard error, and the message that left, with the script and the run's folder by their names alone."""
+    """Lines of standard error, and the message that left, with the script and the run's folder by their names alone.
+
+    `runs` is the folder of the run.
+    """
 
     lines: list[str]
     message: str
+    runs: Path
 
 
 @pytest.fixture(scope="module")
@@ -60,7 +66,8 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> Printed:
         assert done.returncode == 0, done.stderr
         (body,) = got.bodies
     message = f"{body['subject']}\n{body['text']}".replace(f"{folder}/", "")
-    return Printed(re.sub(r"\S*/train\.py", "train.py", done.stderr).splitlines(), message)
+    lines = re.sub(r"\S*/train\.py", "train.py", done.stderr).splitlines()
+    return Printed(lines, message, folder / "gradwatch-runs")
 
 
 @pytest.mark.parametrize("path", ["README.md", "gradwatch/docs/using.md"])
@@ -93,3 +100,16 @@ def test_the_message_is_as_sent(printed: Printed) -> None:
         return re.sub(r"\d{8}-\d{6}-\w{4}( on [^)]+)?", "RUN", text).strip()
 
     assert anonymous(printed.message) == anonymous(block)
+
+
+def test_the_backtest_is_as_printed(
+    printed: Printed, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All that backtest.md shows, of its rule file on this run."""
+    text = (ROOT / "gradwatch/docs/backtest.md").read_text(encoding="utf-8")
+    (rules,) = fences(text, "yaml")
+    (shown,) = [one for one in fences(text, "") if "steps judged by" in one]
+    (tmp_path / "strict.gradwatch.yaml").write_text(rules, encoding="utf-8")
+    monkeypatch.chdir(printed.runs.parent)
+    assert main(["backtest", "--rules", str(tmp_path / "strict.gradwatch.yaml")]) == 1
+    assert re.sub(r"\d{8}-\d{6}-\w{4}", "RUN", capsys.readouterr().out) == shown

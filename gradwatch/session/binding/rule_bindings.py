@@ -24,6 +24,7 @@ from gradwatch.checkpoint import CheckpointHealthTracker
 from gradwatch.distributed.ranks import Ranks
 from gradwatch.engine import BoundEngine, Engine
 from gradwatch.engine.actions.backward_clips import at_step
+from gradwatch.engine.changed_parameters import changed_parameters
 from gradwatch.engine.engine_state import EngineState
 from gradwatch.engine.series import matching
 from gradwatch.errors import AttachError
@@ -43,7 +44,6 @@ from gradwatch.session.binding.unread_columns import (
     staggered,
     unread_columns,
 )
-from gradwatch.session.logged_once import shortened
 from gradwatch.session.optimizer_context import Contexts, OptimizerContext
 from gradwatch.session.saved_state import OptimizerStates
 
@@ -271,23 +271,6 @@ class RuleBindings:
             if bound_rules is not None:
                 self.saved_states.take_up(captured, bound_rules)
                 self.hooks.publish_bounds(bound_rules)
-
-
-def changed_parameters(before: Sites, now: Sites) -> str:
-    """The parameters that an optimizer has got or has lost, in words; "" where it has the same."""
-    was, has = (
-        {name: None for name, kind in zip(sites.names, sites.kinds, strict=True) if kind == "param"}
-        for sites in (before, now)
-    )
-    if was and has and was.keys().isdisjoint(has):  # or it is another optimizer, after one that is gone
-        return f"the optimizer has other parameters, {len(has)} in the place of {len(was)}: {shortened(list(has))}"
-    joined, left = [name for name in has if name not in was], [name for name in was if name not in has]
-    changes = {"joined": joined, "left": left}.items()
-    return "; ".join(
-        f"{len(names)} parameter{'s' * (len(names) > 1)} {word} the optimizer: {shortened(names)}"
-        for word, names in changes
-        if names
-    )
 
 
 def _optimizer_of(captured: OptimizerCapture) -> Optimizer | None:

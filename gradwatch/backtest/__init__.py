@@ -1,0 +1,1 @@
+"""Rules judged on recorded runs: what would fire, where, and how that differs."""

@@ -1,0 +1,112 @@
+"""A recorded run as rules are judged on it: steps in blocks, what fired live, and what is missing."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from gradwatch.backtest.outcome import OutcomeTotals, RulesOutcome
+from gradwatch.journal import JournalReader, RecordedStep
+from gradwatch.records.event import Event
+from gradwatch.records.snapshot import Snapshot
+
+BLOCK = 64
+"""Steps that are judged in one go, at most."""
+FOLLOWS = (
+    "process {}: optimizer {} begins at step {:,}: what its rules had learned before is in no journal, and they learn "
+    "anew here"
+)
+MISSING = "process {}: optimizer {}: {:,} steps, from step {:,} on, are missing from the journal: no rule learns them"
+PARTLY_REBASELINED = (
+    "process {}: step {:,}: the script had some baselines begin anew, which is not recorded: here none do"
+)
+NOT_CLOSED = "process {}: the journal has no end: the process was killed, or still runs"
+DAMAGED = "process {}: {:,} parts of the journal cannot be read"
+
+
+class RecordedRun:
+    """The journals of one rank of a run, in blocks of steps; what fired and was done live, and what is missing."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+        self.run_id = ""
+        self.asked: frozenset[str] = frozenset()
+        self.notes: list[str] = []
+        self._totals = OutcomeTotals()
+        self._next: dict[int, int] = {}
+        self._missing: dict[int, tuple[int, int]] = {}
+
+    def blocks(self, journal: JournalReader) -> Iterator[list[RecordedStep]]:
+        """The steps of a journal, consecutive ones of one optimizer and the same sites together."""
+        found = journal.run()
+        if found is not None:
+            self.run_id = found.run.run_id
+            self.asked |= {rule.of for rule in found.run.rules}
+        self._next, self._missing = {}, {}
+        block: list[RecordedStep] = []
+        for step in journal.records():
+            self._take(journal.attempt, step)
+            if block and (len(block) == BLOCK or not _go_together(block[-1], step)):
+                yield block
+                block = []
+            block.append(step)
+        if block:
+            yield block
+        self._note_gaps(journal)
+
+    def _take(self, process: int, step: RecordedStep) -> None:
+        self.steps += 1
+        record = step.record
+        snapshot = record.snapshot
+        self._totals.take(process, record, record.verdict.events, record.decision)
+        expected = self._next.get(snapshot.optimizer)
+        if expected is None and snapshot.step > 0:
+            self.notes.append(FOLLOWS.format(process, snapshot.optimizer, snapshot.step))
+        elif expected is not None and snapshot.step > expected:
+            count, first = self._missing.get(snapshot.optimizer, (0, expected))
+            self._missing[snapshot.optimizer] = count + snapshot.step - expected, first
+        self._next[snapshot.optimizer] = snapshot.step + 1
+        for event in record.verdict.events:
+            if event.kind == "rebaselined" and not of_all(event, snapshot):
+                self.notes.append(PARTLY_REBASELINED.format(process, event.step))
+
+    def _note_gaps(self, journal: JournalReader) -> None:
+        for optimizer, (count, first) in self._missing.items():
+            self.notes.append(MISSING.format(journal.attempt, optimizer, count, first))
+        if not journal.complete:
+            self.notes.append(NOT_CLOSED.format(journal.attempt))
+        damage = [one for one in journal.damage if journal.complete or one.reason != "torn"]
+        if damage:
+            self.notes.append(DAMAGED.format(journal.attempt, len(damage)))
+
+    def outcome(self) -> RulesOutcome:
+        """Outcome of the rules of the run itself, live."""
+        return self._totals.outcome()
+
+
+def _go_together(one: RecordedStep, other: RecordedStep) -> bool:
+    """True if two steps, one after the other, can be in one block: nothing happened between them."""
+    before, after = one.record.snapshot, other.record.snapshot
+    return (
+        before.optimizer == after.optimizer
+        and before.sites is after.sites
+        and (one.norms is None) == (other.norms is None)
+        and not any(event.kind == "rebaselined" for event in other.record.verdict.events)
+        and math.isfinite(before.total_norm)
+        and math.isfinite(after.total_norm)
+        and not clipped(one)
+        and not clipped(other)
+    )
+
+
+def clipped(step: RecordedStep) -> bool:
+    """True if gradwatch itself changed the gradients of a step, so that its norms after clipping hold that."""
+    return any(
+        not order.shadow and (order.coefficient is not None or order.action == "zero_nonfinite")
+        for order in step.record.decision.orders
+    )
+
+
+def of_all(event: Event, snapshot: Snapshot) -> bool:
+    """True if the baselines of all parameters began anew."""
+    return event.count >= sum(kind == "param" for kind in snapshot.sites.kinds)

@@ -1,0 +1,183 @@
+"""One recorded run judged by rules: what fires, what would have been done, and on what each rule was judged."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from gradwatch.backtest.outcome import OutcomeTotals, RulesOutcome, RunBacktest
+from gradwatch.backtest.recorded_run import RecordedRun, clipped, of_all
+from gradwatch.backtest.rule_coverage import (
+    AFTER_CLIPS,
+    CLIPPED,
+    GAP,
+    OptimizerCoverage,
+    joined,
+    reads_sites,
+    shown,
+    skips_by_sites,
+    with_dependents,
+)
+from gradwatch.backtest.rule_judge import Judged, RuleJudge
+from gradwatch.engine import Engine
+from gradwatch.errors import GradwatchError
+from gradwatch.journal import JournalReader, RecordedStep, read_journal
+from gradwatch.policies import ElementwisePolicy, find_policy
+from gradwatch.records.decision import Decision
+from gradwatch.rules.rule_set import RuleSet
+
+UNKNOWN_SKIP = (
+    "at step {} gradients were not finite and their norms were not recorded, so that it is not known whether a rule "
+    "would have skipped the step"
+)
+Progress = Callable[[int], None]
+
+
+def backtest_run(
+    run: str | os.PathLike[str],
+    ruleset: RuleSet,
+    against: RuleSet | None = None,
+    rank: int = 0,
+    progress: Progress = lambda steps: None,
+) -> RunBacktest:
+    """Judge a recorded run by rules, and by others that they are compared with, in one pass.
+
+    The engine is the one that judges live, so that the Events are those that these rules would have given; what was
+    recorded goes on as it was made, whatever they would have done. `run` is the folder of a run or one of its journal
+    files. Raises `GradwatchError` where there is no journal of that rank.
+    """
+    where = Path(run)
+    try:
+        journals = read_journal(where)
+    except OSError as error:
+        raise GradwatchError(str(error)) from None
+    if not where.is_dir():
+        rank = journals[0].rank
+    chosen = [one for one in journals if one.rank == rank]
+    if not chosen:
+        ranks = ", ".join(map(str, sorted({one.rank for one in journals})))
+        raise GradwatchError(f"no journal of rank {rank} in {where}; there are: {ranks}")
+    new = RulesOnRun(ruleset)
+    old = None if against is None else RulesOnRun(against)
+    recorded = RecordedRun()
+    for journal in chosen:
+        sides = [new] if old is None else [new, old]
+        for one in sides:
+            one.begin(journal)
+        for block in recorded.blocks(journal):
+            for one in sides:
+                one.take(block)
+            progress(recorded.steps)
+        for one in sides:
+            one.end()
+    if not recorded.steps:
+        raise GradwatchError(f"no step is recorded in {where}")
+    return RunBacktest(
+        recorded.run_id or where.name,
+        str(where),
+        rank,
+        recorded.steps,
+        new.outcome(recorded.asked),
+        None if old is None else old.outcome(recorded.asked),
+        recorded.outcome(),
+        tuple(recorded.notes),
+    )
+
+
+class RulesOnRun:
+    """The rules of one file on one run, process after process."""
+
+    def __init__(self, ruleset: RuleSet) -> None:
+        self._ruleset = ruleset
+        self._totals = OutcomeTotals()
+        self._coverage: list[OptimizerCoverage] = []
+        self._process = 0
+        self._judge = RuleJudge(ruleset)
+        self._kept: dict[int, frozenset[str]] = {}  # by optimizer, the rules that still judge
+        self._of: dict[int, OptimizerCoverage] = {}
+        self._restarted: set[int] = set()
+        self._skips = any(map(skips_by_sites, ruleset.rules))
+
+    def begin(self, journal: JournalReader) -> None:
+        """Begin with a process: it had learned nothing."""
+        self._process = journal.attempt
+        self._judge = RuleJudge(self._ruleset, journal.rank)
+        self._kept, self._of, self._restarted = {}, {}, set()
+
+    def take(self, block: Sequence[RecordedStep]) -> None:
+        """Judge steps that go together."""
+        first = block[0]
+        snapshot = first.record.snapshot
+        optimizer = snapshot.optimizer
+        if optimizer not in self._of:
+            self._of[optimizer] = OptimizerCoverage()
+            self._kept[optimizer] = frozenset(rule.id for rule in self._ruleset.rules if rule.enabled)
+        if first.norms is None and len(snapshot.sites):
+            self._drop(optimizer, self._of_sites(optimizer), GAP.format(f"{snapshot.step:,}"))
+            if self._skips and not math.isfinite(snapshot.total_norm):
+                self._drop(optimizer, self._kept[optimizer], UNKNOWN_SKIP.format(f"{snapshot.step:,}"))
+        self._rebaseline(first)
+        if clipped(first):
+            for column in AFTER_CLIPS:
+                rules = [rule.id for rule in self._ruleset.rules if column in rule.detect.columns]
+                self._drop(optimizer, rules, CLIPPED.format(f"{snapshot.step:,}", shown(column)))
+            self._add(first, self._judge.judge(snapshot, clipped=True), known=False)
+            return
+        snapshots = [one.record.snapshot for one in block]
+        for step, judged in zip(block, self._judge.judge_all(snapshots), strict=True):
+            self._add(step, judged)
+
+    def _rebaseline(self, step: RecordedStep) -> None:
+        """Have the baselines begin anew that the script had begin anew before this step."""
+        for event in step.record.verdict.events:
+            if event.kind == "rebaselined":
+                self._restarted.add(event.optimizer)
+                before = self._judge.bind(step.record.snapshot)
+                own = {one.reason for one in before.state.begun_anew}  # by other parameters: as it does live
+                if event.summary not in own and of_all(event, step.record.snapshot):
+                    self._judge.rebaseline(event.optimizer, event.summary)
+
+    def _of_sites(self, optimizer: int) -> list[str]:
+        kept = self._kept[optimizer]
+        return [rule.id for rule in self._ruleset.rules if rule.id in kept and reads_sites(rule)]
+
+    def _drop(self, optimizer: int, rules: Iterable[str], why: str) -> None:
+        """Judge no more by these rules of an optimizer, nor by what depends on them."""
+        gone = with_dependents(self._ruleset, rules) & self._kept[optimizer]
+        if not gone:
+            return
+        self._kept[optimizer] -= gone
+        self._of[optimizer].drop(gone, why)
+        rest = tuple(rule for rule in self._ruleset.rules if rule.id in self._kept[optimizer])
+        keeps_clip = Engine(self._ruleset).clips_only_total
+        clip = self._ruleset.clip if keeps_clip else None
+        self._judge.restrict(optimizer, replace(self._ruleset, rules=rest, clip=clip))
+
+    def _add(self, step: RecordedStep, judged: Judged, known: bool = True) -> None:
+        snapshot = step.record.snapshot
+        decision = judged.decision if known else Decision()
+        self._totals.unknown += not known and judged.decision.acts
+        self._totals.take(self._process, step.record, judged.verdict.events, decision)
+        self._of[snapshot.optimizer].take(snapshot, judged.engine, judged.in_turn)
+
+    def end(self) -> None:
+        """Note which rules have not had the samples that they need; unless the script had them begin anew."""
+        for optimizer, coverage in self._of.items():
+            if optimizer not in self._restarted:
+                coverage.warming_up = self._judge.warming_up(optimizer)
+        self._coverage += self._of.values()
+
+    def outcome(self, asked: frozenset[str]) -> RulesOutcome:
+        """Outcome of these rules on the run."""
+        return self._totals.outcome(joined(self._ruleset, self._coverage, asked), on_elements(self._ruleset))
+
+
+def on_elements(ruleset: RuleSet) -> list[str]:
+    """The methods of `clip:` that work on elements or rows of a gradient."""
+    clip = ruleset.clip
+    policies = [] if clip is None else [*clip.groups.values(), *([] if clip.total is None else [clip.total])]
+    classes = {one.method: find_policy(one.method) for one in policies}
+    return [name for name, cls in classes.items() if cls is not None and issubclass(cls, ElementwisePolicy)]

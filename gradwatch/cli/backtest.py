@@ -1,0 +1,216 @@
+"""`gradwatch backtest RUN…`: what other rules would have said of runs that are recorded."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from gradwatch.cli.run_argument import add_directory, default_directory, newest
+from gradwatch.cli.terminal import Counter, paint, table
+from gradwatch.runtime.printable import plural, printable
+
+if TYPE_CHECKING:
+    from gradwatch.backtest.outcome import PlacedEvent, RunBacktest
+
+DESCRIPTION = """Judge recorded runs by the rules of a file, with the engine that judges them live: what fires when and
+where, what that differs in from other rules (--against) or from what fired in the run, and what the actions would have
+been. What was not recorded is not guessed: such rules are named.
+
+RUN is a run's folder or one of its journal files; without one, the newest run of --dir. With --healthy each alarm
+(severity warning or critical) is a false one. Exit 1 where a rule could not be judged on all that was recorded."""
+MOST_SHOWN = 10
+"""Lines of each list; --json has all."""
+LONGEST_REASON = 200
+UNKNOWN = (
+    "What the training would have become after the first of these cannot be known: the recording goes on as it was "
+    "made."
+)
+LIVE = "the run"
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Describe `gradwatch backtest` to argparse."""
+    parser = commands.add_parser(
+        "backtest",
+        help="what other rules would have said of recorded runs, and done",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("runs", nargs="*", metavar="RUN", help="folder of a run, or a journal file")
+    parser.add_argument("--rules", required=True, metavar="FILE", help="rule file, or a shipped pack by name")
+    parser.add_argument(
+        "--against", metavar="FILE", help="rules to compare with (default: what fired in the run)"
+    )
+    parser.add_argument(
+        "--healthy", action="store_true", help="nothing went wrong in these runs: each alarm is a false one"
+    )
+    add_directory(parser)
+    parser.add_argument(
+        "--rank", type=int, default=0, metavar="N", help="judge the journal of this rank (default: 0)"
+    )
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time (default: 1)")
+    parser.add_argument(
+        "--backend",
+        metavar="NAME",
+        help="of joblib: loky (processes), threading, dask (default: loky where there are several jobs)",
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON, with every event")
+    parser.set_defaults(handler=handle)
+
+
+def handle(arguments: argparse.Namespace) -> int:
+    """Judge, print; 1 where a rule could not be judged on all that was recorded."""
+    from gradwatch.backtest.many_runs import backtest_runs
+    from gradwatch.rules.files import load_rules
+
+    runs = [Path(run) for run in arguments.runs] or [newest(Path(arguments.dir or default_directory()))]
+    rules = load_rules(arguments.rules)
+    against = None if arguments.against is None else load_rules(arguments.against)
+    with closing(Counter("{:,} steps judged")) as count:
+        found = backtest_runs(runs, rules, against, arguments.rank, arguments.jobs, arguments.backend, count)
+    if arguments.json:
+        from gradwatch.backtest import json_document
+
+        print(json_document.text(found, arguments.rules, arguments.against, arguments.healthy), end="")
+    else:
+        print("\n".join(shown(found, arguments.rules, arguments.against or LIVE, arguments.healthy)))
+    return int(any(one.extent in ("part", "not recorded") for run in found for one in run.outcome.coverage))
+
+
+def shown(runs: Sequence[RunBacktest], new: str, old: str, healthy: bool) -> Iterator[str]:
+    """The backtest for a person."""
+    new, old = Path(new).name, old if old == LIVE else Path(old).name
+    yield from _heading(runs, new, old, healthy)
+    yield from _fired(runs, new, old)
+    yield from _differences(runs, new, old)
+    yield from _actions(runs)
+    yield from _coverage(runs)
+    notes = [(one, note) for one in runs for note in one.notes]
+    yield from (f"  note: {_of(one, runs)}{note}" for one, note in notes)
+
+
+def _heading(runs: Sequence[RunBacktest], new: str, old: str, healthy: bool) -> Iterator[str]:
+    from gradwatch.backtest.firings import alarms, per_thousand
+
+    steps = sum(one.steps for one in runs)
+    which = printable(runs[0].folder) if len(runs) == 1 else plural(len(runs), "run")
+    sides = (new, sum(alarms(one.outcome) for one in runs)), (old, sum(alarms(one.compared) for one in runs))
+    rates = (
+        f"{printable(name)} {count:,} ({per_thousand(count, steps):.2f} per 1,000 steps)"
+        for name, count in sides
+    )
+    yield f"{which}: {steps:,} steps judged by {printable(new)}"
+    yield f"  {'false alarms' if healthy else 'alarms (warning, critical)'}: {', '.join(rates)}"
+    if len(runs) > 1:
+        rows = [
+            (printable(one.run), f"{one.steps:,}", str(alarms(one.outcome)), str(alarms(one.compared)))
+            for one in runs
+        ]
+        yield table(("run", "steps", printable(new), printable(old)), rows, indent="  ")
+
+
+def _fired(runs: Sequence[RunBacktest], new: str, old: str) -> Iterator[str]:
+    from gradwatch.backtest.firings import by_rule
+
+    rows = [
+        (
+            printable(one.rule),
+            one.severity,
+            str(one.new),
+            str(one.old),
+            f"step {one.first.event.step:,}",
+            printable(", ".join(one.first.event.sites[:1]) or one.first.event.first_cause),
+        )
+        for one in by_rule(runs)
+    ]
+    if rows:
+        yield table(("rule", "severity", printable(new), printable(old), "first", "where"), rows, indent="  ")
+    else:
+        yield "  no rule fires"
+
+
+def _differences(runs: Sequence[RunBacktest], new: str, old: str) -> Iterator[str]:
+    from gradwatch.backtest.firings import differences
+
+    found = [(one, differences(one)) for one in runs]
+    if all(each.same for _, each in found):
+        yield f"  the same events as by {printable(old)}, byte for byte"
+        return
+    for name, of in ((new, "only_new"), (old, "only_old")):
+        lines = [(one, placed) for one, each in found for placed in getattr(each, of)]
+        if lines:
+            yield f"  only by {printable(name)}:"
+            yield from _listed([_event(one, placed, runs) for one, placed in lines])
+    if not any(each.only_new or each.only_old for _, each in found):
+        yield f"  fires at the same steps as by {printable(old)}; details of the events differ (--json has both)"
+
+
+def _event(one: RunBacktest, placed: PlacedEvent, runs: Sequence[RunBacktest]) -> str:
+    event = placed.event
+    process = f"process {placed.process}, " if placed.process else ""
+    severity = paint(event.severity, "red" if event.severity == "critical" else "yellow")
+    return (
+        f"{_of(one, runs)}{process}step {event.step:,}: {printable(event.rule)} ({severity}): "
+        f"{printable(event.summary, LONGEST_REASON)}"
+    )
+
+
+def _actions(runs: Sequence[RunBacktest]) -> Iterator[str]:
+    from gradwatch.cli.audit import actions_table
+
+    for one in runs:
+        outcome = one.outcome
+        if outcome.actions:
+            yield f"  {_of(one, runs)}would have been done at the steps as they were recorded:"
+            yield actions_table(outcome.actions, one.steps)
+        if outcome.stop is not None:
+            process, step = outcome.stop
+            where = f" of process {process}" if process else ""
+            yield f"  {_of(one, runs)}the training would have been stopped at step {step:,}{where}"
+        if outcome.unknown:
+            yield (
+                f"  {_of(one, runs)}at {plural(outcome.unknown, 'step')} gradwatch changed the gradients of the run: "
+                "what these rules would have made of them is not known"
+            )
+    on_elements = runs[0].outcome.on_elements
+    if on_elements:
+        yield f"  clip: {', '.join(on_elements)}: works on elements, which are not recorded: not known"
+    if any(one.outcome.actions for one in runs):
+        yield f"  {UNKNOWN}"
+
+
+def _coverage(runs: Sequence[RunBacktest]) -> Iterator[str]:
+    """The rules that were not judged on the whole of each run, by reason."""
+    from gradwatch.backtest.rule_coverage import Extent
+
+    headings: dict[Extent, str] = {
+        "not recorded": "not judged, for want of a recording",
+        "part": "judged in part",
+        "no data": "without data in the run, as they would have been live",
+        "no site": "about nothing that this model has",
+    }
+    for extent, heading in headings.items():
+        rules: dict[str, list[str]] = {}
+        for run in runs:
+            for one in run.outcome.coverage:
+                if one.extent == extent and not (one.optional and extent == "no site"):
+                    part = (
+                        f" (at {one.judged:,} of {one.steps:,} steps)" if 0 < one.judged < one.steps else ""
+                    )
+                    rules.setdefault(f"{_of(run, runs)}{one.why}{part}", []).append(printable(one.rule))
+        if rules:
+            yield f"  {paint(heading, 'yellow') if extent in ('part', 'not recorded') else heading}:"
+            yield from _listed([f"{', '.join(named)}: {why}" for why, named in rules.items()])
+
+
+def _listed(lines: Sequence[str]) -> Iterator[str]:
+    yield from (f"    {line}" for line in lines[:MOST_SHOWN])
+    if len(lines) > MOST_SHOWN:
+        yield f"    … and {len(lines) - MOST_SHOWN:,} more (--json has all)"
+
+
+def _of(one: RunBacktest, runs: Sequence[RunBacktest]) -> str:
+    return f"{printable(one.run)}: " if len(runs) > 1 else ""

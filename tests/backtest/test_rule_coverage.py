@@ -1,0 +1,114 @@
+"""What was not recorded is said of each rule, and nothing is judged without it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from gradwatch.backtest.run_backtest import backtest_run
+from gradwatch.records.record import Record
+from gradwatch.records.run_info import RuleInfo
+from gradwatch.rules.files import parse_rules
+from tests.report.runs import broken, recorded, steps
+from tests.support.sink_records import make_record, make_sites
+
+SEVERAL = """
+version: 1
+rules:
+  spike: {detect: {kind: spike}, warmup: 20}
+  vanished: {detect: {kind: below, of: norm, threshold: 1e-3}}
+  total: {detect: {kind: above, of: total_norm, threshold: 100}}
+  alone: {detect: {kind: above, of: total_norm, threshold: 100}, unless: [vanished]}
+  ratio: {detect: {kind: above, of: update_ratio, threshold: 1}, every: 1}
+  weight: {detect: {kind: above, of: weight_norm, threshold: 1}}
+  applied: {detect: {kind: above, of: norm_applied, threshold: 100}}
+  reward: {detect: {kind: below, of: observed.reward, threshold: 1}}
+  loss: {detect: {kind: loss_spike}, warmup: 500}
+  nowhere: {detect: {kind: above, of: norm, threshold: 1}, groups: [heads], optional: true}
+groups: {heads: {params: [nowhere.*], optional: true}}
+"""
+
+
+def coverage(folder: Path, rules: str = SEVERAL) -> dict[str, tuple[str, int, str]]:
+    """By rule: how far it was judged, on how many steps, and why no further."""
+    found = backtest_run(folder, parse_rules(rules)).outcome.coverage
+    return {one.rule: (one.extent, one.judged, one.why) for one in found}
+
+
+def thinned(folder: Path) -> Path:
+    """A run whose norms are recorded at every other step after the first 1,000, and that is loud at the end."""
+    sites = make_sites(2100)
+    made = [make_record(sites, 1.0, step=step, wall_time=1e9 + step) for step in range(1005)]
+    made += [make_record(sites, 50.0, step=step, wall_time=1e9 + step) for step in range(1005, 1010)]
+    return recorded(folder, made, params="sampled")
+
+
+def test_after_a_gap_rules_on_parameters_judge_nothing_and_the_others_go_on(tmp_path: Path) -> None:
+    """A norm that was not recorded is no gradient that did not come; what depends on such a rule ends, too."""
+    folder = thinned(tmp_path)
+    found = coverage(folder)
+    for rule in ("spike", "vanished", "alone"):
+        extent, judged, why = found[rule]
+        assert (extent, judged) == ("part", 1001), rule
+        assert "from step 1,001 on" in why
+        assert "params: full" in why
+    assert found["total"] == ("whole", 1010, "")
+    events = backtest_run(folder, parse_rules(SEVERAL)).outcome.events
+    assert [(one.event.rule, one.event.step) for one in events] == [("total", 1005)]
+
+
+def test_a_step_that_may_have_been_skipped_ends_all_rules(tmp_path: Path) -> None:
+    """Where a total is NaN, and its norms are not there, it is not known whether a rule would have had it skipped."""
+    sites = make_sites(2100)
+    made: list[Record] = [
+        make_record(sites, np.nan if step == 1005 else 1.0, step=step, wall_time=1e9 + step)
+        for step in range(1010)
+    ]
+    folder = recorded(tmp_path, made, params="sampled")
+    rules = "version: 1\nrules:\n  total: {detect: {kind: above, of: total_norm, threshold: 100}}\n"
+    skips = f"{rules}  nan: {{detect: {{kind: nonfinite}}, do: [skip_step]}}\n"
+    assert coverage(folder, rules)["total"] == ("whole", 1010, "")
+    extent, judged, why = coverage(folder, skips)["total"]
+    assert (extent, judged) == ("part", 1005)
+    assert "at step 1,005 gradients were not finite" in why
+
+
+def test_columns_that_were_not_recorded_and_values_that_were_not_there(tmp_path: Path) -> None:
+    """A column that no rule of the run read is another reason than one of which the run had no value."""
+    found = coverage(recorded(tmp_path, steps(60)))
+    assert found["spike"] == found["applied"] == found["total"] == ("whole", 60, "")
+    assert found["weight"][:2] == ("not recorded", 0)
+    assert "no rule of the run read it" in found["weight"][2]
+    assert found["reward"] == ("no data", 0, "the run had no value of `reward`")
+    assert found["loss"] == ("no data", 0, "warm-up not over: 60 of 500 samples")
+    assert found["nowhere"][0] == "no site"
+
+
+def test_a_column_that_a_rule_of_the_run_read_had_no_value(tmp_path: Path) -> None:
+    """Then the recording lacks nothing."""
+    asked = (RuleInfo("w", "above", "info", of="weight_norm"),)
+    found = coverage(recorded(tmp_path, steps(60), rules=asked))
+    assert found["weight"] == ("no data", 0, "the run had no value of `weight_norm`")
+
+
+def test_a_column_that_was_read_less_often_is_judged_in_part(tmp_path: Path) -> None:
+    """At every fourth step, of six parameters; after a clip of gradwatch's own, norms after clips are not judged."""
+    found = coverage(recorded(tmp_path, broken()))
+    assert found["ratio"][0] == "part"
+    assert "`update_ratio` was recorded 84 times of the 354" in found["ratio"][2]
+    assert found["applied"][:2] == ("part", 10)
+    assert "what gradwatch itself did" in found["applied"][2]
+
+
+def test_what_is_missing_of_a_run_is_noted(tmp_path: Path) -> None:
+    """The process was killed; it had begun before; steps in the middle are lost."""
+    made = [one for one in steps(40) if not 10 <= one.snapshot.step < 15]
+    made = [replace(one, snapshot=replace(one.snapshot, step=one.snapshot.step + 7)) for one in made]
+    notes = backtest_run(recorded(tmp_path, made, closed=False), parse_rules(SEVERAL)).notes
+    assert [note.partition(": ")[2][:40] for note in notes] == [
+        "optimizer 0 begins at step 7: what its r",
+        "optimizer 0: 5 steps, from step 17 on, a",
+        "the journal has no end: the process was ",
+    ]

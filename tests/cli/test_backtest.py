@@ -1,0 +1,104 @@
+"""`gradwatch backtest`: what is printed of a run and of several, as JSON, and what is said where that cannot be."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from gradwatch.cli import main
+from tests.report.runs import broken, recorded, steps
+
+LOUD = "version: 1\nrules:\n  total: {detect: {kind: above, of: total_norm, threshold: 0.1}%s}\n"
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of a broken run and a healthy one, and two rule files."""
+    folder = tmp_path_factory.mktemp("runs")
+    for name, records in (("broken", broken()), ("healthy", steps(40))):
+        recorded(folder, records, run_id=name).rename(folder / f"{name}-run")
+    (folder / "loud.yaml").write_text(LOUD % "", encoding="utf-8")
+    (folder / "acts.yaml").write_text(LOUD % ", do: [{clip: {to: 1.0}}, stop]", encoding="utf-8")
+    return folder
+
+
+def printed(words: list[str | Path], status: int, capsys: Captured) -> str:
+    """What a command line prints, which ends with this status."""
+    assert main(["backtest", *map(str, words)]) == status
+    return capsys.readouterr().out
+
+
+def test_the_newest_run_beside_what_fired_in_it(runs: Path, capsys: Captured) -> None:
+    """Rates of alarms, rules with their first step, what fires on one side only."""
+    out = printed(["--dir", runs, "--rules", runs / "loud.yaml"], 0, capsys)
+    assert "healthy-run: 40 steps judged by loud.yaml" in out
+    assert "loud.yaml 1 (25.00 per 1,000 steps), the run 0 (0.00 per 1,000 steps)" in out
+    assert "only by loud.yaml:\n    step 0: total (warning)" in out
+
+
+def test_several_runs_of_which_one_is_named(runs: Path, capsys: Captured) -> None:
+    """A row of each; lines say of which run they are."""
+    names = [runs / "broken-run", runs / "healthy-run"]
+    out = printed([*names, "--rules", runs / "loud.yaml", "--healthy"], 0, capsys)
+    assert out.startswith(
+        "2 runs: 100 steps judged by loud.yaml\n  false alarms: loud.yaml 2 (20.00 per 1,000 steps)"
+    )
+    assert "only by the run:\n    broken: step 40: non-finite (critical)" in out
+    assert "healthy: step 0: total" in out
+
+
+def test_what_would_have_been_done(runs: Path, capsys: Captured) -> None:
+    """With the stop, and the sentence on all that comes after."""
+    out = printed([runs / "healthy-run", "--rules", runs / "acts.yaml"], 0, capsys)
+    assert "the training would have been stopped at step 0" in out
+    assert "cannot be known" in out
+    same = printed(
+        [runs / "healthy-run", "--rules", runs / "acts.yaml", "--against", runs / "acts.yaml"], 0, capsys
+    )
+    assert "the same events as by acts.yaml, byte for byte" in same
+
+
+def test_json_has_everything(runs: Path, capsys: Captured) -> None:
+    """Every event of both sides, actions, coverage; one object."""
+    names = [runs / "broken-run", runs / "healthy-run"]
+    found = json.loads(printed([*names, "--rules", "default", "--json"], 1, capsys))
+    assert found["steps"] == 100
+    assert [one["run"] for one in found["runs"]] == ["broken", "healthy"]
+    assert {"alarms", "events", "actions", "coverage", "skipped_steps", "stop"} <= found["runs"][0][
+        "new"
+    ].keys()
+    assert found["runs"][0]["old"]["events"][0]["rule"] == "non-finite"
+    (ratio,) = [one for one in found["runs"][1]["new"]["coverage"] if one["rule"] == "update-too-big"]
+    assert ratio["extent"] == "not recorded"
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["nowhere"], "no journal at nowhere"),
+        (["RUN", "--rank", "3"], "no journal of rank 3 in RUN; there are: 0"),
+        (["RUN", "--backend", "lokki"], "joblib has no backend 'lokki'; there are: "),
+    ],
+)
+def test_the_way_out_of_an_error(runs: Path, capsys: Captured, words: list[str], said: str) -> None:
+    """Exit status 2, and a sentence on what there is."""
+    run = str(runs / "healthy-run")
+    given = [run if word == "RUN" else word for word in words]
+    assert main(["backtest", *given, "--rules", str(runs / "loud.yaml")]) == 2
+    assert said in capsys.readouterr().err.replace(run, "RUN")
+
+
+def test_without_joblib_it_says_what_to_install(
+    runs: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One run at a time needs none."""
+    monkeypatch.setitem(sys.modules, "joblib", None)
+    monkeypatch.setattr("gradwatch.runtime.optional_dependencies.find_spec", lambda name: None)
+    words = [str(runs / "healthy-run"), "--rules", str(runs / "loud.yaml")]
+    assert main(["backtest", *words]) == 0
+    assert main(["backtest", *words, "--jobs", "2"]) == 2
+    assert "pip install 'gradwatch[parallel]'" in capsys.readouterr().err
