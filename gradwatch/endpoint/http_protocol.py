@@ -36,11 +36,16 @@ class RequestError(Exception):
         self.status = status
 
 
+POLICY = "default-src 'none'; style-src 'unsafe-inline'"
+"""Content security policy of a page without scripts."""
+
+
 class Content(NamedTuple):
-    """The body of a response and its type."""
+    """The body of a response, its type, and the content security policy that a browser is to keep to."""
 
     media_type: str
     body: bytes
+    policy: str = POLICY
 
 
 class Request(NamedTuple):
@@ -91,7 +96,7 @@ def respond(status: int, content: Content, *, head_only: bool = False) -> list[m
         f"Content-Length: {len(content.body)}",
         "Cache-Control: no-store",
         "X-Content-Type-Options: nosniff",
-        "Content-Security-Policy: default-src 'none'; style-src 'unsafe-inline'; frame-ancestors 'none'",
+        f"Content-Security-Policy: {content.policy}; frame-ancestors 'none'",
         "Connection: close",
     ]
     if status == 405:

@@ -17,6 +17,7 @@ import time
 import weakref
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from types import MappingProxyType
 
 from gradwatch.endpoint.address import Address
 from gradwatch.endpoint.http_protocol import (
@@ -39,6 +40,8 @@ _BACKOFF_SECONDS = (1.0, 300.0)  # after the first failure, and at most
 
 Route = Callable[[bool], Content]
 """Makes the answer for a path; called with True when CPU is short and a slightly old answer is preferred."""
+RouteBelow = Callable[[str], Content]
+"""Makes the answer for a path that begins in some way; called with the whole path, as it was asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,8 @@ class _Connection:
 class Endpoint:
     """Serves `routes` (path to Route) on a listening socket until `close`; GET and HEAD only.
 
+    `below` are routes by the beginning of a path, for those that are none of `routes`.
+
     Faults of a route become a 500 and go to `on_error`, as does anything else that goes wrong in the thread.
     After a fork the child owns neither the thread nor a socket of it; the parent's connections live on.
     """
@@ -102,11 +107,12 @@ class Endpoint:
         routes: Mapping[str, Route],
         on_error: Callable[[BaseException], None],
         limits: Limits | None = None,
+        below: Mapping[str, RouteBelow] = MappingProxyType({}),
     ) -> None:
         self.limits = limits or Limits()
         host, port = listener.getsockname()[:2]
         self.address = Address(host, port)
-        self._routes, self._on_error = dict(routes), on_error
+        self._routes, self._below, self._on_error = dict(routes), dict(below), on_error
         self._most = max(8, min(self.limits.connections, _file_limit() // 8))
         self._listener = listener
         self._released = False
@@ -268,16 +274,23 @@ class Endpoint:
                 raise RequestError(
                     403, f"This server accepts requests for its local address only: http://{self.address}/"
                 )
-            route = self._routes.get(request.path)
-            if route is None:
-                raise RequestError(404, f"Not found; the paths are {', '.join(sorted(self._routes))}.")
-            content = route(self._allowance.is_short)
+            content = self._content(request.path)
         except RequestError as error:
             return respond(error.status, plain(str(error)), head_only=received.startswith(b"HEAD "))
         except Exception as error:
             self._on_error(error)
             return respond(500, plain("gradwatch failed to answer; training is not affected."))
         return respond(200, content, head_only=request.method == "HEAD")
+
+    def _content(self, path: str) -> Content:
+        route = self._routes.get(path)
+        if route is not None:
+            return route(self._allowance.is_short)
+        below = next((self._below[start] for start in self._below if path.startswith(start)), None)
+        if below is None:
+            paths = sorted([*self._routes, *(f"{start}NAME" for start in self._below)])
+            raise RequestError(404, f"Not found; the paths are {', '.join(paths)}.")
+        return below(path)
 
     def _await(self, connection: _Connection, events: int) -> None:
         if not connection.awaited:

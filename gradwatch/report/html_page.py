@@ -78,7 +78,7 @@ def _parts(report: RunReport) -> Iterator[str]:
             '<section class="ratios" hidden><h2>Update ratios</h2>\n<div></div></section>\n'
             '<section><h2>Parameters</h2>\n<div class="parameters"></div></section>\n'
         )
-    yield f"<section><h2>Incidents</h2>\n{sections.incidents(report)}</section>\n"
+    yield f'<section id="incidents"><h2>Incidents</h2>\n{sections.incidents(report)}</section>\n'
     yield f"<section><h2>Rules</h2>\n{sections.rules(report)}</section>\n"
     yield f"<section><h2>What gradwatch did</h2>\n{sections.actions(report)}</section>\n"
     yield f"<section><h2>What gradwatch cost</h2>\n{sections.cost(report.cost)}</section>\n"

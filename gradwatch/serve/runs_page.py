@@ -6,6 +6,7 @@ import html
 from collections.abc import Iterable
 
 from gradwatch.endpoint.http_protocol import Content
+from gradwatch.endpoint.run_reports import path_of
 from gradwatch.runtime.printable import printable
 from gradwatch.serve.run_scanner import STATES, Fleet, Member
 
@@ -64,11 +65,11 @@ def runbook_index(names: Iterable[str]) -> Content:
 def _row(member: Member, now: float) -> str:
     summary = member.summary
     cells = [
-        _text(member.run_id),
+        _link(member, member.run_id),
         str(member.rank),
         f'<strong class="{member.state}">{member.state}</strong>',
         str(summary.steps) if summary else "",
-        "<br>".join([str(summary.firings), *map(_text, summary.recent)])
+        "<br>".join([str(summary.firings), *(_link(member, one, "#incidents") for one in summary.recent)])
         if summary and summary.firings
         else "",
         _ago(now - member.sign_of_life),
@@ -76,6 +77,11 @@ def _row(member: Member, now: float) -> str:
         _where(member),
     ]
     return "<tr><td>" + "<td>".join(cells)
+
+
+def _link(member: Member, text: str, place: str = "") -> str:
+    """A text that leads to the report of a run, or to a place in it."""
+    return f'<a href="{html.escape(path_of(member.run_id))}{place}">{_text(text)}</a>'
 
 
 def _where(member: Member) -> str:

@@ -10,12 +10,14 @@ from pathlib import Path
 from gradwatch.endpoint.address import Address
 from gradwatch.endpoint.http_protocol import Content, RequestError, plain
 from gradwatch.endpoint.listening_port import listening_socket
+from gradwatch.endpoint.run_reports import PREFIX as REPORTS
+from gradwatch.endpoint.run_reports import RunPlace, ServedReports, path_of
 from gradwatch.endpoint.server import Endpoint, Limits, Route
 from gradwatch.errors import GradwatchError
 from gradwatch.monitoring.export import stack_directory
 from gradwatch.runtime.printable import printable
 from gradwatch.serve.responses import metrics, runs, sd
-from gradwatch.serve.run_scanner import Member, Scanner
+from gradwatch.serve.run_scanner import Fleet, Member, Scanner
 from gradwatch.serve.runs_page import fleet_page, reading_page, runbook_index, runbook_page
 from gradwatch.sinks.prometheus.file_sd import sweep
 
@@ -26,7 +28,8 @@ _LATE_SECONDS = 60.0
 
 
 class Server:
-    """Scans every `every_seconds` and serves `/`, `/metrics`, `/sd`, `/runs.json`, `/healthz`, `/runbooks/NAME`.
+    """Scans every `every_seconds` and serves `/`, `/metrics`, `/sd`, `/runs.json`, `/healthz`,
+    `/runbooks/NAME`, and the report of each run at `/run/NAME`.
 
     Raises GradwatchError where the port is taken: Prometheus is configured with one address, another would not be
     found. A scan that fails is counted, and the answers stay those of the last one that did not; `/healthz` is 503
@@ -51,12 +54,15 @@ class Server:
         self._read = "nothing read yet"
         self._outer_progress, scanner.progress = scanner.progress, self._progress
         self._answers: Mapping[str, Content] = {}
+        self._places: Mapping[str, RunPlace] = {}
+        self._reports = ServedReports(lambda path: self._places.get(path))
         listener = listening_socket(address)
         bound = Address(*listener.getsockname()[:2])
         if address.port and bound.port != address.port:
             listener.close()
             raise GradwatchError(f"port {address.port} of {address.host} is taken; say another one: --listen")
-        self._endpoint = Endpoint(listener, self._routes(), self._failed, LIMITS)
+        below = {REPORTS: self._reports.answer}
+        self._endpoint = Endpoint(listener, self._routes(), self._failed, LIMITS, below)
 
     @property
     def address(self) -> Address:
@@ -76,6 +82,7 @@ class Server:
     def close(self) -> None:
         """Give the port back; `serve` does so itself. Idempotent."""
         self._endpoint.close()
+        self._reports.close()
 
     def stop(self) -> None:
         """Let `serve` return; may be called from a signal handler."""
@@ -94,6 +101,7 @@ class Server:
                 "/sd": sd(fleet, self.scanner.reach.host),
                 "/runs.json": runs(fleet),
             }
+            self._places = places(fleet)
             self._alive = time.monotonic()
         except Exception as error:
             self._failed(error)
@@ -137,6 +145,16 @@ class Server:
         if late > _LATE_SECONDS + 3 * self._every:
             raise RequestError(503, f"No run folder could be read for {late:.0f} s.")
         return plain("ok")
+
+
+def places(fleet: Fleet) -> dict[str, RunPlace]:
+    """The runs that have a page, by its path: of each its lowest rank."""
+    found: dict[str, RunPlace] = {}
+    running = {member.run_id for member in fleet.members if member.state == "running"}
+    for member in sorted(fleet.members, key=lambda one: one.rank):
+        place = RunPlace(member.folder, member.rank, member.run_id in running)
+        found.setdefault(path_of(member.run_id), place)
+    return found
 
 
 def _always(content: Content) -> Route:

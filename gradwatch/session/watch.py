@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
@@ -9,7 +10,7 @@ import torch
 from torch import nn
 
 from gradwatch.account.exit_reason import ended_by
-from gradwatch.errors import AttachError
+from gradwatch.errors import AttachError, GradwatchError
 from gradwatch.records.run_info import RunInfo
 from gradwatch.rules.rule_set import RuleSet
 from gradwatch.runtime.internal_errors import Health
@@ -194,6 +195,16 @@ class Watch:
         Raises AttachError for a state that another version has saved.
         """
         self._session.load_state_dict(state)
+
+    def _repr_html_(self) -> str:
+        """The report of the run so far, for notebooks; in words where it has no journal."""
+        from gradwatch.report import load
+
+        self.flush()
+        try:
+            return load(self.run.directory, self.run.rank)._repr_html_()
+        except GradwatchError as error:
+            return f"<p>gradwatch: no report of this run: {html.escape(str(error))}</p>"
 
     def flush(self, timeout: float = 5.0) -> bool:
         """Wait until everything seen so far is where it belongs (journal on disk); False if it is not."""

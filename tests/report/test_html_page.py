@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import time
 from collections.abc import Iterator
 from importlib.resources import files
 from pathlib import Path
@@ -13,6 +14,10 @@ import numpy as np
 import pytest
 
 from gradwatch.cli import main
+from gradwatch.endpoint.address import Address
+from gradwatch.endpoint.listening_port import listening_socket
+from gradwatch.endpoint.run_reports import PREFIX, RunPlace, ServedReports
+from gradwatch.endpoint.server import Endpoint
 from gradwatch.records.snapshot import Column
 from gradwatch.report import html_page, json_document, markdown_page, read_run
 from gradwatch.report.run_report import RunReport
@@ -216,6 +221,26 @@ def test_a_notebook_draws_it(browser: Chromium, report: RunReport, tmp_path: Pat
     assert browser.value("document.querySelector('iframe').contentDocument") is None
     assert browser.value("document.querySelector('iframe').clientHeight") == html_page.FRAME_HEIGHT
     assert browser.complaints == []
+
+
+def test_a_server_shows_it(browser: Chromium, tmp_path: Path) -> None:
+    """Under the policy that the server sends: the charts are drawn, and nothing is refused or asked for."""
+    folder = recorded(tmp_path, broken(), account=finished(60))
+    reports = ServedReports({"/run/run-1": RunPlace(folder, 0, False)}.get)
+    listener = listening_socket(Address("127.0.0.1", 0))
+    endpoint = Endpoint(listener, {}, lambda error: None, below={PREFIX: reports.answer})
+    endpoint.start()
+    url = f"http://{endpoint.address}/run/run-1"
+    while b"report, read at" not in reports.answer("/run/run-1").body:
+        time.sleep(0.05)
+    browser.open(f"{url}#incidents")
+    assert browser.value("document.querySelectorAll('canvas').length") > 2
+    assert browser.value("location.hash && document.querySelector('#incidents details').open")
+    assert browser.value("document.querySelector('header a').pathname") == "/"
+    assert browser.complaints == []
+    assert set(browser.requests) <= {url}
+    endpoint.close()
+    reports.close()
 
 
 def test_the_command_writes_the_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

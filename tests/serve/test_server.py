@@ -76,6 +76,18 @@ def test_every_page_answers_with_its_type(tmp_path: Path, dead_pid: int) -> None
             assert book.stem in fetch(f"{url}/runbooks")[2]
 
 
+def test_each_run_has_its_report(tmp_path: Path, dead_pid: int) -> None:
+    """Linked from the list, where its incidents are; a name that is none is not found."""
+    record_run(a_run(tmp_path, "one two", pid=dead_pid), history())
+    with served(tmp_path) as url:
+        wait_until(lambda: fetch(f"{url}/sd")[0] == 200, "the first look is over")
+        listed = fetch(f"{url}/")[2]
+        assert '<a href="/run/one%20two">one two</a>' in listed
+        assert '<a href="/run/one%20two#incidents">' in listed
+        assert fetch(f"{url}/run/one")[0] == 404
+        assert wait_until(lambda: "report, read at" in fetch(f"{url}/run/one%20two")[2], "the report is made")
+
+
 def test_a_server_that_no_longer_looks_is_not_healthy(tmp_path: Path) -> None:
     """The pages stay; /healthz says it."""
     server = Server(Scanner([tmp_path], Summaries("")), Address("127.0.0.1", 0))

@@ -55,18 +55,17 @@ class Chromium:
         os.close(self._to)
         os.close(self._from)
 
-    def open(self, path: Path, *, width: int = 1200, dark: bool = False) -> None:
-        """Show a file, and wait until its script says that all is drawn."""
+    def open(self, page: Path | str, *, width: int = 1200, dark: bool = False) -> None:
+        """Show a file, or what answers at an address, and wait until its script says that all is drawn."""
+        url = page if isinstance(page, str) else page.as_uri()
         self.complaints, self.requests = [], []
         self._ask(
             "Emulation.setDeviceMetricsOverride", width=width, height=900, deviceScaleFactor=1, mobile=False
         )
         self.theme(dark)
-        self._ask("Page.navigate", url=path.as_uri())
+        self._ask("Page.navigate", url=url)
         deadline = time.monotonic() + SECONDS
-        while not self.value(
-            f"location.href === {json.dumps(path.as_uri())} && document.readyState === 'complete'"
-        ):
+        while not self.value(f"location.href === {json.dumps(url)} && document.readyState === 'complete'"):
             assert time.monotonic() < deadline
 
     def theme(self, dark: bool) -> None:

@@ -8,11 +8,14 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradwatch.endpoint.address import DEFAULT_LISTEN, parse_listen, rank_address
 from gradwatch.endpoint.http_protocol import Content, plain
 from gradwatch.endpoint.listening_port import listening_socket, remove_endpoint, write_endpoint
+from gradwatch.endpoint.run_reports import PREFIX as REPORTS
+from gradwatch.endpoint.run_reports import RunPlace, ServedReports, path_of
 from gradwatch.endpoint.server import Endpoint, Limits
 from gradwatch.records.record import Record
 from gradwatch.records.run_info import RunInfo
@@ -99,6 +102,7 @@ class PrometheusSink:
         self._run = RunInfo("", "")
         self._health = Health()
         self._endpoint: Endpoint | None = None
+        self._reports: ServedReports | None = None
         self._endpoint_file: str | None = None
         self._target_file: str | None = None
         self._body: tuple[object, float, Content] | None = None
@@ -112,7 +116,10 @@ class PrometheusSink:
         wanted = rank_address(self.listen, run.local_rank)
         listener = listening_socket(wanted)
         routes = {"/metrics": self._metrics, "/healthz": lambda _: plain("ok"), "/": self._page}
-        self._endpoint = Endpoint(listener, routes, self._failed, self._limits)
+        place = {path_of(run.run_id): RunPlace(Path(run.directory), run.rank, True)}
+        self._reports = ServedReports(place.get)
+        below = {REPORTS: self._reports.answer}
+        self._endpoint = Endpoint(listener, routes, self._failed, self._limits, below)
         self._endpoint.start()
         address = self._endpoint.address
         reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(address.host, address.host)
@@ -179,6 +186,8 @@ class PrometheusSink:
         endpoint, self._endpoint, self.url = self._endpoint, None, None
         if endpoint is not None and not endpoint.close():
             self._failed(TimeoutError("the endpoint's thread did not end in time"))
+        if self._reports is not None:
+            self._reports.close()
         path, self._endpoint_file = self._endpoint_file, None
         if path is not None:
             remove_endpoint(path)

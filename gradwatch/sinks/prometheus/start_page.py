@@ -6,6 +6,7 @@ import html
 from collections.abc import Iterable
 
 from gradwatch.endpoint.http_protocol import Content
+from gradwatch.endpoint.run_reports import path_of
 from gradwatch.runtime.printable import printable
 from gradwatch.sinks.prometheus.metric_values import OptimizerView, View
 
@@ -29,6 +30,7 @@ def status_page(view: View, now: float) -> Content:
         *(row for each in view.optimizers for row in _optimizer_rows(each, now)),
         ("internal errors", _errors(view)),
         *((f"{_text(rule)} is off", _text(reason)) for rule, reason in view.inactive.items()),
+        ("report", f'<a href="{html.escape(path_of(view.run.run_id))}">what happened so far</a>'),
         ("links", '<a href="/metrics">/metrics</a> for Prometheus · <a href="/healthz">/healthz</a>'),
     ]
     table = "\n".join(f"<tr><th>{name}<td>{shown}" for name, shown in rows)

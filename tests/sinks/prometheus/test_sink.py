@@ -433,3 +433,14 @@ def test_a_forked_child_neither_hangs_nor_takes_the_endpoint_away(tmp_path: Path
         check=True,
     )
     assert said.stdout.split() == ["0", "True", "True"]
+
+
+def test_the_report_of_the_run_is_linked(tmp_path: Path) -> None:
+    """The start page leads to it; the first request says that it is made, for it is read from the journal."""
+    with serving(tmp_path) as sink:
+        assert sink.url is not None
+        base = sink.url.removesuffix("/metrics")
+        with urllib.request.urlopen(f"{base}/", timeout=10) as answer:
+            assert '<a href="/run/run-1">' in answer.read().decode()
+        with urllib.request.urlopen(f"{base}/run/run-1", timeout=10) as answer:
+            assert "The journal is being read" in answer.read().decode()
