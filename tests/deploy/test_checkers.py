@@ -8,7 +8,9 @@ import re
 import shutil
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ruamel.yaml import YAML
@@ -97,29 +99,40 @@ def test_promtool_accepts_the_configuration_and_refuses_a_broken_one(stack: Path
     assert check("promtool", "check", "config", "prometheus.yml", cwd=config.parent).returncode != 0
 
 
-def test_promtool_runs_the_alerts(stack: Path) -> None:
-    """The unit tests of the alerts pass, and find an alert that has changed its mind."""
-    folder = stack / "prometheus"
-    done = check("promtool", "test", "rules", "alerts_test.yml", cwd=folder)
-    assert done.returncode == 0, done.stdout
+@cache
+def parsed(text: str) -> Any:
+    """A YAML text as plain data, which is not to be changed: the same texts are asked for again and again."""
+    return YAML(typ="safe", pure=True).load(text)
 
 
-def unit_tests_of(group: str, folder: Path) -> subprocess.CompletedProcess[str]:
-    """promtool over the one group of alerts_test.yml that has this name, with the alerts that it names or with all.
+def unit_tests_of(folder: Path, *names: str) -> subprocess.CompletedProcess[str]:
+    """promtool over these groups of alerts_test.yml, each with the alerts that it names; with all where it names none.
 
-    Every alert of the file takes its time, at each instant of a group.
+    Every alert of a file takes its time, at each instant of a group.
     """
-    yaml = YAML(typ="safe", pure=True)
-    document = yaml.load((folder / "alerts_test.yml").read_text(encoding="utf-8"))
-    (tests,) = [each for each in document["tests"] if each["name"] == group]
-    alerts = yaml.load((folder / "rules" / "alerts.yml").read_text(encoding="utf-8"))
-    for each in alerts["groups"]:
-        each["rules"] = [rule for rule in each["rules"] if rule["alert"] in str(tests)]
-    if any(each["rules"] for each in alerts["groups"]):
-        (folder / "some_alerts.yml").write_text(json.dumps(alerts))  # JSON is YAML
-        document["rule_files"] = ["some_alerts.yml"]
-    (folder / "one_test.yml").write_text(json.dumps(document | {"tests": [tests]}))
-    return check("promtool", "test", "rules", "one_test.yml", cwd=folder)
+    document = parsed((folder / "alerts_test.yml").read_text(encoding="utf-8"))
+    groups = parsed((folder / "rules" / "alerts.yml").read_text(encoding="utf-8"))["groups"]
+    files = []
+    for number, tests in enumerate(each for each in document["tests"] if each["name"] in names):
+        some = [
+            each | {"rules": [rule for rule in each["rules"] if rule["alert"] in str(tests)]}
+            for each in groups
+        ]
+        named = any(each["rules"] for each in some)
+        (folder / f"alerts{number}.yml").write_text(json.dumps({"groups": some}))  # JSON is YAML
+        rule_files = [f"alerts{number}.yml"] if named else document["rule_files"]
+        files.append(f"test{number}.yml")
+        (folder / files[-1]).write_text(json.dumps(document | {"rule_files": rule_files, "tests": [tests]}))
+    assert len(files) == len(names)
+    return check("promtool", "test", "rules", *files, cwd=folder)
+
+
+def test_promtool_runs_the_alerts(stack: Path) -> None:
+    """The unit tests of the alerts pass, in all groups; that they find what is wrong is the next test."""
+    folder = stack / "prometheus"
+    groups = parsed((folder / "alerts_test.yml").read_text(encoding="utf-8"))["tests"]
+    done = unit_tests_of(folder, *(each["name"] for each in groups))
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.parametrize(
@@ -163,10 +176,10 @@ def unit_tests_of(group: str, folder: Path) -> subprocess.CompletedProcess[str]:
 def test_the_unit_tests_of_the_alerts_can_fail(old: str, new: str, noticed_by: str, stack: Path) -> None:
     """Each of these changes to an alert is noticed, by the group of that name, which passes without it."""
     folder = stack / "prometheus"
-    done = unit_tests_of(noticed_by, folder)
+    done = unit_tests_of(folder, noticed_by)
     assert done.returncode == 0, done.stdout
     replace(folder / "rules" / "alerts.yml", old, new)
-    done = unit_tests_of(noticed_by, folder)
+    done = unit_tests_of(folder, noticed_by)
     assert done.returncode != 0, done.stdout
 
 

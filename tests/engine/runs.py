@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,7 @@ def with_costly_columns_that_stay(seed: int, steps: int = STEPS) -> list[dict[st
     return out
 
 
+@cache
 def packs() -> dict[str, tuple[Rule, ...]]:
     """Rule sets of every shape: shipped, alike, by group, over totals, with `every`, with tight bounds."""
     odd = (

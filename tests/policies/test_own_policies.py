@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
+
+from tests.support import warm
 
 SCRIPT = '''
 from dataclasses import dataclass
@@ -52,11 +53,9 @@ clip: {groups: {all: {method: times, factor: 0.25}}}
 
 
 def test_a_rule_file_uses_a_policy_registered_by_the_script(tmp_path: Path) -> None:
-    """By `gradwatch.register_policy`, in a process that has imported nothing else: the step is a quarter."""
+    """By `gradwatch.register_policy`, before anything else of gradwatch is imported: the step is a quarter."""
     (tmp_path / "own.yaml").write_text(RULES)
     (tmp_path / "train.py").write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "train.py"], cwd=tmp_path, capture_output=True, text=True, timeout=240, check=False
-    )
+    done = warm.run([sys.executable, "train.py"], tmp_path, timeout=240)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "[[-0.75, -1.0]]\n"

@@ -37,4 +37,4 @@ def test_run_makes_torch_compile_warn_of_nothing(bare: set[str], tmp_path: Path)
     """The same script under `gradwatch run`."""
     outcome = launched.watched(NAME, tmp_path)
     assert said(outcome) == bare
-    assert len(outcome.records()) == 36
+    assert len(outcome.records()) == 18

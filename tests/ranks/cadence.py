@@ -33,7 +33,8 @@ rules:
 """
 EACH_STEP = "rules: {loss-non-finite: {do: [skip_step]}}\n"
 THIRD_STEP = "rules: {rank-outlier: {every: 3}}\n"
-POISONED, SHIFTED, FLIPPED = 13, 213, 17
+EARLY = DEFAULT + "rules: {rank-outlier: {warmup: 6}}\n"  # of 20 samples 200 steps would pass
+POISONED, SHIFTED, FLIPPED = 13, 73, 17
 
 
 def with_column(collector: Collector, column: str) -> list[int]:
@@ -306,8 +307,8 @@ SITUATIONS: dict[str, Callable[[int], Any]] = {
     "poisoned": lambda rank: poisoned(rank, DEFAULT),
     "poisoned under fsdp2": lambda rank: poisoned(rank, DEFAULT, fsdp2),
     "poisoned, acting": lambda rank: poisoned(rank, ACTING),
-    "shifted": lambda rank: shifted(rank, DEFAULT),
-    "shifted under fsdp2": lambda rank: shifted(rank, DEFAULT, fsdp2),
+    "shifted": lambda rank: shifted(rank, EARLY),
+    "shifted under fsdp2": lambda rank: shifted(rank, EARLY, fsdp2),
     "shifted, acting": lambda rank: shifted(rank, ACTING),
     "diverged": lambda rank: diverged(rank, DEFAULT),
     "diverged beside a rule at each step": lambda rank: diverged(rank, DEFAULT + EACH_STEP),

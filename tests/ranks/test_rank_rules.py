@@ -54,7 +54,7 @@ def step_of(engine: BoundEngine, step: int, norms: Any, ranks: Any, mismatch: An
     )
 
 
-@settings(max_examples=examples(5))
+@settings(max_examples=examples(3))
 @given(st.sampled_from([1, 10]), st.integers(0, 10**6))
 def test_a_glance_sees_what_judging_sees(every: int, seed: int) -> None:
     """Same events and bit-equal states at every step, whatever ranks do."""
