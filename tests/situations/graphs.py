@@ -180,7 +180,7 @@ def compiled_autograd(clip: bool) -> Callable[[], Training]:
 
 
 def compiled_step() -> Training:
-    model = net()
+    model = net(2)  # the update of each parameter is traced
     training = turns(model, lambda training, number: turn())
     take = torch.compile(lambda: training.optimizers[0].step(), backend="eager")
 
