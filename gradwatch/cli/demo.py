@@ -46,7 +46,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def handle(arguments: argparse.Namespace) -> int:
-    """Run it; 1 where a fault was missed or the script failed."""
+    """Run it; 1 where a fault was missed or the script failed. Raises GradwatchError if `--dir` cannot be written."""
     from gradwatch.cli.demo_screen import Screen
     from gradwatch.demo.faults import make_plan
     from gradwatch.demo.follow_run import Run, fresh_directory

@@ -36,7 +36,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def handle_export(arguments: argparse.Namespace) -> int:
-    """Write the stack; exit 2 where the rule file is wrong or files are in the way."""
+    """Write the stack; 0. Raises GradwatchError for a wrong option or rule file, and files that are in the way."""
     from gradwatch.monitoring import Options, export
     from gradwatch.monitoring.prometheus_files import Links, Places
     from gradwatch.monitoring.scrape_interval import Pace

@@ -47,7 +47,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def handle(arguments: argparse.Namespace) -> int:
-    """Print one page per incident; 1 where no cause is known."""
+    """Print one page per incident; 1 where no cause is known. Raises GradwatchError for an unknown incident."""
     from gradwatch.report.explained import document, explained, page
 
     where = chosen_run(arguments)

@@ -54,7 +54,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def handle(arguments: argparse.Namespace) -> int:
-    """Run the step again and print the page of what was found; 1 where no cause is known."""
+    """Run the step again and print the page of its cause; 1 where none is known.
+
+    Raises GradwatchError for wrong options.
+    """
     from gradwatch.incidents.bundle.bundle_reader import read_document
 
     if arguments.checkpoint is not None and not arguments.script:
@@ -87,7 +90,10 @@ def again(document: Document, arguments: argparse.Namespace) -> Finding:
 
 
 def built(function: Callable[..., Any], reference: str) -> tuple[list[nn.Module], LossFn | None]:
-    """Call the user's function: the models, and the loss function if there is one."""
+    """Call the user's function: the models, and the loss function if there is one.
+
+    Raises GradwatchError if it returns anything else.
+    """
     from torch import nn
 
     found = function()

@@ -118,7 +118,7 @@ def written(reports: Sequence[RunReport], form: str) -> str:
 
 
 def save(path: Path, content: str) -> None:
-    """Replace the file as a whole."""
+    """Replace the file as a whole. Raises GradwatchError if it cannot be written."""
     from gradwatch.runtime.atomic_files import write_whole
 
     try:

@@ -69,7 +69,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def handle(arguments: argparse.Namespace) -> int:
-    """Check the configuration, then become the command; returns only where it was not started."""
+    """Check the configuration, then become the command; returns only where it was not started.
+
+    Raises GradwatchError without a command, and for a wrong option; RuleFileError for a wrong rule file.
+    """
     command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
     if not command:
         raise GradwatchError("nothing to run; write: gradwatch run -- python train.py")

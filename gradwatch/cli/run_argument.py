@@ -53,7 +53,10 @@ def _files(run: Path) -> Iterator[Path]:
 
 
 def journals(where: Path, rank: int | None = None) -> list[JournalReader]:
-    """The journals of one rank (None = all), one per attempt; a file named by itself is taken whatever its rank."""
+    """The journals of one rank (None = all), one per attempt; of a file that is named itself, of any rank.
+
+    Raises GradwatchError if there are none, or they cannot be read.
+    """
     from gradwatch.journal import read_journal
 
     try:

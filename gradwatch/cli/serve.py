@@ -76,7 +76,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def handle(arguments: argparse.Namespace) -> int:
-    """Serve until SIGTERM or Ctrl-C; exit 2 where that cannot begin."""
+    """Serve until SIGTERM or Ctrl-C; 0. Raises GradwatchError for a wrong option, and a port that is taken."""
     from gradwatch.endpoint.address import parse_listen
     from gradwatch.serve.allowed_targets import AllowedTargets
     from gradwatch.serve.ended_run_counters import Summaries

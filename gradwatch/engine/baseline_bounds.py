@@ -1,8 +1,8 @@
 """Bounds made of baselines: above which norm a rule will breach, known before the backward that it clips inside.
 
 A threshold detector's score is monotone, so `score(x) > above` is the same as `x > limit`, and the limit depends on
-past steps only. A hook that knows it clips a spike in the spike's own backward; the boundary then finds the breach by
-the same number and raises the alert.
+past steps only. A hook that clips at this bound clips a spike in the spike's own backward; the boundary then finds the
+breach by the same number and raises the alert.
 
 Axes: S sites, K series of one rule.
 """
@@ -71,7 +71,7 @@ def part_of(detector: Detector, state: State, part: slice) -> State:
 
 
 def _unless(to: object, per_norm: NDArray[np.floating] | None) -> NDArray[np.floating] | None:
-    """A number in `clip: {to: …}` is a norm already, whatever the rule judges."""
+    """A number in `clip: {to: …}` is a norm already, also of a rule that judges another column."""
     return per_norm if to == "baseline" else None
 
 

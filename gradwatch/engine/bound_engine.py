@@ -165,7 +165,8 @@ class BoundEngine:
         As `evaluate` would one after the other, bit by bit; the next one is for `evaluate`. The Snapshots are not
         provisional, and every gradient has arrived; `norm` float32[T, P] are their norms. A rule without `do` may go on
         firing on the same series. Where the state has just been loaded, nothing is known to be usual. `anew` are the
-        steps, in order, that are the first of another optimizer: as if each came after `for_another_optimizer`.
+        steps, in order, that are the first of another optimizer: as if each came after `for_another_optimizer`. Raises
+        GradwatchError for a state or a Snapshot of other sites.
         """
         if state.plan is not self.plan or any(len(one.norm) != self._size for one in snapshots):
             raise GradwatchError("state or snapshot belongs to other sites; use adopt()")

@@ -111,7 +111,7 @@ def needs_of(rules: Iterable[Rule]) -> Needs:
 
 
 def batches_hashed_every(ruleset: RuleSet) -> tuple[int, ...]:
-    """The cadences N at which rules want a batch hashed: where step % N = 0 for any of them."""
+    """The cadences N at which rules read the hash of a batch: at steps with step % N = 0 for any of them."""
     cadences = {
         math.lcm(rule.judged_every, getattr(rule.detect, "one_in", 1))
         for rule in ruleset.rules

@@ -43,11 +43,11 @@ class _Held(NamedTuple):
 
 
 class FirstForwards:
-    """Holds what models do from the making of an optimizer until it is `handed_over`; again for later optimizers.
+    """Holds the calls of models from the making of an optimizer until it is `handed_over`; again for later optimizers.
 
     Its faults never reach the script: the session that takes over counts them. `lock` is held while
     models are looked for: threads may make optimizers, and attach, at the same time. Calls are held only while
-    something is `wanting` them: else it only knows the models.
+    `wanting()` is true: else it only notes which models there are.
     """
 
     def __init__(self, registered: ModuleRegistry, lock: ForkSafeLock, wanting: Callable[[], bool]) -> None:

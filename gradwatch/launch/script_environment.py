@@ -26,7 +26,7 @@ _FLAGS_THAT_BLIND = frozenset("EIS")
 
 
 class Launch(NamedTuple):
-    """The process to become: `argv`, its `env`, and a `note` for stderr where something is not as usual."""
+    """The process to become: `argv`, its `env`, and a `note` for stderr where it is not watched as usual."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str]

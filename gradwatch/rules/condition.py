@@ -2,8 +2,9 @@
 
 A rule holds at a step where it is firing, or was at one of the last `within` steps, this one included; one that is
 about many parameters holds where it fires on any of them. A part may have a window of its own, such as a longer one for
-what would explain the others and came before them. A rule that has judged nothing so far neither holds nor does
-not: that is unknown (None), and joined as Kleene's logic has it, so that what fires would fire whatever is unknown.
+what would explain the others and came before them. A rule that has judged nothing so far neither holds nor does not:
+that is unknown (None), and joined as Kleene's logic has it, so that what fires would fire with any value of what is
+unknown.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ Address = Annotated[str, Limits(pattern=ADDRESS)]
 
 
 class MessageOptions(Parameters):
-    """A sink that writes to people."""
+    """The options of every sink that writes to people."""
 
     group_seconds: NotNegative = unset("How long news is collected for one message; 5.")
     every_seconds: NotNegative = unset("The least time between two messages; 60.")

@@ -90,7 +90,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def handle_check(arguments: argparse.Namespace) -> int:
-    """Report on each file; 1 where any has a problem, 2 where one cannot be read at all."""
+    """Report on each file; 1 where any has a problem, 2 where one cannot be read.
+
+    Raises GradwatchError for wrong options.
+    """
     from gradwatch.cli.rules.read_cost import lines_of, model_of
 
     if arguments.model and not arguments.cost:

@@ -58,9 +58,9 @@ class FastPath:
     """The evaluation of `plan` on a step on which no rule trips but those `active`, which are judged by `Step`.
 
     `active` are the numbers of rules that are pending or firing; it must hold none that is about finiteness. What it
-    asks of a step is laid out in its attributes, which `FastBlock` reads too: `rare` the cadences at whose steps more
-    rules are due; `guards`, `of_scalars`, `unbounded` and `gathered` the rules without a baseline, by how it is known
-    that they do not breach; `bank_inputs` the baselines; `beside` the columns that a step may have.
+    compares of a step is laid out in its attributes, which `FastBlock` reads too: `rare` the cadences at whose steps
+    more rules are due; `guards`, `of_scalars`, `unbounded` and `gathered` the rules without a baseline, by how it is
+    known that they do not breach; `bank_inputs` the baselines; `beside` the columns that a step may have.
     """
 
     __slots__ = (

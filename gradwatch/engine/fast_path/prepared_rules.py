@@ -1,4 +1,4 @@
-"""Rules and baselines as the fast path asks them at every step, prepared when they are bound.
+"""Rules and baselines in the form that the fast path reads at every step, prepared when they are bound.
 
 Axes: S sites, K series of one bank.
 """
@@ -89,7 +89,7 @@ def column_bounds(rules: Iterable[RulePlan]) -> Iterable[ColumnBound]:
 
 
 def bank_inputs(plan: Plan, active: AbstractSet[int], suspended: AbstractSet[int]) -> Iterable[BankInput]:
-    """Inputs of the banks that learn at each step; no rule that is `suspended` asks what they say."""
+    """Inputs of the banks that learn at each step; rules that are `suspended` do not read them."""
     for number, bank in enumerate(plan.banks):
         shares = [
             (n, yardstick)

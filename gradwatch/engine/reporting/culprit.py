@@ -77,7 +77,7 @@ def usual_loss(plan: Plan, baselines: tuple[State, ...]) -> float:
 
 
 def _levels(plan: Plan, baselines: tuple[State, ...]) -> Iterator[tuple[Series, NDArray[np.float64]]]:
-    """The series of parameters' norms that some baseline knows, and the usual level of each."""
+    """The series of parameters' norms that have a baseline, and the usual level of each."""
     for bank, state in zip(plan.banks, baselines, strict=True):
         for series, part in zip(bank.segments, bank.parts, strict=True):
             if series.column == "norm" and series.scope == "param" and bank.detector.elementwise:
