@@ -23,7 +23,7 @@ class Grown(Exceeding):
     """coef > above: a gradient has grown between the backward and the step, by a factor or in a few parameters.
 
     Judged where at least half of the parameters have one factor: then something has multiplied them, or has left most
-    alone and changed others. What is added to every gradient (noise, weight decay by hand, a projection such as
+    alone and changed others. What is added to every gradient (noise, manual weight decay, a projection such as
     PCGrad's) leaves each with a factor of its own, large where the gradient is small, and is no fault.
     """
 
@@ -64,7 +64,7 @@ class ScaledState(NamedTuple):
 class Scaled(Holds):
     """scaled_by is the same as at the step before, and not 1.
 
-    A clip by hand has another factor at every step. Score: 1 where it is the same, else 0; it breaches at 1.
+    A manual clip has another factor at every step. Score: 1 where it is the same, else 0; it breaches at 1.
     """
 
     __pydantic_config__: ClassVar = STRICT

@@ -80,7 +80,7 @@ class CopiedNumber(AsyncCopy):
     """One number of a copy that is under way, divided on the host by `scale`."""
 
     def __init__(self, whole: AsyncCopy, index: int, scale: Number = 1.0) -> None:
-        self._whole, self._index, self._scale = whole, index, scale
+        self._whole, self._index, self._divisor = whole, index, scale
 
     def divided(self, scale: Number) -> CopiedNumber:
         """The same number, divided by `scale`."""
@@ -88,11 +88,11 @@ class CopiedNumber(AsyncCopy):
 
     def ready(self) -> bool:
         """True if `values()` would return at once."""
-        return self._whole.ready() and is_ready(self._scale)
+        return self._whole.ready() and is_ready(self._divisor)
 
     def values(self) -> Floats:
         """[1] number; waits for it where it has not arrived."""
-        one, scale = self._whole.values()[self._index :][:1], host_value(self._scale)
+        one, scale = self._whole.values()[self._index :][:1], host_value(self._divisor)
         with np.errstate(divide="ignore", invalid="ignore"):  # a collapsed scale may reach 0
             return one if scale == 1.0 else one / scale
 

@@ -43,12 +43,12 @@ class RowBuffer(ABC):
     """Buffer for the rows of one read after another: `read` fills it from float32 gradients on the CPU."""
 
     __slots__ = ("_few", "_host", "_outs")
+    _outs: list[Any]  # the parts, as `read` writes to them; each kind of buffer makes its own
 
     def __init__(self, shapes: Sequence[Shape]) -> None:
         """`shapes` are (rows, columns) of each part."""
         self._host: NDArray[np.float32] = np.zeros(sum(rows for rows, _ in shapes), np.float32)
         self._few = len(self._host) <= FEW_FOR_FSUM
-        self._outs: list[Any] = []  # the parts, as `read` writes to them
 
     @staticmethod
     @abstractmethod

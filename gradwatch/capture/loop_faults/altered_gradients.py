@@ -1,7 +1,7 @@
 """Steps whose gradients something other than a clip of torch's has changed, after many that were let be.
 
-A loop that divides by the number of micro-batches, or clips by hand, does so from the start. What begins later is told
-by the one factor that all gradients have in common.
+A loop that divides by the number of micro-batches, or makes a manual clip, does so from the start. What begins later is
+told by the one factor that all gradients have in common.
 """
 
 from __future__ import annotations

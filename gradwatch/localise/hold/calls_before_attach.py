@@ -116,7 +116,8 @@ class PreAttachRecorder(StepRecorder):
         """
         roots = list(models)
         if self._nothing_but(roots):
-            families, self._families = self._families, []
+            families = self._families.copy()
+            self._families.clear()
             return Inherited(families, (), ())
         roots += further()
         watched = {id(module) for model in roots for module in module_tree.modules(inner(model))}
@@ -131,10 +132,10 @@ class PreAttachRecorder(StepRecorder):
         leaving = [recording for recording in held if recording not in staying]
         for recording in leaving:
             recording.unhook()
-        self._families = [one for one in self._families if one not in going_on]
+        self._families[:] = [one for one in self._families if one not in going_on]
         for family in self._families:
             family.recordings = [one for one in family.recordings if one not in held]
-        self._criteria = [one for one in self._criteria if one not in held]
+        self._criteria[:] = [one for one in self._criteria if one not in held]
         self.close()
         return Inherited(going_on, criteria, [recording for recording in leaving if recording.was_called])
 
