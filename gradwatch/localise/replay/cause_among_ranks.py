@@ -17,8 +17,8 @@ from gradwatch.records.finding import GAINS, LOSS_SIDE, Finding
 
 MADE = "made"  # beside the fields of a Finding
 SURE = ("unknown", "after_backward", *LOSS_SIDE)
-"""From the least sure; every other phase names an operation, a tensor or a module. Where ranks all-reduce manually after
-the backward, a NaN of one comes to the others so."""
+"""From the least sure; every other phase names an operation, a tensor or a module. Where ranks all-reduce manually
+after the backward, a NaN of one comes to the others so."""
 MET = "the ranks could not compare causes: {why}; this is the cause found on rank {rank} alone"
 
 
