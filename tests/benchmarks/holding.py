@@ -1,15 +1,16 @@
-"""What it costs to hold a step so that it can be run again: `python -m tests.benchmarks.holding`.
+"""What it costs to hold a step so that it can be run again: `python -m tests.benchmarks.holding [WORKLOAD …]`.
 
-Whole training steps of one MLP, watched by the default pack with `localise` and without, without once more (the
-error of the measurement), and without but with the same references held by two hooks, in turns in one process.
-Nothing goes wrong in them, so all there is is the holding: of the arguments, of the generators, of the gradient at
-the outputs.
+Whole training steps of a small MLP, or of these workloads, watched by the default pack with `localise` and without,
+without once more (the error of the measurement), and without but with the same references held by two hooks, in turns
+in one process. Nothing goes wrong in them, so all there is is the holding: of the arguments, of the generators, of the
+gradient at the outputs. `--memory` tells the bytes of tensors at the peak of a step instead, by torch's own profiler.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import itertools
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -17,13 +18,14 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.profiler import ProfilerActivity, profile
 
 from gradwatch.rules.files import parse_rules
 from tests.benchmarks.interleave import Comparison, Sample, Turns, compare, interleave, timed
 from tests.benchmarks.loops import in_turn, training_step
 from tests.benchmarks.peers import Gradwatch
 from tests.benchmarks.tables import machine
-from tests.benchmarks.workloads import Task, Workload
+from tests.benchmarks.workloads import WORKLOADS, Task, Workload
 
 WITHOUT = """
 version: 1
@@ -31,6 +33,8 @@ extends: [default]
 rules:
   non-finite: {do: [skip_step: {max_consecutive: 10, then: continue}]}
 """
+MIB = 1 << 20
+SETTLED = 25  # steps before one whose memory is looked at
 WARMUP = 100  # steps: past every warm-up, and past those that a loop takes to be called calm
 SETTLE, STEPS = 2, 12  # of a turn
 
@@ -137,6 +141,31 @@ def measure(workload: Workload, rounds: int, clock: str) -> dict[str, Comparison
     return compare(timings.wall if clock == "wall" else timings.cpu, baseline="off")
 
 
+def peak_bytes(workload: Workload, contender: Gradwatch) -> int:
+    """Bytes of tensors alive at the peak of a step: parameters, optimizer state, and what the step allocates."""
+    task = workload.task()
+    contender.attach(task)
+    try:
+        for _ in range(SETTLED):
+            training_step(task, contender)
+        gc.collect()
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+            for _ in range(2):
+                training_step(task, contender)
+    finally:
+        contender.detach()
+    events = [one for one in seen.profiler.kineto_results.events() if one.name() == "[memory]"]
+    at_once = itertools.accumulate(one.nbytes() for one in sorted(events, key=lambda one: one.start_ns()))
+    state = [one for of in task.optimizer.state.values() for one in of.values() if torch.is_tensor(one)]
+    return max(at_once) + sum(one.nbytes for one in (*task.parameters, *state))
+
+
+def _memory(workload: Workload) -> str:
+    without, held = peak_bytes(workload, Off()), peak_bytes(workload, On())
+    added = held - without
+    return f"| {workload.title} | {without / MIB:.1f} | {added / MIB:.2f} | {100 * added / without:.2f} % |"
+
+
 def _progress(what: str, done: int, rounds: int) -> None:
     if sys.stderr.isatty() or done == rounds:
         end = "\n" if done == rounds else ""
@@ -150,12 +179,24 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--dropout", type=float, default=0.0, help="the forward draws from torch's generator")
     parser.add_argument("--threads", type=int, default=1, help="torch's intra-op threads")
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: for a busy machine")
+    parser.add_argument("workloads", nargs="*", choices=[[], *WORKLOADS], help="default: a small MLP")
+    parser.add_argument("--memory", action="store_true", help="bytes at the peak of a step")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
-    found = measure(mlp(args.dropout), args.rounds, args.clock)
-    print(
-        f"{machine(args.threads)}, {args.clock} clock; a step without localise: {found['off'].median_ms:.2f} ms"
-    )
+    chosen = [WORKLOADS[name] for name in args.workloads] or [mlp(args.dropout)]
+    if args.memory:
+        print("| | MiB at the peak, without localise | added | of it |\n|---|---|---|---|")
+        for workload in chosen:
+            print(_memory(workload), flush=True)
+        return 0
+    for workload in chosen:
+        _print(workload, measure(workload, args.rounds, args.clock), args)
+    return 0
+
+
+def _print(workload: Workload, found: dict[str, Comparison], args: argparse.Namespace) -> None:
+    step = f"a step without localise: {found['off'].median_ms:.2f} ms"
+    print(f"{workload.title}, {machine(args.threads)}, {args.clock} clock; {step}")
     print("| | added µs, median (95 %) | added µs, mean (95 %) | of a step |\n|---|---|---|---|")
     for contender in (OffAgain, ByHand, On):
         one = found[contender.name]
@@ -163,9 +204,9 @@ def main(argv: list[str] | None = None) -> int:
         share = median.value / found["off"].median_ms / 10
         print(
             f"| {contender.title} | {median.value:.1f} ({median.low:.1f} to {median.high:.1f}) "
-            f"| {mean.value:.1f} ({mean.low:.1f} to {mean.high:.1f}) | {share:.2f} % |"
+            f"| {mean.value:.1f} ({mean.low:.1f} to {mean.high:.1f}) | {share:.2f} % |",
+            flush=True,
         )
-    return 0
 
 
 if __name__ == "__main__":
