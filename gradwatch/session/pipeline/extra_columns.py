@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from numbers import Real
 from typing import Any
 
 from torch import Tensor
@@ -160,9 +161,11 @@ class ExtraColumns:
                         scalars[BATCH_HASH] = seen
                     break
         if optimizer is not None:
-            lr = optimizer.param_groups[0].get("lr", 0.0)
-            # A capturable optimizer's is a tensor: copied without waiting.
-            scalars["lr"] = lr if type(lr) is float else start_copy(lr)
+            lr = optimizer.param_groups[0].get("lr")
+            if type(lr) is not float:
+                lr = one_number(lr)
+            if lr is not None:
+                scalars["lr"] = lr
         if window.skipped is not None:
             scalars["scaler_skip"] = window.skipped
         deferrable = False
@@ -203,6 +206,21 @@ class ExtraColumns:
             and window.skipped is None
             and (ctx.needs_no_ranks or not ctx.exchanges)
         )
+
+
+def one_number(lr: Any) -> Number | None:
+    """A learning rate that is no float: a capturable optimizer's is a tensor, copied without waiting.
+
+    None where it is not one real number: a schedule, None (an optimizer that finds its own), one for each dimension.
+    """
+    if isinstance(lr, Tensor):
+        return start_copy(lr) if lr.numel() == 1 and not lr.is_complex() and not lr.is_meta else None
+    if not isinstance(lr, Real):
+        return None
+    try:
+        return float(lr)
+    except OverflowError:
+        return math.inf
 
 
 def _broken(ctx: OptimizerContext, window: WindowNorms) -> bool:
