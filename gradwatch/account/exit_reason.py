@@ -14,10 +14,13 @@ def how_it_ends() -> Ending:
     """ "stopped" by Ctrl-C, "failed" by an exception that nothing caught, else "finished".
 
     Python notes what it has printed a traceback for in `sys.last_type` (`sys.last_exc`), whichever excepthook printed
-    it; at an interactive prompt that is no end, so nothing is read from it there. Not to be told apart from
-    "finished": `sys.exit(n)`, and a Ctrl-C that the script caught.
+    it; at an interactive prompt that is no end, so nothing is read from it there, nor where Python code caught it and
+    noted it itself (`code.InteractiveInterpreter`): then its traceback does not begin at the outermost frame. Not to be
+    told apart from "finished": `sys.exit(n)`, and a Ctrl-C that the script caught.
     """
-    kind = None if hasattr(sys, "ps1") else getattr(sys, "last_type", None)
+    traceback = getattr(sys, "last_traceback", None)
+    caught = traceback is not None and traceback.tb_frame.f_back is not None
+    kind = None if caught or hasattr(sys, "ps1") else getattr(sys, "last_type", None)
     return ended_by(kind)
 
 

@@ -97,6 +97,14 @@ def evaluates_often(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, LBFGS) or not type(optimizer).step.__module__.startswith("torch.optim")
 
 
+def begins_by_given_gradient(optimizer: Optimizer) -> bool:
+    """True if a step may use the gradient that it finds, before it calls its closure: what is not torch's own.
+
+    A sharpness-aware optimizer may climb by it; torch's evaluate their closure first.
+    """
+    return not type(optimizer).step.__module__.startswith("torch.optim")
+
+
 def _kept(value: Any) -> Any:
     """A copy where LBFGS writes in place: lists grow, `prev_flat_grad` is copied into; the rest is replaced."""
     if isinstance(value, Tensor):

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from gradwatch.records.finding import PHASES, Finding, Operand
+from gradwatch.records.finding import Finding, Operand
 
 HALF = ("float16",)
 LOGS = ("log", "log2", "log10", "log1p")
@@ -80,13 +80,19 @@ SUGGESTIONS: tuple[Suggestion, ...] = (
     ),
     Suggestion(
         "parameter-not-finite",
-        "A weight was not finite before this step: an earlier step made it non-finite.",
+        "A weight was not finite when this forward read it: an earlier step, or code that writes to it, made it so.",
         "Go back to a checkpoint from before; keep a rule with `skip_step` so that no such step is taken.",
         phases=("parameter",),
     ),
     Suggestion(
+        "tensor-not-finite",
+        "A tensor that the loop computes with (a label, a mask, a weight of samples) was not finite when it was read.",
+        "Check it where it is loaded or computed: `assert torch.isfinite(y).all()`; drop or impute such samples.",
+        phases=("tensor",),
+    ),
+    Suggestion(
         "buffer-not-finite",
-        "A buffer (running statistics, a mask, a table) was not finite before this step.",
+        "A buffer (running statistics, a mask, a table) was not finite when this forward read it.",
         "Reset it (`module.reset_running_stats()`), and find the batch that made it non-finite.",
         phases=("buffer",),
     ),
@@ -422,7 +428,6 @@ GENERAL = Suggestion(
     "general",
     "This operation made a non-finite number out of finite ones.",
     "Look at its operands above: keep them inside the range in which it and its derivative are finite.",
-    phases=PHASES,
 )
 
 
@@ -430,4 +435,4 @@ def suggestion_for(finding: Finding) -> Suggestion | None:
     """The suggested fix; None where nothing was found."""
     if not finding.found:
         return None
-    return next((suggestion for suggestion in SUGGESTIONS if suggestion.fits(finding)), GENERAL)
+    return next((suggestion for suggestion in (*SUGGESTIONS, GENERAL) if suggestion.fits(finding)), None)

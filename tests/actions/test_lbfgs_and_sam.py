@@ -46,10 +46,31 @@ class SharpnessAware(torch.optim.Optimizer):
         return loss
 
 
+class ClimbsByGiven(torch.optim.Optimizer):
+    """SAM as its best known implementation has it: the loop computes the first gradient, the closure the second."""
+
+    def __init__(self, params: Any, lr: float = 0.05, rho: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr, "rho": rho})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
+        params = [param for group in self.param_groups for param in group["params"]]
+        length = torch.stack([param.grad.norm() for param in params if param.grad is not None]).norm()
+        for param in params:
+            self.state[param]["before"] = param.detach().clone()
+            param.add_(param.grad * 0.05 / (length + 1e-12))
+        torch.enable_grad()(closure)()
+        for param in params:
+            param.copy_(self.state[param]["before"])
+            if param.grad is not None:
+                param.sub_(param.grad, alpha=0.05)
+
+
 MAKERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "lbfgs": lambda params: torch.optim.LBFGS(params, lr=0.5, max_iter=4),
     "lbfgs wolfe": lambda params: torch.optim.LBFGS(params, max_iter=4, line_search_fn="strong_wolfe"),
     "sam": SharpnessAware,
+    "sam by a given gradient": ClimbsByGiven,
 }
 
 
@@ -74,6 +95,8 @@ class Job:
 
     def step(self) -> None:
         self.wants = []
+        if isinstance(self.optimizer, ClimbsByGiven):
+            self.closure()
         self.optimizer.step(self.closure)
 
     def weights(self) -> list[torch.Tensor]:
@@ -111,7 +134,7 @@ def test_healthy_steps_are_one_snapshot_each_and_change_no_bit(make: str) -> Non
 @pytest.mark.parametrize("make", MAKERS)
 def test_a_skip_takes_the_whole_step_back(make: str, evaluation: int) -> None:
     """NaN in any evaluation: weights and optimizer state bit-identical to before the step, and it is reported."""
-    if make == "sam" and evaluation == 2:
+    if "sam" in make and evaluation == 2:
         evaluation = 1
     job, sink = Job(make), Kept()
     with gradwatch.watch(job.model, job.optimizer, rules="default", sinks=[sink], strict=True) as gw:
@@ -122,7 +145,7 @@ def test_a_skip_takes_the_whole_step_back(make: str, evaluation: int) -> None:
         before = len(sink.records)
         job.step()
         assert equal(weights, job.weights())
-        if make != "sam":  # what a foreign optimizer keeps in its state cannot be known
+        if "sam" not in make:  # what a foreign optimizer keeps in its state cannot be known
             assert equal(state, job.optimizer.state_dict())
         fresh = sink.records[before:]
         assert [record.decision.skip for record in fresh] == ([True] if evaluation == 0 else [False, True])

@@ -16,7 +16,7 @@ from gradwatch.localise.diagnosis.diagnose import diagnose
 from gradwatch.localise.diagnosis.tensor_values import describe
 from gradwatch.localise.hold.model_recorder import ModelRecorder
 from gradwatch.localise.replay.step_replay import replay
-from gradwatch.records.finding import Finding
+from gradwatch.records.finding import PHASES, Finding, Phase
 
 INF = math.inf
 FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], ...]] = {
@@ -76,6 +76,7 @@ BY_PHASE = {
     "vanishing",
     "input-not-finite",
     "parameter-not-finite",
+    "tensor-not-finite",
     "buffer-not-finite",
     "loss-side",
     "infinite-outputs",
@@ -167,6 +168,17 @@ def test_small_operands_have_not_grown() -> None:
     told = suggestion_for(finding)
     assert told is not None
     assert told.id == "general"
+
+
+@pytest.mark.parametrize(
+    "phase", [phase for phase in PHASES if phase not in ("unknown", "forward", "backward")]
+)
+def test_only_operations_are_said_to_have_made_it(phase: Phase) -> None:
+    """What was there before the operation has a reason of its own; "out of finite ones" is said of operations alone."""
+    told = suggestion_for(Finding(phase, "replay", op="sub", module="a"))
+    assert told is not None
+    assert phase in told.phases
+    assert "out of finite ones" not in told.why
 
 
 def test_every_entry_is_tried() -> None:

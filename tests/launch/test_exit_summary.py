@@ -21,8 +21,9 @@ COUNTED = "gradwatch: 3 of 3 steps watched · 1 optimizer, 4 parameters, coverag
         ("import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(5)", -2, "stopped"),
         pytest.param("1 / 0", 1, "failed", marks=pytest.mark.soak),
         pytest.param("import sys\nsys.exit(3)", 3, "finished", marks=pytest.mark.soak),
+        ("import code\ncode.InteractiveInterpreter().runsource('1 / 0')", 0, "finished"),
     ],
-    ids=["ctrl-c", "exception", "sys.exit"],
+    ids=["ctrl-c", "exception", "sys.exit", "exception of a cell"],
 )
 def test_every_way_out_is_told_and_kept(
     leave: str, status: int, ended: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]

@@ -321,7 +321,8 @@ def _be_python(request: Mapping[str, Any], streams: Sequence[int], path: Sequenc
             _end(end.code if isinstance(end.code, int) else int(end.code is not None))
         except BaseException as error:
             error.__traceback__ = _of_the_script(error.__traceback__)
-            sys.last_type, sys.last_value, sys.last_traceback = type(error), error, error.__traceback__
+            sys.last_type, sys.last_value = type(error), error
+            sys.last_traceback = _from_the_outermost(error.__traceback__)
             sys.excepthook(type(error), error, error.__traceback__)
             _end(-signal.SIGINT if isinstance(error, KeyboardInterrupt) else 1)
 
@@ -330,6 +331,14 @@ def _of_the_script(traceback: TracebackType | None) -> TracebackType | None:
     while traceback is not None and traceback.tb_frame.f_code.co_filename == __file__:
         traceback = traceback.tb_next
     return traceback
+
+
+def _from_the_outermost(traceback: TracebackType | None) -> TracebackType:
+    """What Python notes of an exception that nothing caught begins at the frame that no other called."""
+    outermost = sys._getframe()
+    while outermost.f_back is not None:
+        outermost = outermost.f_back
+    return TracebackType(traceback, outermost, 0, 1)
 
 
 def _end(status: int) -> NoReturn:

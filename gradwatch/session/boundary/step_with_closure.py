@@ -10,7 +10,12 @@ from typing import Any
 import numpy as np
 from torch.optim import Optimizer
 
-from gradwatch.actions.lbfgs_and_sam import ClosureCalls, WeightBackup, evaluates_often
+from gradwatch.actions.lbfgs_and_sam import (
+    ClosureCalls,
+    WeightBackup,
+    begins_by_given_gradient,
+    evaluates_often,
+)
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.read_after_backward import Capture
 from gradwatch.records.decision import Decision
@@ -53,6 +58,8 @@ class Closures:
         if calls is None or depth > calls.depth:
             ctx.closure_calls = calls = ClosureCalls(None, calls, depth)
             self._guarded(self._back_up, optimizer, ctx, calls)
+            if depth == 1 and begins_by_given_gradient(optimizer):
+                self._guarded(self._given, optimizer, ctx, calls)
         about = optimizer, calls, object()
         return closure_calls.notice(closure, partial(self._begins, *about), partial(self._ended, *about))
 
@@ -62,6 +69,13 @@ class Closures:
             return
         if ctx.membership is None or self._pipeline.skips_nonfinite or self._pipeline.needs_host(ctx):
             calls.backup = WeightBackup(optimizer)
+
+    def _given(self, optimizer: Optimizer, ctx: OptimizerContext, calls: ClosureCalls) -> None:
+        """Judge gradients that are there before the closure runs: they are the first of the step."""
+        self._capture.drain()
+        if ctx.captured.backwards:
+            calls.count = 1
+            self._at_step(optimizer, ctx)
 
     def discard_raised(self, optimizer: Optimizer, ctx: OptimizerContext) -> None:
         """Discard the calls of a step that raised, before another one begins."""
