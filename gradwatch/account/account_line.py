@@ -128,7 +128,8 @@ def _steps(account: Account) -> str:
     if account.unended and not account.counted:
         return f"{recorded(account)} in {unended(account, 'that ')}"
     taken, seen = account.taken, account.watched
-    line = f"{seen.steps:,} of {taken.steps:,} steps watched"
+    line = f"rank {account.rank}: " if account.rank else ""
+    line += f"{seen.steps:,} of {taken.steps:,} steps watched"
     if seen.rejected or taken.rejected:
         line += f" and {seen.rejected:,} of {taken.rejected:,} rejected by a GradScaler"
     if seen.unowned:

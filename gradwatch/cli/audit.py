@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,11 +19,15 @@ if TYPE_CHECKING:
 DESCRIPTION = """Read the journal of a run: how many steps were watched, which rules fired, and every action, by rule:
 clip, rescale, skip and stop.
 
-RUN is a run's folder or one of its journal files; without one, the newest run of --dir. Ranks act alike, so one rank's
-journal is enough (--rank). Exit 1 where an action failed."""
+RUN is a run's folder or one of its journal files; without one, the newest run of --dir. Ranks that share gradients act
+alike, so one rank's journal is enough (--rank); of others that did something else a line says what. Exit 1 where an
+action failed."""
 _MOST_ACCOUNTS = 5
 _HEADER = ("rule", "action", "times", "of steps", "first", "last", "coefficient", "hardest", "mostly at")
 _LONGEST_CAUSE = 120
+_SECONDS_PER_RANK = (
+    2.0  # for reading the journal of another rank that has no end; of less, fewer steps are known
+)
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -37,7 +41,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("run", nargs="?", metavar="RUN", help="folder of a run, or a journal file")
     add_directory(parser)
     parser.add_argument(
-        "--rank", type=int, default=0, metavar="N", help="read the journal of this rank (default: 0)"
+        "--rank", type=int, metavar="N", help="read the journal of this rank (default: the lowest there is)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(handler=handle)
@@ -48,14 +52,47 @@ def handle(arguments: argparse.Namespace) -> int:
     from gradwatch.journal.audit import Audit
 
     where = chosen_run(arguments)
-    audit = Audit()
-    for journal in journals(where, arguments.rank):
+    audit, found = Audit(), journals(where)
+    rank = min(one.rank for one in found) if arguments.rank is None else arguments.rank
+    for journal in journals(where, rank):
         follow(journal, audit)
+    others = unlike(audit, [one for one in found if one.rank != rank])
     if arguments.json:
-        print(json.dumps({"run": str(where), "rank": arguments.rank, **audit.to_dict()}, indent=2))
+        printed = {"run": str(where), "rank": rank, **audit.to_dict(), "other_ranks": others}
+        print(json.dumps(printed, indent=2))
     else:
-        print(report(audit, where))
+        print("\n".join([report(audit, where), *of_other_ranks(others, where)]))
     return int(bool(audit.failed))
+
+
+def unlike(audit: Audit, journals: Iterable[JournalReader]) -> dict[int, dict[str, dict[str, int]]]:
+    """Counts of firings and actions of each other rank on which other rules fired than on the one audited."""
+    from gradwatch.journal.process_account import part_of
+
+    did: dict[int, dict[str, dict[str, int]]] = {}
+    for journal in journals:
+        part = part_of(journal, _SECONDS_PER_RANK)
+        if part is not None:
+            one = did.setdefault(journal.rank, {"fired": {}, "actions": {}})
+            for name, counts in (("fired", part.account.fired), ("actions", part.account.actions)):
+                for key, count in counts.items():
+                    one[name][key] = one[name].get(key, 0) + count
+    own = {one.rule for one in audit.fired()}
+    return {rank: one for rank, one in sorted(did.items()) if one["fired"].keys() != own}
+
+
+def of_other_ranks(others: Mapping[int, Mapping[str, Mapping[str, int]]], where: Path) -> Iterable[str]:
+    """A line for each rank that did something else than the one audited."""
+    from gradwatch.runtime.printable import printable
+
+    for rank, did in others.items():
+        words = [
+            ", ".join(f"{printable(name)} ×{count:,}" for name, count in sorted(did[what].items()))
+            for what in ("fired", "actions")
+        ]
+        done = f"; done: {words[1]}" if words[1] else ""
+        said = f"fired: {words[0]}{done}" if words[0] else "no rule fired"
+        yield f"  rank {rank}: {said} (gradwatch audit {where} --rank {rank})"
 
 
 def follow(journal: JournalReader, audit: Audit) -> None:

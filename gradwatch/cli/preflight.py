@@ -28,7 +28,7 @@ def refused(ruleset: RuleSet) -> Iterator[tuple[str, str]]:
         yield f"{one.rule}.do", f"rule {one.rule!r}: {one.reason}"
     if ruleset.sinks is None:
         return
-    for number, spec in enumerate(sink_specs(ruleset, Settings.resolve(env={}), rank=0)):
+    for number, spec in enumerate(sink_specs(ruleset, Settings.resolve(env={}))):
         try:
             make_sink(spec.kind, spec.options)  # opens nothing
         except AttachError as error:

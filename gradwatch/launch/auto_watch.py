@@ -31,6 +31,7 @@ from gradwatch.launch.models_without_optimizer import ModelsWithoutOptimizer
 from gradwatch.runtime import guard, stderr
 from gradwatch.runtime.fork_safe_locks import ForkSafeLock
 from gradwatch.runtime.interruption import not_ours
+from gradwatch.runtime.process_identity import prints
 from gradwatch.runtime.warning_filters import filters_kept
 from gradwatch.taps import backward_entry, clip_functions, grad_scaler, step_hooks
 from gradwatch.taps.clip_functions import Clip
@@ -409,7 +410,7 @@ def _as_it_left(account: Account, before: Taken) -> Account:
 
 def _greet(watch: Session, optimizers: list[Optimizer]) -> None:
     """One line for a person at a terminal; nothing into a pipe or a log file, nothing from other ranks."""
-    if watch.run.rank != 0 or not _on_terminal():
+    if not prints(watch.run.rank) or not _on_terminal():
         return
     names = ", ".join(type(model).__name__ for model in watch.models()[:3]) or "no module"
     count = len(set(map(id, params_of(*optimizers))))

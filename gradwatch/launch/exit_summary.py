@@ -29,7 +29,7 @@ from gradwatch.launch.account_with_children import (
     with_children,
 )
 from gradwatch.runtime import stderr
-from gradwatch.runtime.process_identity import alive, here
+from gradwatch.runtime.process_identity import alive, here, in_group
 from gradwatch.session.settings import LAUNCHED_IN, quiet_asked, told_by
 
 _reasons: list[str] = []
@@ -81,7 +81,7 @@ def say(account: Account | None = None, write: Callable[[str], None] = stderr.sa
 
 
 def _lines(own: Account) -> Iterator[str]:
-    if own.rank or not _first_rank():
+    if not _prints(own):
         return
     if alive(own.told_by, began()) and (not own.trained_or_watched or handed_over()):
         return
@@ -92,12 +92,16 @@ def _lines(own: Account) -> Iterator[str]:
         yield nothing_seen(account) if "torch" in sys.modules else NO_TORCH
 
 
-def _first_rank() -> bool:
-    """True if this is rank 0, or no rank; children of `mp.spawn` know theirs from the process group alone."""
+def _prints(own: Account) -> bool:
+    """True of rank 0, or no rank; children of `mp.spawn` know theirs from the process group alone.
+
+    Of another rank where it has trained and is one by its launcher's word alone, in no process group.
+    """
     group = sys.modules.get("torch.distributed")
     if group is not None and group.is_available() and group.is_initialized() and group.get_rank():
         return False
-    return os.environ.get("RANK", "0") in ("", "0")
+    first = not own.rank and os.environ.get("RANK", "0") in ("", "0")
+    return first or (own.trained_or_watched and not in_group())
 
 
 def account_of_process() -> Account:

@@ -22,6 +22,7 @@ from torch.optim import Optimizer
 from gradwatch.launch.state_lock import StateLock, command, of_another_command
 from gradwatch.runtime import stderr
 from gradwatch.runtime.atomic_files import write_whole
+from gradwatch.runtime.process_identity import prints
 
 if TYPE_CHECKING:
     from gradwatch.capture.optimizer_capture import OptimizerCapture
@@ -141,7 +142,7 @@ class Baselines:
             self._say(f"baselines saved in the folder of the run are not used: {refusal}")
 
     def _say(self, sentence: str) -> None:
-        if self._watch.run.rank == 0 and not self._said:
+        if prints(self._watch.run.rank) and not self._said:
             self._said = True
             stderr.say(f"gradwatch: {sentence}")
 

@@ -1,8 +1,9 @@
-"""Identity of this process, and checks whether another one is running."""
+"""Identity of this process, its rank among others, and checks whether another one is running."""
 
 from __future__ import annotations
 
 import os
+import sys
 
 _TICKS = 2.0  # seconds; when a process started is known in ticks since a boot that is known in seconds
 
@@ -18,6 +19,26 @@ def _forked() -> None:
 
 
 os.register_at_fork(after_in_child=_forked)
+
+
+_was_in_group = [False]
+
+
+def in_group() -> bool:
+    """True if torch has a process group in this process, or had one when this was asked before."""
+    if not _was_in_group[0]:
+        group = sys.modules.get("torch.distributed")
+        _was_in_group[0] = group is not None and group.is_available() and group.is_initialized()
+    return _was_in_group[0]
+
+
+def prints(rank: int) -> bool:
+    """True for rank 0, which prints for its process group, and for a process that is in none.
+
+    A launcher gives numbers (RANK) also to processes that train apart, a sweep or a job of one pod: no other one prints
+    for them.
+    """
+    return rank == 0 or not in_group()
 
 
 def start_ticks(pid: int) -> int:

@@ -103,7 +103,7 @@ class Session:
             fitting = Fitting(origin == "launcher" and not settings.strict_rules)
             self._services = Services(self._activity, self._notices, self._publishing, fitting)
             self._rules = Rules(ruleset, self.run, fitting)
-            chosen = chosen_sinks(sinks, self._rules.ruleset, settings, self.run.rank)
+            chosen = chosen_sinks(sinks, self._rules.ruleset, settings)
             name = f"{self.run.attempt}/{number}"
             strict_rules = settings.strict_rules
             attached = Attached(

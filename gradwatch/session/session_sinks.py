@@ -16,11 +16,11 @@ from gradwatch.sinks import Sink, make_sink
 from gradwatch.sinks.circuit_breaker import Breaker
 
 
-def chosen_sinks(given: Sequence[Sink] | None, ruleset: RuleSet, settings: Settings, rank: int) -> list[Sink]:
+def chosen_sinks(given: Sequence[Sink] | None, ruleset: RuleSet, settings: Settings) -> list[Sink]:
     """The sinks given, or else those of the rule file. Raises where the journal's folder cannot be used."""
     if given is not None:
         return list(given)
-    specs = sink_specs(ruleset, settings, rank)
+    specs = sink_specs(ruleset, settings)
     if any(spec.kind == "journal" for spec in specs):
         check_directory(settings.run_root(ruleset.sinks))
     return [make_sink(spec.kind, spec.options) for spec in specs]

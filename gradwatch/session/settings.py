@@ -129,11 +129,8 @@ def _switched_on(env: Mapping[str, str], name: str) -> bool:
     return env.get(name, "0") not in ("", "0")
 
 
-def sink_specs(ruleset: RuleSet, settings: Settings, rank: int) -> tuple[SinkSpec, ...]:
-    """The sinks to open on this rank: the file's or the default three, with the listen address put in.
-
-    Only rank 0 logs: everything else about a rank is in its own journal and endpoint.
-    """
+def sink_specs(ruleset: RuleSet, settings: Settings) -> tuple[SinkSpec, ...]:
+    """The sinks to open: the file's or the default three, with the listen address put in."""
     from gradwatch.rules.rule_set import SinkSpec
 
     specs = tuple(map(SinkSpec, DEFAULT_SINKS)) if ruleset.sinks is None else ruleset.sinks
@@ -146,8 +143,7 @@ def sink_specs(ruleset: RuleSet, settings: Settings, rank: int) -> tuple[SinkSpe
             options["listen"] = settings.listen
         if spec.kind == "prometheus" and settings.file_sd:
             options["file_sd"] = os.path.abspath(settings.file_sd)
-        if spec.kind != "log" or rank == 0:
-            chosen.append(SinkSpec(spec.kind, options))
+        chosen.append(SinkSpec(spec.kind, options))
     return tuple(chosen)
 
 

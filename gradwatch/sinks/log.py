@@ -27,6 +27,7 @@ from gradwatch.runtime import stderr
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.runtime.json_numbers import json_number
 from gradwatch.runtime.printable import one_line, printable
+from gradwatch.runtime.process_identity import prints
 from gradwatch.sinks.prometheus.metric_values import NO_OPTIMIZER
 from gradwatch.sinks.registry import state_restored
 
@@ -114,7 +115,7 @@ class LogSink:
         self._caused: dict[str, tuple[float, int]] = {}
         self._begun_anew: dict[int, tuple[float, int]] = {}  # by optimizer: since when, and how many lines
         self._next_due = math.inf
-        self._muted = False
+        self._rank = 0
 
     @cached_property
     def _logger(self) -> Any:
@@ -123,13 +124,13 @@ class LogSink:
             return make_logger(self._format, self._stream)
 
     def open(self, run: RunInfo, health: Health) -> None:
-        """Get ready; every rank but 0 stays silent."""
-        self._muted = run.rank != 0
+        """Get ready; every rank of a process group but 0 stays silent."""
+        self._rank = run.rank
 
     def write(self, record: Record) -> None:
         """Log the transitions of this step, and sum up what was kept back a minute ago."""
         reportable = record.verdict.events or record.findings
-        if self._muted or (not reportable and self._clock() < self._next_due):
+        if (not reportable and self._clock() < self._next_due) or not prints(self._rank):
             return
         now = self._clock()
         for event in record.verdict.events:
@@ -148,7 +149,7 @@ class LogSink:
 
     def internal_error(self, component: str, error: BaseException) -> None:
         """Say that a part of gradwatch failed, or cannot do as asked; `Health` calls this once per component."""
-        if self._muted:
+        if not prints(self._rank):
             return
         if isinstance(error, GradwatchError):  # says something of the training, and how to fix it
             self._logger.warning("gradwatch notice", component=component, notice=str(error))
@@ -158,7 +159,7 @@ class LogSink:
 
     def conclude(self, account: Account) -> None:
         """One line, the last of the run: what was watched of what the process did."""
-        if not self._muted:
+        if prints(self._rank):
             self._sum_up(math.inf)
             log = self._logger.warning if gaps(account) else self._logger.info
             log("gradwatch account", **dict(fields(account)))
@@ -169,7 +170,7 @@ class LogSink:
 
     def close(self) -> None:
         """Say what was kept back, so that the last state of every rule is on record."""
-        if not self._muted:
+        if prints(self._rank):
             self._sum_up(math.inf)
         self._said.clear()
         self._next_due = math.inf

@@ -42,6 +42,23 @@ def test_every_way_out_is_told_and_kept(
     assert account["taken"]["backwards"] == account["watched"]["steps"] == 3
 
 
+def test_ranks_without_a_process_group_speak_for_themselves(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What fires on the second one is logged, in its account, and in the audit of the run beside the first one's."""
+    healthy = run(tmp_path, TRAIN, RANK="0", WORLD_SIZE="2")
+    broken = run(tmp_path, TRAIN.replace("mean()", "mean() * float('nan')"), RANK="1", WORLD_SIZE="2")
+    assert healthy.stderr.splitlines()[-1].startswith(COUNTED)
+    assert "gradwatch firing rule=non-finite" in broken.stderr
+    assert broken.stderr.splitlines()[-1].startswith(COUNTED.replace("3 of", "rank 1: 3 of", 1))
+    assert main(["audit", str(tmp_path / "runs" / "r")]) == 0
+    told = capsys.readouterr().out
+    assert "  no rule fired\n" in told
+    assert "  rank 1: fired: non-finite ×1; done: " in told
+    assert main(["audit", str(tmp_path / "runs" / "r"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["other_ranks"]["1"]["fired"] == {"non-finite": 1}
+
+
 @pytest.mark.soak
 def test_a_process_that_trains_nothing_is_told_once(tmp_path: Path) -> None:
     """By the launched process, not by its DataLoader's workers; and `--quiet` says nothing."""

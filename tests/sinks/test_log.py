@@ -24,6 +24,7 @@ from gradwatch.account.account import Account, Taken, Watched
 from gradwatch.errors import GradwatchError
 from gradwatch.records.decision import Decision, Order
 from gradwatch.records.event import Event
+from gradwatch.runtime import process_identity
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.sinks.log import LogFormat, LogSink
 from tests.support.alphabet import UNICODE
@@ -257,8 +258,17 @@ def test_any_name_is_one_harmless_line(format: LogFormat, name: str) -> None:
         line.encode()
 
 
-def test_only_rank_0_writes() -> None:
-    """Eight ranks do not say everything eight times."""
+def test_a_rank_without_a_process_group_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that trains apart has nobody else to speak for it, whatever number its launcher gave it."""
+    monkeypatch.setattr(process_identity, "_was_in_group", [False])
+    log = Log(rank=3)
+    log.write(firing())
+    assert len(log.lines) == 1
+
+
+def test_only_rank_0_of_a_group_writes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight ranks do not say everything eight times, nor after their process group was destroyed."""
+    monkeypatch.setattr(process_identity, "_was_in_group", [True])
     log = Log(rank=3)
     log.write(firing())
     log.sink.internal_error("capture", ValueError())

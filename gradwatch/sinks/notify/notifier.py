@@ -17,6 +17,7 @@ from gradwatch.records.record import Record
 from gradwatch.records.run_info import RunInfo
 from gradwatch.runtime.background_worker import Job, background_worker
 from gradwatch.runtime.internal_errors import Health
+from gradwatch.runtime.process_identity import prints
 from gradwatch.sinks.http_post import checked_url
 from gradwatch.sinks.notify.alerts import Alerts
 from gradwatch.sinks.notify.message import Message, message
@@ -79,7 +80,7 @@ class Notifier(ABC):
     def open(self, run: RunInfo, health: Health) -> None:
         """Look up secrets and get a worker; nothing is sent before a rule fires."""
         self._run, self._health = run, health
-        if run.rank != 0:
+        if not prints(run.rank):
             return
         self.prepare()
         if self._job is None:
@@ -87,7 +88,7 @@ class Notifier(ABC):
 
     def write(self, record: Record) -> None:
         """Take the transitions of one step: nothing at all on most."""
-        if self._job is None or not (record.verdict.events or record.findings):
+        if self._job is None or not (record.verdict.events or record.findings) or not prints(self._run.rank):
             return
         with self._lock:
             news = self._alerts.observe(record)

@@ -12,6 +12,7 @@ import pytest
 
 from gradwatch.errors import AttachError
 from gradwatch.records.decision import Decision, Order
+from gradwatch.runtime import process_identity
 from gradwatch.runtime.background_worker import background_worker
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.sinks import make_sink
@@ -207,8 +208,9 @@ def test_a_ladder_that_ends_in_a_stop_is_told(tmp_path: Path) -> None:
     assert sorted(told) == [("exploding", []), ("non-finite", []), ("non-finite", ["stop"])]
 
 
-def test_only_rank_0_writes_to_people(tmp_path: Path) -> None:
-    """Of the other ranks there is neither a message nor a look into the environment."""
+def test_only_rank_0_writes_to_people(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the other ranks of a process group there is neither a message nor a look into the environment."""
+    monkeypatch.setattr(process_identity, "_was_in_group", [True])
     sink = SlackSink("${GRADWATCH_TEST_NOT_SET}")
     sink.open(make_run(tmp_path, rank=1), Health())
     sink.write(record(1))
