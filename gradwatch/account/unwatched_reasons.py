@@ -29,6 +29,9 @@ def _gaps(account: Account) -> Iterator[str]:
         steps = plural(seen.without_histogram, "step")
         yield f"{steps} gave no histogram of gradients: the loss scale is no power of two"
     yield from _never_judged(account)
+    if seen.provisional and account.has_judged:
+        steps = plural(seen.provisional, "step")
+        yield f"{steps} judged for NaN and Inf alone, for norms were not read when the backward ended (provisional)"
     if seen.unjudged:
         yield f"{plural(seen.unjudged, 'watched step')} could not be judged ({_why_unjudged(account)})"
 

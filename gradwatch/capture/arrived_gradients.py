@@ -267,6 +267,28 @@ class ArrivedGradients(OptimizerParameters):
             self._read_at = self.arrivals.count
             self.known_scalings.clear()
 
+    def go_on_from(self, before: ArrivedGradients) -> None:
+        """Close the open window of another capture of the same optimizer, whose parameters have become others.
+
+        What joined has not been read at the end of the backward. It is read now, and is what the backward made, where
+        no code has written to any of the gradients since.
+        """
+        self.losses.follow(before.losses)
+        known = set(map(id, before.params))
+        joined = [param.grad for param in self.params if id(param) not in known]
+        if before._is_as_read() and not any(grad is not None and grad._version for grad in joined):
+            self.read()
+
+    def _is_as_read(self) -> bool:
+        """True if the gradients are those that were read as the last backward ended."""
+        if self._norms is None or self.unread or self.known_scalings or self.distributed:
+            return False
+        grads = self.grads()
+        if replaced_in(self._storages, grads) or versions_of(grads) != self._versions:
+            return False
+        same = bool(self._storages) or list(map(id, grads)) == self._ids
+        return same and self._reader.untouched(grads, self._norms, 1.0)
+
     def remove_scale(self, scale: Number) -> None:
         """Remove `scale`, by which the gradients are being divided, from what was read of them before."""
         self.scale_removed = scale

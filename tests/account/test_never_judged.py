@@ -9,9 +9,8 @@ import torch
 from torch import nn
 
 import gradwatch
-from gradwatch.account import Account
+from gradwatch.account import Account, unwatched_reasons
 from gradwatch.account.account import merged
-from gradwatch.account.unwatched_reasons import gaps
 from gradwatch.rules.files import load_rules, parse_rules
 from gradwatch.rules.rule_set import RuleSet
 from gradwatch.session.watch import session_of
@@ -23,6 +22,12 @@ rules:
   big: {detect: {kind: above, of: max_abs, threshold: 1e9}, every: 5}
   total: {detect: {kind: above, of: weight_norm, threshold: 1e9}, scope: total, every: 5}
 """)
+
+
+def gaps(account: Account) -> tuple[str, ...]:
+    """But for the first step of the second optimizer, of which the watch was not told before it: provisional."""
+    provisional = "1 step judged for NaN and Inf alone"
+    return tuple(one for one in unwatched_reasons.gaps(account) if not one.startswith(provisional))
 
 
 class Heads(nn.Module):

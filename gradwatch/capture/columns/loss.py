@@ -136,6 +136,11 @@ class WindowLoss:
             self._last = root
             self._values.append(None if root is None else root.value)
 
+    def follow(self, before: WindowLoss) -> None:
+        """Go on with the losses of another one, whose window this one is to close."""
+        self._values += before._values
+        self._last = before._last
+
     def total(self) -> Value | None:
         """Their sum; None without any, or where one of the backwards had none."""
         values = self._values

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.utils import stateless
 
 from gradwatch.records.finding import Frame
 
@@ -54,6 +55,8 @@ class Callers:
         self.depth = 1  # not 0: a frame among its own local names is freed by the garbage collector only
         # By id of the code and instruction in it.
         self.known: dict[tuple[int, int], tuple[CodeType, int]] = {}
+        # Lines of `torch.func.functional_call`, which puts other parameters into the module as long as it runs.
+        self.substituting: set[tuple[CodeType, int]] = set()
 
     def find(self, asking: int = 1) -> tuple[tuple[CodeType, int] | None, FrameType | None]:
         """(code and line, None = none; the innermost frame) from which the function `asking` frames up was called.
@@ -62,7 +65,9 @@ class Callers:
         outputs may stand outside it.
         """
         frame = innermost = None
+        substitutes = False
         for depth, outer in enumerate(_outwards(sys._getframe(asking))):
+            substitutes = substitutes or outer.f_code.co_filename == stateless.__file__
             if is_of_user(outer):
                 innermost = innermost or outer
                 frame, self.depth = outer, depth
@@ -73,7 +78,10 @@ class Callers:
             return None, None
         if len(self.known) >= self.MOST:
             self.known.clear()
+            self.substituting.clear()
         self.known[id(frame.f_code), frame.f_lasti] = found = frame.f_code, frame.f_lineno
+        if substitutes:
+            self.substituting.add(found)
         return found, innermost
 
 

@@ -110,9 +110,9 @@ def test_forgotten_parameters_are_told_once_and_named_in_the_log() -> None:
 
 
 def test_the_warning_ends_when_they_are_given_to_the_optimizer() -> None:
-    """At the step after the one that takes them up."""
+    """At the step that takes them up."""
     events, _ = told(given_later())
-    assert [(step, kind) for step, kind, _ in events] == [(16, "firing"), (STEPS // 2 + 1, "resolved")]
+    assert [(step, kind) for step, kind, _ in events] == [(16, "firing"), (STEPS // 2, "resolved")]
 
 
 @pytest.mark.parametrize("loop", [frozen, by_hand, pair])
