@@ -18,7 +18,7 @@ from gradwatch.errors import GradwatchError, RuleFileError
 from gradwatch.runtime import stdout
 
 COMMANDS = (
-    *("run", "rules", "report", "backtest", "audit", "explain", "replay", "serve"),
+    *("run", "rules", "report", "backtest", "tune", "audit", "explain", "replay", "serve"),
     *("deploy", "doctor", "demo", "completion", "version"),
 )
 
@@ -29,6 +29,7 @@ EPILOG = """examples:
   gradwatch rules check my.gradwatch.yaml
   gradwatch report                                     what happened in the last run, as a page to open in a browser
   gradwatch backtest --rules my.gradwatch.yaml          what these rules would have said of the last run
+  gradwatch tune gradwatch-runs/* --healthy            thresholds for few false alarms, as a rule file
   gradwatch audit                                      what it did in the last run: which rules, how often
   gradwatch explain                                    which lines caused the incidents of the last run
   gradwatch replay gradwatch-runs/RUN/bundles/INCIDENT --script train:build

@@ -1,0 +1,165 @@
+"""`gradwatch tune RUN… --healthy`: thresholds for a budget of false alarms, as a rule file with its evidence."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import closing
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from gradwatch.cli.report import save
+from gradwatch.cli.terminal import Counter, table
+from gradwatch.errors import GradwatchError
+from gradwatch.runtime.printable import plural, printable
+
+if TYPE_CHECKING:
+    from gradwatch.backtest.outcome import RunBacktest
+    from gradwatch.backtest.tuning import Tuned
+    from gradwatch.rules.rule_set import RuleSet
+
+DESCRIPTION = """Loosen the thresholds of rules that alarm too often in runs in which nothing went wrong, until these
+give at most --budget false alarms per 1,000 steps, and write the result as a rule file that says in comments what it
+was made of. Rules that stay below are left as they are, and no threshold is made stricter.
+
+Refused, with what would do: runs that are too short to tell (95 %), and alarms of rules without a threshold, such as
+those on NaN: then the runs are not healthy."""
+DEFAULT_BUDGET = 0.1
+DEFAULT_OUTPUT = "tuned.gradwatch.yaml"
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Describe `gradwatch tune` to argparse."""
+    parser = commands.add_parser(
+        "tune",
+        help="thresholds by which healthy runs give few false alarms, as a rule file",
+        description=DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, or a journal file")
+    parser.add_argument("--healthy", action="store_true", help="say that nothing went wrong in these runs")
+    parser.add_argument(
+        "--budget",
+        type=float,
+        default=DEFAULT_BUDGET,
+        metavar="N",
+        help=f"false alarms per 1,000 steps, of all rules together (default: {DEFAULT_BUDGET})",
+    )
+    parser.add_argument(
+        "--rules",
+        default="default",
+        metavar="FILE",
+        help="rule file or pack to begin with (default: default)",
+    )
+    parser.add_argument(
+        "-o", "--output", default=DEFAULT_OUTPUT, metavar="FILE", help=f"default: {DEFAULT_OUTPUT}"
+    )
+    parser.add_argument(
+        "--rank", type=int, default=0, metavar="N", help="judge the journals of this rank (default: 0)"
+    )
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time (default: 1)")
+    parser.add_argument("--backend", metavar="NAME", help="of joblib: loky (processes), threading, dask")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(handler=handle)
+
+
+def handle(arguments: argparse.Namespace) -> int:
+    """Tune, write the file, print what was moved."""
+    from gradwatch.backtest.many_runs import backtest_runs
+    from gradwatch.backtest.tuned_file import text
+    from gradwatch.backtest.tuning import tune
+    from gradwatch.rules.files import load_rules
+    from gradwatch.rules.packs import pack_path
+
+    if not arguments.healthy:
+        raise GradwatchError(
+            "thresholds are made of runs in which nothing went wrong: say that these are such runs, with --healthy"
+        )
+    if not arguments.budget > 0:
+        raise GradwatchError(
+            f"--budget {arguments.budget:g}: no number of steps can tell that there is no false alarm"
+        )
+    rules = load_rules(arguments.rules)
+    with closing(Counter("{:,} steps judged")) as count:
+
+        def judge(ruleset: RuleSet, numbers: Sequence[int]) -> list[RunBacktest]:
+            chosen = [arguments.runs[number] for number in numbers]
+            about = arguments.rank, arguments.jobs, arguments.backend, count
+            return backtest_runs(chosen, ruleset, None, *about)
+
+        tuned = tune(rules, len(arguments.runs), arguments.budget, judge)
+    output = Path(arguments.output)
+    named = pack_path(arguments.rules) is not None and not Path(arguments.rules).exists()
+    base = arguments.rules if named else os.path.relpath(arguments.rules, output.parent)
+    save(output, text(tuned, base, arguments.budget))
+    written = load_rules(output)
+    assert all(written.rule(rule.id).detect == rule.detect for rule in tuned.ruleset.rules)
+    if arguments.json:
+        print(json.dumps(document(tuned, arguments)))
+    else:
+        print("\n".join(shown(tuned, output)))
+    return 0
+
+
+def document(tuned: Tuned, arguments: argparse.Namespace) -> dict[str, Any]:
+    """The result, JSON-safe."""
+    thresholds = [
+        {
+            "rule": one.rule,
+            "key": one.key,
+            "was": one.was,
+            "now": one.now,
+            "highest_score": one.worst.event.score,
+        }
+        for one in tuned.thresholds
+    ]
+    counts = {name: asdict(tuned)[name] for name in ("before", "after", "not_judged")}
+    return {
+        "rules": arguments.rules,
+        "output": arguments.output,
+        "budget": arguments.budget,
+        "steps": tuned.steps,
+        "runs": tuned.runs,
+        "allowed": tuned.allowed,
+        "held_out": tuned.held_out,
+        "thresholds": thresholds,
+        **counts,
+    }
+
+
+def shown(tuned: Tuned, output: Path) -> Iterator[str]:
+    """The result for a person."""
+    from gradwatch.backtest.firings import per_thousand
+
+    def rate(count: int) -> str:
+        return f"{count:,} ({per_thousand(count, tuned.steps):.2f} per 1,000 steps)"
+
+    before, after = sum(tuned.before.values()), sum(tuned.after.values())
+    yield f"{plural(tuned.runs, 'healthy run')}, {tuned.steps:,} steps"
+    yield f"  false alarms before {rate(before)}, now {rate(after)}"
+    if tuned.held_out is None:
+        yield "  one run only: how these thresholds do on another is not known"
+    else:
+        yield f"  thresholds made of one half of the runs, alarms counted on the other: {rate(tuned.held_out)}"
+    rows = [
+        (
+            printable(one.rule),
+            one.key,
+            f"{one.was:g}",
+            f"{one.now:g}",
+            str(tuned.before.get(one.rule, 0)),
+            str(tuned.after.get(one.rule, 0)),
+        )
+        for one in tuned.thresholds
+    ]
+    if rows:
+        yield table(("rule", "key", "was", "now", "alarms before", "now"), rows, indent="  ")
+    else:
+        yield "  no rule alarms too often: no threshold was moved"
+    if tuned.not_judged:
+        yield f"  not tuned, for they were not judged on all of it: {', '.join(map(printable, tuned.not_judged))}"
+    path = printable(str(output))
+    yield f"{path} (look at it, then: gradwatch run --rules {path} -- python train.py)"

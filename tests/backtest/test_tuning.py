@@ -1,0 +1,121 @@
+"""Thresholds are loosened until healthy runs stay within a budget, and refused where the data cannot bear it out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gradwatch.backtest.firings import firings
+from gradwatch.backtest.outcome import RunBacktest
+from gradwatch.backtest.run_backtest import backtest_run
+from gradwatch.backtest.tuning import Judge, key_of, most_alarms, rounded, tune
+from gradwatch.errors import GradwatchError
+from gradwatch.rules.files import load_rules, parse_rules
+from gradwatch.rules.rule_set import RuleSet
+from tests.backtest.noisy_runs import STEPS, folders, noisy
+from tests.report.runs import broken, recorded
+
+RULES = parse_rules(
+    """
+version: 1
+rules:
+  large: {detect: {kind: above, of: norm, threshold: 2.0}}
+  small: {detect: {kind: below, of: norm, threshold: 0.6}, scope: total}
+  quiet: {detect: {kind: above, of: total_norm, threshold: 1e6}}
+  told: {detect: {kind: above, of: norm, threshold: 0.1}, severity: info}
+"""
+)
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    """Two healthy runs."""
+    return folders(tmp_path_factory.mktemp("runs"))
+
+
+def judge_of(runs: Sequence[Path]) -> Judge:
+    """Judges these runs."""
+
+    def judge(ruleset: RuleSet, numbers: Sequence[int]) -> list[RunBacktest]:
+        return [backtest_run(runs[number], ruleset) for number in numbers]
+
+    return judge
+
+
+def test_as_few_alarms_as_the_budget_says(runs: list[Path]) -> None:
+    """By the thresholds of those rules alone that alarm too often; each says what it is to hold back."""
+    tuned = tune(RULES, 2, 3.0, judge_of(runs))
+    assert tuned.steps == 2 * STEPS
+    assert sum(tuned.before.values()) > tuned.allowed >= sum(tuned.after.values())
+    (one,) = tuned.thresholds
+    assert (one.rule, one.key, one.was) == ("large", "threshold", 2.0)
+    assert 2.0 < one.now <= rounded(one.worst.event.score * 1.05, down=False)
+    assert tuned.ruleset.rule("large").detect.threshold == one.now
+    assert all(tuned.ruleset.rule(rule) == RULES.rule(rule) for rule in ("small", "quiet", "told"))
+    assert tuned.held_out is not None
+
+
+def test_a_rule_within_its_share_of_the_budget_stays(runs: list[Path]) -> None:
+    """Of ten alarms allowed, three of one rule are left to it, and the other has to give."""
+    rules = parse_rules(
+        "version: 1\nrules:\n  large: {detect: {kind: above, of: norm, threshold: 2.0}}\n"
+        "  largest: {detect: {kind: above, of: norm, threshold: 10.0}}\n"
+    )
+    tuned = tune(rules, 2, 6.0, judge_of(runs))
+    assert (tuned.before, tuned.allowed) == ({"large": 15, "largest": 3}, 10)
+    assert [one.rule for one in tuned.thresholds] == ["large"]
+    assert tuned.after["largest"] == 3
+
+
+def test_a_lower_bound_goes_down(tmp_path: Path) -> None:
+    """A rule that fires below its threshold."""
+    run = recorded(tmp_path, noisy(7))
+    rules = parse_rules("version: 1\nrules: {small: {detect: {kind: below, of: total_norm, threshold: 2.2}}}")
+    tuned = tune(rules, 1, 3.0, judge_of([run]))
+    (one,) = tuned.thresholds
+    assert one.now < one.was == 2.2
+    assert one.worst.event.score == min(
+        each.event.score for each in firings(backtest_run(run, rules).outcome)
+    )
+    assert sum(tuned.before.values()) > tuned.allowed >= sum(tuned.after.values())
+    assert tuned.held_out is None
+
+
+def test_too_few_steps_are_refused_with_what_would_do(runs: list[Path]) -> None:
+    """Even where no rule alarms at all."""
+    quiet = replace(RULES, rules=(RULES.rule("quiet"),))
+    with pytest.raises(GradwatchError, match=r"takes 29,958 healthy steps .* or say --budget 0\.999$"):
+        tune(quiet, 2, 0.1, judge_of(runs))
+    assert tune(quiet, 2, 1.0, judge_of(runs)).thresholds == ()
+
+
+def test_what_no_threshold_holds_back_is_refused(tmp_path: Path) -> None:
+    """A NaN is no matter of degree: that run is not healthy."""
+    run = recorded(tmp_path, broken(), run_id="broken")
+    rules = parse_rules("version: 1\nrules: {nan: {detect: {kind: nonfinite}}}")
+    with pytest.raises(GradwatchError, match=r"nan fires at step 40 of broken \(it states a fact.*healthy\?"):
+        tune(rules, 1, 60.0, judge_of([run]))
+
+
+@pytest.mark.parametrize(
+    ("steps", "budget", "most"),
+    [(29_957, 0.1, -1), (29_958, 0.1, 0), (100_000, 0.1, 4), (1_000, 10.0, 4), (1_000_000, 1.0, 947)],
+)
+def test_how_many_alarms_bear_out_a_budget(steps: int, budget: float, most: int) -> None:
+    """Poisson's distribution, at 95 %: 10 expected, P(X ≤ 4) = .029 and P(X ≤ 5) = .067."""
+    assert most_alarms(steps, budget) == most
+
+
+def test_the_threshold_of_every_kind_is_found() -> None:
+    """What a rule of the default pack fires by is one of its keys, unless it states a fact."""
+    found = {
+        rule.kind: key_of(rule.detect, lambda one: one.fires_at)
+        for rule in load_rules("default").rules
+        if rule.detect.fires_at > 0
+    }
+    assert found["spike"] == found["drift"] == found["loss_spike"] == "above"
+    assert (found["below"], found["depth_ratio"], found["dead"]) == ("threshold", "below", "at_least")
+    assert {kind for kind, key in found.items() if key is None} == {"scale_collapse", "scaled", "same_batch"}
