@@ -85,11 +85,11 @@ def test_gradwatch_is_imported_as_in_a_fresh_process(tmp_path: Path) -> None:
     script = """
 import sys
 import torch, pydantic.main, pydantic.type_adapter, pydantic.json_schema, ruamel.yaml
-from gradwatch.session import attach
+from gradwatch.session import watch_function
 ours = [name for name in sys.modules if name.startswith("gradwatch")]
 import gradwatch
 print(ours, all(sys.modules[name].__spec__.name == name for name in ours), hasattr(gradwatch, "sinks"))
-print(attach.__spec__.loader.get_source("gradwatch.session.watch_function")[:60])
+print(watch_function.__spec__.loader.get_source("gradwatch.session.watch_function")[:60])
 """
     environ = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     fresh = subprocess.run([sys.executable, "-"], input=script, env=environ, capture_output=True, text=True)
