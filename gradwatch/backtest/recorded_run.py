@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import NamedTuple
 
 from gradwatch.backtest.outcome import OutcomeTotals, RulesOutcome
+from gradwatch.engine.actions.norms_after_actions import ROUNDING, unclipped
 from gradwatch.journal import JournalReader, RecordedStep
+from gradwatch.records.decision import CLIP_SECTION, Order
 from gradwatch.records.event import Event
 from gradwatch.records.snapshot import Snapshot
 
@@ -24,6 +27,16 @@ NOT_CLOSED = "process {}: the journal has no end: the process was killed, or sti
 DAMAGED = "process {}: {:,} parts of the journal cannot be read"
 
 
+class MeasuredStep(NamedTuple):
+    """A recorded step, and its Snapshot as rules are judged on it: before gradwatch changed anything of its gradients.
+
+    `found` is None where that is not recorded.
+    """
+
+    recorded: RecordedStep
+    found: Snapshot | None
+
+
 class RecordedRun:
     """The journals of one rank of a run, in blocks of steps; what fired and was done live, and what is missing."""
 
@@ -36,16 +49,17 @@ class RecordedRun:
         self._next: dict[int, int] = {}
         self._missing: dict[int, tuple[int, int]] = {}
 
-    def blocks(self, journal: JournalReader) -> Iterator[list[RecordedStep]]:
+    def blocks(self, journal: JournalReader) -> Iterator[list[MeasuredStep]]:
         """The steps of a journal, consecutive ones of one optimizer and the same sites together."""
         found = journal.run()
         if found is not None:
             self.run_id = found.run.run_id
             self.asked |= {rule.of for rule in found.run.rules}
         self._next, self._missing = {}, {}
-        block: list[RecordedStep] = []
-        for step in journal.records():
-            self._take(journal.attempt, step)
+        block: list[MeasuredStep] = []
+        for recorded in journal.records():
+            self._take(journal.attempt, recorded)
+            step = MeasuredStep(recorded, before_own_clip(recorded))
             if block and (len(block) == BLOCK or not _go_together(block[-1], step)):
                 yield block
                 block = []
@@ -84,27 +98,41 @@ class RecordedRun:
         return self._totals.outcome()
 
 
-def _go_together(one: RecordedStep, other: RecordedStep) -> bool:
+def _go_together(one: MeasuredStep, other: MeasuredStep) -> bool:
     """True if two steps, one after the other, can be in one block: nothing happened between them."""
-    before, after = one.record.snapshot, other.record.snapshot
+    before, after = one.recorded.record.snapshot, other.recorded.record.snapshot
     return (
         before.optimizer == after.optimizer
         and before.sites is after.sites
-        and (one.norms is None) == (other.norms is None)
-        and not any(event.kind == "rebaselined" for event in other.record.verdict.events)
+        and (one.recorded.norms is None) == (other.recorded.norms is None)
+        and not any(event.kind == "rebaselined" for event in other.recorded.record.verdict.events)
         and math.isfinite(before.total_norm)
         and math.isfinite(after.total_norm)
-        and not clipped(one)
-        and not clipped(other)
+        and one.found is not None
+        and other.found is not None
     )
 
 
-def clipped(step: RecordedStep) -> bool:
-    """True if gradwatch itself changed the gradients of a step, so that its norms after clipping hold that."""
-    return any(
-        not order.shadow and (order.coefficient is not None or order.action == "zero_nonfinite")
-        for order in step.record.decision.orders
-    )
+def before_own_clip(step: RecordedStep) -> Snapshot | None:
+    """The Snapshot of a step before gradwatch changed its gradients; None where that does not follow from the record.
+
+    It does where nothing was changed but by a clip of the total, whose order has the norm before: where that is the
+    total norm, nothing else had clipped.
+    """
+    snapshot = step.record.snapshot
+    changed = [order for order in step.record.decision.orders if changes_gradients(order)]
+    if not changed:
+        return snapshot
+    (one, *others), total = changed, snapshot.total_norm
+    of_total = one.rule == CLIP_SECTION and not one.site and not others and one.before is not None
+    if of_total and abs(float(one.before or 0.0) - total) <= ROUNDING * total:
+        return unclipped(snapshot)
+    return None
+
+
+def changes_gradients(order: Order) -> bool:
+    """True if an order was carried out that changes gradients."""
+    return not order.shadow and (order.coefficient is not None or order.action == "zero_nonfinite")
 
 
 def of_all(event: Event, snapshot: Snapshot) -> bool:

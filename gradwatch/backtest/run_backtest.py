@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gradwatch.backtest.outcome import OutcomeTotals, RulesOutcome, RunBacktest
-from gradwatch.backtest.recorded_run import RecordedRun, clipped, of_all
+from gradwatch.backtest.recorded_run import MeasuredStep, RecordedRun, of_all
 from gradwatch.backtest.rule_coverage import (
     AFTER_CLIPS,
     CLIPPED,
@@ -27,8 +27,10 @@ from gradwatch.errors import GradwatchError
 from gradwatch.journal import JournalReader, RecordedStep, read_journal
 from gradwatch.policies import ElementwisePolicy, find_policy
 from gradwatch.records.decision import Decision
+from gradwatch.rules.action_kinds import changing_gradients
 from gradwatch.rules.rule_set import RuleSet
 
+CHANGING = changing_gradients()
 UNKNOWN_SKIP = (
     "at step {} gradients were not finite and their norms were not recorded, so that it is not known whether a rule "
     "would have skipped the step"
@@ -107,9 +109,9 @@ class RulesOnRun:
         self._judge = RuleJudge(self._ruleset, journal.rank)
         self._kept, self._of, self._restarted = {}, {}, set()
 
-    def take(self, block: Sequence[RecordedStep]) -> None:
+    def take(self, block: Sequence[MeasuredStep]) -> None:
         """Judge steps that go together."""
-        first = block[0]
+        first = block[0].recorded
         snapshot = first.record.snapshot
         optimizer = snapshot.optimizer
         if optimizer not in self._of:
@@ -120,15 +122,18 @@ class RulesOnRun:
             if self._skips and not math.isfinite(snapshot.total_norm):
                 self._drop(optimizer, self._kept[optimizer], UNKNOWN_SKIP.format(f"{snapshot.step:,}"))
         self._rebaseline(first)
-        if clipped(first):
+        found = [one.found for one in block if one.found is not None]
+        if not found:  # one step, whose norms after clipping hold what gradwatch did
             for column in AFTER_CLIPS:
                 rules = [rule.id for rule in self._ruleset.rules if column in rule.detect.columns]
                 self._drop(optimizer, rules, CLIPPED.format(f"{snapshot.step:,}", shown(column)))
-            self._add(first, self._judge.judge(snapshot, clipped=True), known=False)
+            judged = self._judge.judge(snapshot, clipped=True)
+            decision = without_factors(judged.decision)
+            self._totals.unknown += decision.orders != judged.decision.orders or bool(judged.decision.touches)
+            self._add(first, judged._replace(decision=decision))
             return
-        snapshots = [one.record.snapshot for one in block]
-        for step, judged in zip(block, self._judge.judge_all(snapshots), strict=True):
-            self._add(step, judged)
+        for step, judged in zip(block, self._judge.judge_all(found), strict=True):
+            self._add(step.recorded, judged)
 
     def _rebaseline(self, step: RecordedStep) -> None:
         """Have the baselines begin anew that the script had begin anew before this step."""
@@ -156,11 +161,9 @@ class RulesOnRun:
         clip = self._ruleset.clip if keeps_clip else None
         self._judge.restrict(optimizer, replace(self._ruleset, rules=rest, clip=clip))
 
-    def _add(self, step: RecordedStep, judged: Judged, known: bool = True) -> None:
+    def _add(self, step: RecordedStep, judged: Judged) -> None:
         snapshot = step.record.snapshot
-        decision = judged.decision if known else Decision()
-        self._totals.unknown += not known and judged.decision.acts
-        self._totals.take(self._process, step.record, judged.verdict.events, decision)
+        self._totals.take(self._process, step.record, judged.verdict.events, judged.decision)
         self._of[snapshot.optimizer].take(snapshot, judged.engine, judged.in_turn)
 
     def end(self) -> None:
@@ -173,6 +176,14 @@ class RulesOnRun:
     def outcome(self, asked: frozenset[str]) -> RulesOutcome:
         """Outcome of these rules on the run."""
         return self._totals.outcome(joined(self._ruleset, self._coverage, asked), on_elements(self._ruleset))
+
+
+def without_factors(decision: Decision) -> Decision:
+    """The part of a decision that does not depend on the norms after other clips: steps skipped, and a stop."""
+    kept = frozenset(
+        order for order in decision.orders if not (order.coefficient or order.action in CHANGING)
+    )
+    return Decision(skip=decision.skip, stop=decision.stop, orders=kept)
 
 
 def on_elements(ruleset: RuleSet) -> list[str]:

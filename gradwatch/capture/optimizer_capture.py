@@ -94,7 +94,12 @@ class OptimizerCapture(ArrivedGradients):
         self.step, self.last_calls, self.scale_removed = before.step, before.last_calls, before.scale_removed
         self.loop_events.altered = before.loop_events.altered
         own = None if self.optimizer is None else self.optimizer()
-        if before.backwards and own is not None and before.optimizer is not None and before.optimizer() is own:
+        if (
+            before.backwards
+            and own is not None
+            and before.optimizer is not None
+            and before.optimizer() is own
+        ):
             self.go_on_from(before)
 
     def takes_place(self, index: int, before: OptimizerCapture | None) -> None:

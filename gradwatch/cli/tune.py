@@ -82,6 +82,11 @@ def handle(arguments: argparse.Namespace) -> int:
         raise GradwatchError(
             f"--budget {arguments.budget:g}: no number of steps can tell that there is no false alarm"
         )
+    output = Path(arguments.output)
+    if not output.parent.is_dir():  # before minutes of work
+        raise GradwatchError(
+            f"cannot write {output}: there is no folder {output.parent}; name another file: -o FILE"
+        )
     rules = load_rules(arguments.rules)
     with closing(Counter("{:,} steps judged")) as count:
 
@@ -91,7 +96,6 @@ def handle(arguments: argparse.Namespace) -> int:
             return backtest_runs(chosen, ruleset, None, *about)
 
         tuned = tune(rules, len(arguments.runs), arguments.budget, judge)
-    output = Path(arguments.output)
     named = pack_path(arguments.rules) is not None and not Path(arguments.rules).exists()
     base = arguments.rules if named else os.path.relpath(arguments.rules, output.parent)
     save(output, text(tuned, base, arguments.budget))

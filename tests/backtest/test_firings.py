@@ -52,6 +52,9 @@ def test_actions_are_those_of_the_steps_as_recorded(tmp_path: Path) -> None:
     assert (line.rule, line.action, line.times, found.unknown) == ("total", "clip", 49, 10)
     assert all(0 < factor < 1 for factor in line.coefficients)
     assert not set(range(10, 20)) & {line.first_step, line.last_step}
+    skip = parse_rules(LOUD % (0.1, "warning", ", do: [skip_step]"))
+    found = backtest_run(tmp_path / "clipped" / "run-1", skip).outcome
+    assert (found.skipped, found.unknown) == (60, 0)  # whatever was clipped
     stop = parse_rules(LOUD % (0.1, "warning", ", do: [stop]"))
     found = backtest_run(recorded(tmp_path / "healthy", steps(20)), stop).outcome
     assert found.stop == (0, 0)

@@ -32,6 +32,13 @@ rules:
   spike: {detect: {kind: spike, above: 4}, warmup: 20, do: [{clip: {to: baseline}}]}
   total: {detect: {kind: above, of: total_norm, threshold: 8.0}, do: [skip_step]}
 """
+BITES = """
+version: 1
+clip: {total: {method: norm, max_norm: 0.3}}
+rules:
+  applied: {detect: {kind: above, of: norm_applied, threshold: 0.8}}
+  spike: {detect: {kind: spike, above: 4}, warmup: 20}
+"""
 COLUMNS = """
 version: 1
 extends: [default]
@@ -189,6 +196,24 @@ def two_optimizers(folder: Path) -> Recorded:
     return loop.recorded(folder)
 
 
+def clipped_throughout(folder: Path) -> Recorded:
+    """`clip:` bites at most steps, and a rule is about the norms that the optimizer gets."""
+    loop = Loop(parse_rules(BITES))
+    with loop.watch(folder):
+        for step in range(STEPS):
+            loop.step(loop.loss(300.0 if step == 70 else 1.0))
+    return loop.recorded(folder)
+
+
 KINDS: tuple[Callable[[Path], Recorded], ...] = (
-    *(not_finite, default_pack, clipped, columns, conditions, other_parameters, two_optimizers),
+    *(
+        not_finite,
+        default_pack,
+        clipped,
+        clipped_throughout,
+        columns,
+        conditions,
+        other_parameters,
+        two_optimizers,
+    ),
 )

@@ -15,13 +15,21 @@ Captured = pytest.CaptureFixture[str]
 RULES = "version: 1\nrules:\n  spike: {detect: {kind: spike, above: 6}, warmup: 50}\n"
 
 
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder of two healthy runs, and of a rule file in one below it."""
+    folder = tmp_path_factory.mktemp("runs")
+    folders(folder)
+    (folder / "rules").mkdir()
+    (folder / "rules" / "mine.yaml").write_text(RULES, encoding="utf-8")
+    return folder
+
+
 @pytest.fixture(autouse=True)
-def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Two healthy runs in the working folder, and a rule file in one below it."""
-    folders(tmp_path)
-    (tmp_path / "rules").mkdir()
-    (tmp_path / "rules" / "mine.yaml").write_text(RULES, encoding="utf-8")
-    monkeypatch.chdir(tmp_path)
+def runs(made: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The runs, by their names in the working folder."""
+    monkeypatch.chdir(made)
+    (made / "tuned.gradwatch.yaml").unlink(missing_ok=True)
     return ["a", "b"]
 
 
