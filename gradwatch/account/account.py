@@ -60,6 +60,7 @@ COUNTS = (
     "rejected",
     "unowned",
     "cleared",
+    "cleared_nonfinite",
     "replaced",
     "without_histogram",
     "provisional",
@@ -76,7 +77,8 @@ class Watched:
     `steps` optimizer steps taken, `backwards` those that reached a watched parameter (parts of one count, too),
     `rejected` those that a GradScaler kept from the optimizer, `unowned` windows of
     gradients that belong to no torch optimizer (observed only), `cleared` windows whose gradients were cleared before a
-    step was seen, `replaced` windows without an optimizer of which no step is known, since others unlike theirs took
+    step was seen, `cleared_nonfinite` those of them whose gradients held NaN or Inf, as far as these were read on the
+    host, `replaced` windows without an optimizer of which no step is known, since others unlike theirs took
     their place; `without_histogram` steps at which histograms of gradients were due and whose loss scale is no power of
     two; `provisional` and `unjudged` steps of those watched. `optimizers` of which a step, taken or
     rejected, was watched; `parameters` watched at one time, at most (those of an optimizer that is gone until another
@@ -89,6 +91,7 @@ class Watched:
     rejected: int = 0
     unowned: int = 0
     cleared: int = 0
+    cleared_nonfinite: int = 0
     replaced: int = 0
     without_histogram: int = 0
     provisional: int = 0

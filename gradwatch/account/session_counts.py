@@ -25,12 +25,13 @@ class SessionCounts:
 
     `rebaselined` are the reasons for which baselines began anew; `without_data` are the rules that have had no data so
     far; `own_time` is what the watch measures its cost by. `unowned` are windows of loops without an optimizer;
-    `cleared` and `unjudged` are counted by whoever notices them.
+    `cleared`, `cleared_nonfinite` and `unjudged` are counted by whoever notices them.
     """
 
     def __init__(self) -> None:
         self.own_time = OverheadTimer()
-        self.records = self.rejected = self.provisional = self.unjudged = self.cleared = self.unowned = 0
+        self.records = self.rejected = self.provisional = self.unjudged = self.unowned = 0
+        self.cleared = self.cleared_nonfinite = 0
         self.measured = 0  # steps and windows, each of which becomes a Record
         self.coverage = 1.0
         self.stopped = False
@@ -108,6 +109,7 @@ class SessionCounts:
             backwards=backwards,
             rejected=self.rejected,
             cleared=self.cleared,
+            cleared_nonfinite=self.cleared_nonfinite,
             provisional=self.provisional,
             unjudged=self.unjudged + without_record,
             unowned=self.unowned,

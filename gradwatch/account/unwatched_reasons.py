@@ -116,7 +116,11 @@ def _without_steps(account: Account) -> Iterator[str]:
         backwards = plural(taken.backwards, "backward")
         yield f"{lost:,} of {backwards} reached no parameter that is watched, or did not get that far"
     if not no_step and seen.cleared:
-        yield f"gradients were cleared {plural(seen.cleared, 'time')} with no optimizer step seen since they were made"
+        broken = f" ({seen.cleared_nonfinite:,} of them NaN or Inf)" if seen.cleared_nonfinite else ""
+        yield (
+            f"gradients were cleared {plural(seen.cleared, 'time')}{broken} and computed anew, with no optimizer step "
+            "seen since they were made"
+        )
 
 
 def _hidden(account: Account) -> str:

@@ -22,6 +22,7 @@ from gradwatch.capture.window.arrivals import ArrivalCounts
 from gradwatch.capture.window.gradient_reader import NOTHING, GradientReader, Grads
 from gradwatch.capture.window.hook_pruning import HookPruning
 from gradwatch.capture.window.norm_after_user_clip import KnownScaling
+from gradwatch.reading.cpu_norms import CpuNorms
 from gradwatch.reading.device_norms import Number
 from gradwatch.reading.gradient_writes import (
     Reading,
@@ -122,6 +123,11 @@ class ArrivedGradients(OptimizerParameters):
     def unread(self) -> bool:
         """True if a backward has ended whose gradients have not been read."""
         return self._read_at != self.backwards
+
+    @property
+    def left_nonfinite(self) -> bool:
+        """True if what was read last holds NaN or Inf, where it was read on the host."""
+        return isinstance(self._norms, CpuNorms) and not np.isfinite(self._norms.norms()).all()
 
     @property
     def overdue(self) -> bool:

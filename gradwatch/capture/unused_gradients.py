@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradwatch.capture.optimizer_capture import OptimizerCapture
+from gradwatch.taps import step_hooks
 
 
 class UnusedGradients:
@@ -28,6 +29,9 @@ class UnusedGradients:
             return True
         steps = sum(one.step for one in sharing)
         before, self._steps = self._steps, steps
+        optimizers = (one.optimizer() for one in sharing if one.optimizer is not None)
+        if any(one is not None and step_hooks.steps_under_way(one) for one in optimizers):
+            return False  # it is a closure of that one
         asked = min((captured, *sharing), key=lambda one: (-one.step, one.index))
         return asked is captured and steps == before
 

@@ -111,8 +111,9 @@ SUGGESTIONS: tuple[Suggestion, ...] = (
     ),
     Suggestion(
         "after-backward",
-        "What the backward gave was finite; code between it and the step made NaN or Inf of it.",
-        "Look there for a division (by a count, a norm, a number of ranks), an unscale, a clip of your own, noise.",
+        "What the last backward gave was finite; code between it and the step made, or put, NaN or Inf there.",
+        "Look there for a division (by a count, a norm, a number of ranks), an unscale, a clip of your own, noise, or "
+        "gradients of an earlier backward that are put back.",
         phases=("after_backward",),
     ),
     Suggestion(

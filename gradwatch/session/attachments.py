@@ -358,7 +358,10 @@ class Attached:
         self.rule_bindings.hooks.cleared(captured)
         if not self._activity.idle():  # while it pauses it sees no steps, either
             unused = self.contexts.of(captured).unused_gradients
-            self._services.publishing.totals.cleared += unused.unused(captured, self.capture.captures)
+            if unused.unused(captured, self.capture.captures):
+                totals = self._services.publishing.totals
+                totals.cleared += 1
+                totals.cleared_nonfinite += captured.left_nonfinite
         if self.causes is not None:
             self.causes.cleared(None if captured.optimizer is None else captured.optimizer())
 

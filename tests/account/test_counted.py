@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -225,6 +226,39 @@ def test_gradients_cleared_before_any_step_are_counted_once() -> None:
     """Every second backward is thrown away, under two optimizers that share the parameters."""
     account = trained_by_two(lambda number, one, other: one.step() if number % 2 else None)
     assert account.watched.cleared == 4
+
+
+@pytest.mark.parametrize("first", [0.0, 1e-30, 1.0], ids=["zeros", "tiny", "ordinary"])
+def test_of_gradients_thrown_away_those_that_are_not_finite_are_told(first: float) -> None:
+    """A loop that looks at the clip's norm itself and goes on to the next batch: no rule has seen a step of these."""
+    model = nn.Linear(3, 1)
+    optimizer = SGD(model.parameters(), 0.1)
+    with gradwatch.watch(model, optimizer, sinks=[Kept()], strict=True) as gw:
+        for number in range(8):
+            optimizer.zero_grad()
+            factor = {3: math.nan, 5: math.inf, 6: first}.get(number, 1.0)
+            (model(torch.ones(2, 3)).square().mean() * factor).backward()
+            norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            if number != 6 and norm.isfinite():
+                optimizer.step()
+        account = session_of(gw).account()
+    assert (account.watched.cleared, account.watched.cleared_nonfinite) == (3, 2)
+    assert "gradients were cleared 3 times (2 of them NaN or Inf)" in " ".join(gaps(account))
+
+
+def test_closures_of_one_optimizer_are_not_thrown_away_by_another() -> None:
+    """Adam first and LBFGS then, of the same parameters: every gradient is one of a step's."""
+    model = nn.Linear(3, 1)
+    adam = torch.optim.Adam(model.parameters())
+    lbfgs = torch.optim.LBFGS(model.parameters(), 0.1, max_iter=4, tolerance_grad=0, tolerance_change=0)
+    with gradwatch.watch(model, [adam, lbfgs], sinks=[Kept()], strict=True) as gw:
+        for _ in range(6):
+            adam.step(closure_of(model, adam))
+        for _ in range(4):
+            lbfgs.step(closure_of(model, lbfgs))
+        account = session_of(gw).account()
+    assert account.taken.backwards > 14
+    assert account.watched.cleared == 0
 
 
 def test_two_watches_of_one_process_do_not_count_it_twice() -> None:
