@@ -30,6 +30,8 @@ from gradwatch.runtime.process_identity import in_group
 
 MEET_SECONDS = 30.0
 """How long the first step waits, once, for a rank that does not watch. Ranks of one training come together."""
+FIRST_PAUSE, LONGEST_PAUSE = 1e-4, 0.02
+"""Seconds between two looks for a rank: at first, and once it is late."""
 WAIT_SECONDS = 60.0
 """How long a step waits for a rank that stays away before every rank goes on alone."""
 
@@ -105,9 +107,7 @@ def _collect(store: Any, world: int) -> dict[str, Any]:
     hellos = []
     for rank in range(world):
         left = max(0.0, deadline - time.monotonic())
-        try:
-            store.wait([f"hello/{rank}"], timedelta(seconds=left + 0.001))
-        except RuntimeError:  # DistStoreError: the time is up
+        if not _comes(store, f"hello/{rank}", left):
             return {
                 "alone": f"rank {rank} does not run gradwatch on this model, or joined more than {left:.0f} s late"
             }
@@ -118,11 +118,20 @@ def _collect(store: Any, world: int) -> dict[str, Any]:
     return {"hellos": hellos}
 
 
+def _comes(store: Any, key: str, seconds: float) -> bool:
+    """True if a key is there within so many seconds. Asked again and again: a `wait` in vain prints C++ warnings."""
+    deadline, pause = time.monotonic() + seconds, FIRST_PAUSE
+    while not store.check([key]):
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, LONGEST_PAUSE)
+    return True
+
+
 def _await(store: Any) -> dict[str, Any]:
     """The verdict, or the proposal to go without one where rank 0 never came."""
-    try:
-        store.wait(["verdict"], timedelta(seconds=MEET_SECONDS * 1.2))
-    except RuntimeError:
+    if not _comes(store, "verdict", MEET_SECONDS * 1.2):
         return _agree(store, {"alone": "rank 0 does not run gradwatch on this model"})
     found: dict[str, Any] = json.loads(store.get("verdict"))
     return found

@@ -158,7 +158,7 @@ class WeightReader:
 
 def _local(param: Tensor) -> Tensor:
     """This rank's part of a parameter, dense and real."""
-    plain = type(param) is Parameter and not param.is_complex()
+    plain = type(param) is Parameter and param.layout is torch.strided and not param.is_complex()
     return param.detach() if plain else dense(param)
 
 
@@ -206,7 +206,7 @@ def _changes(params: Sequence[Tensor], copies: dict[int, Tensor]) -> dict[int, T
     found: dict[int, Three] = {}
     together = [k for k, copy in copies.items() if not on_host(copy) or foreach.is_small(copy)]
     for k in copies.keys() - set(together):
-        found[k] = chunked_statistics.norms_of_change(params[k], copies[k])
+        found[k] = chunked_statistics.norms_of_change(_local(params[k]), copies[k])
     for kind, group in _by_kind(together, copies).items():
         new, old = [_vector(params[k]) for k in group], [copies[k] for k in group]
         tensors = [*foreach.differences(new, old), *old, *new]

@@ -224,6 +224,24 @@ def test_update_ratio_is_the_last_update_over_the_weight_before_it() -> None:
     assert not later.columns()["update_ratio"].present.any()
 
 
+@pytest.mark.parametrize("size", [8, 400])
+def test_a_sparse_weight_is_measured_beside_dense_ones(size: int) -> None:
+    """Its values alone have its norm, and that of its update; those of the dense one are right, too."""
+    weight, bias = nn.Parameter(torch.eye(size).to_sparse()), nn.Parameter(torch.ones(size))
+    weight.grad, bias.grad = torch.eye(size).to_sparse(), torch.ones(size)
+    params, everyone, none = [weight, bias], np.ones(2, np.bool_), np.zeros(2, np.bool_)
+    reader = at_every_step("update_ratio", "weight_norm", count=2)
+    reader.collect(0, params, lambda: [param.grad for param in params])
+    reader.moved(everyone, zero=none)
+    with torch.no_grad():
+        for param in params:
+            param.mul_(0.75)
+    sampled = reader.collect(1, params, lambda: [param.grad for param in params])
+    assert sampled is not None
+    assert sampled.columns()["update_ratio"].values.tolist() == pytest.approx([0.25, 0.25])
+    assert sampled.columns()["weight_norm"].values.tolist() == pytest.approx([0.75 * size**0.5] * 2)
+
+
 def test_late_verdicts_find_the_step_they_belong_to() -> None:
     """On a device steps are judged after later ones were sampled: each update is matched with its own verdict."""
     params = parameters()
