@@ -8,10 +8,11 @@ from typing import NamedTuple
 
 from gradwatch.backtest.outcome import OutcomeTotals, RulesOutcome
 from gradwatch.engine.actions.norms_after_actions import ROUNDING, unclipped
+from gradwatch.engine.changed_parameters import changed_parameters
 from gradwatch.journal import JournalReader, RecordedStep
 from gradwatch.records.decision import CLIP_SECTION, Order
 from gradwatch.records.event import Event
-from gradwatch.records.snapshot import Snapshot
+from gradwatch.records.snapshot import Sites, Snapshot
 
 BLOCK = 64
 """Steps that are judged in one go, at most."""
@@ -30,11 +31,13 @@ DAMAGED = "process {}: {:,} parts of the journal cannot be read"
 class MeasuredStep(NamedTuple):
     """A recorded step, and its Snapshot as rules are judged on it: before gradwatch changed anything of its gradients.
 
-    `found` is None where that is not recorded.
+    `found` is None where that is not recorded. `restarts` are the reasons for which the script had all baselines begin
+    anew before the step.
     """
 
     recorded: RecordedStep
     found: Snapshot | None
+    restarts: tuple[str, ...] = ()
 
 
 class RecordedRun:
@@ -48,6 +51,7 @@ class RecordedRun:
         self._totals = OutcomeTotals()
         self._next: dict[int, int] = {}
         self._missing: dict[int, tuple[int, int]] = {}
+        self._sites: dict[int, Sites] = {}
 
     def blocks(self, journal: JournalReader) -> Iterator[list[MeasuredStep]]:
         """The steps of a journal, consecutive ones of one optimizer and the same sites together."""
@@ -55,11 +59,11 @@ class RecordedRun:
         if found is not None:
             self.run_id = found.run.run_id
             self.asked |= {rule.of for rule in found.run.rules}
-        self._next, self._missing = {}, {}
+        self._next, self._missing, self._sites = {}, {}, {}
         block: list[MeasuredStep] = []
         for recorded in journal.records():
-            self._take(journal.attempt, recorded)
-            step = MeasuredStep(recorded, before_own_clip(recorded))
+            restarts = self._take(journal.attempt, recorded)
+            step = MeasuredStep(recorded, before_own_clip(recorded), restarts)
             if block and (len(block) == BLOCK or not _go_together(block[-1], step)):
                 yield block
                 block = []
@@ -68,11 +72,12 @@ class RecordedRun:
             yield block
         self._note_gaps(journal)
 
-    def _take(self, process: int, step: RecordedStep) -> None:
+    def _take(self, process: int, step: RecordedStep) -> tuple[str, ...]:
+        """Count a step; the reasons for which the script had all baselines begin anew before it."""
         self.steps += 1
         record = step.record
-        snapshot = record.snapshot
-        self._totals.take(process, record, record.verdict.events, record.decision)
+        snapshot, events = record.snapshot, record.verdict.events
+        self._totals.take(process, record, events, record.decision)
         expected = self._next.get(snapshot.optimizer)
         if expected is None and snapshot.step > 0:
             self.notes.append(FOLLOWS.format(process, snapshot.optimizer, snapshot.step))
@@ -80,9 +85,16 @@ class RecordedRun:
             count, first = self._missing.get(snapshot.optimizer, (0, expected))
             self._missing[snapshot.optimizer] = count + snapshot.step - expected, first
         self._next[snapshot.optimizer] = snapshot.step + 1
-        for event in record.verdict.events:
-            if event.kind == "rebaselined" and not of_all(event, snapshot):
-                self.notes.append(PARTLY_REBASELINED.format(process, event.step))
+        before = self._sites.get(snapshot.optimizer, snapshot.sites)
+        self._sites[snapshot.optimizer] = snapshot.sites
+        if not events:
+            return ()
+        # Those of other parameters than before follow from these, here as live.
+        own = changed_parameters(before, snapshot.sites)
+        asked = [event for event in events if event.kind == "rebaselined" and event.summary != own]
+        partly = [event for event in asked if not of_all(event, snapshot)]
+        self.notes += [PARTLY_REBASELINED.format(process, event.step) for event in partly]
+        return tuple(event.summary for event in asked if event not in partly)
 
     def _note_gaps(self, journal: JournalReader) -> None:
         for optimizer, (count, first) in self._missing.items():
@@ -105,7 +117,7 @@ def _go_together(one: MeasuredStep, other: MeasuredStep) -> bool:
         before.optimizer == after.optimizer
         and before.sites is after.sites
         and (one.recorded.norms is None) == (other.recorded.norms is None)
-        and not any(event.kind == "rebaselined" for event in other.recorded.record.verdict.events)
+        and not other.restarts
         and math.isfinite(before.total_norm)
         and math.isfinite(after.total_norm)
         and one.found is not None

@@ -212,15 +212,18 @@ def joined(
 
 
 def _sum(parts: Sequence[RuleCoverage], rule: Rule) -> RuleCoverage:
-    """One rule on several optimizers: judged on the whole run where it was on all of those that have its sites."""
-    here = [one for one in parts if one.extent != "no site"]
-    if not here:
-        why = parts[0].why if parts else "no step was recorded"
-        return RuleCoverage(rule.id, "no site", 0, sum(one.steps for one in parts), why)
-    judged, steps = sum(one.judged for one in here), sum(one.steps for one in here)
-    why = next((one.why for one in here if one.why), "")
-    extents = {one.extent for one in here}
-    extent: Extent = extents.pop() if len(extents) == 1 else "part"
+    """One rule on several optimizers: what it has no data of on one of them it may have on another, as live."""
+    steps = sum(one.steps for one in parts)
+    for extent in ("no data", "no site"):
+        rest = [one for one in parts if one.extent != extent]
+        if not rest:
+            why = parts[0].why if parts else "no step was recorded"
+            return RuleCoverage(rule.id, extent, 0, steps, why)
+        parts = rest
+    judged, steps = sum(one.judged for one in parts), sum(one.steps for one in parts)
+    why = next((one.why for one in parts if one.why), "")
+    extents = {one.extent for one in parts}
+    extent = extents.pop() if len(extents) == 1 else "part"
     return RuleCoverage(rule.id, extent, judged, steps, why)
 
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from gradwatch.backtest.outcome import OutcomeTotals, RulesOutcome, RunBacktest
-from gradwatch.backtest.recorded_run import MeasuredStep, RecordedRun, of_all
+from gradwatch.backtest.recorded_run import MeasuredStep, RecordedRun
 from gradwatch.backtest.rule_coverage import (
     AFTER_CLIPS,
     CLIPPED,
@@ -121,7 +121,7 @@ class RulesOnRun:
             self._drop(optimizer, self._of_sites(optimizer), GAP.format(f"{snapshot.step:,}"))
             if self._skips and not math.isfinite(snapshot.total_norm):
                 self._drop(optimizer, self._kept[optimizer], UNKNOWN_SKIP.format(f"{snapshot.step:,}"))
-        self._rebaseline(first)
+        self._rebaseline(block[0])
         found = [one.found for one in block if one.found is not None]
         if not found:  # one step, whose norms after clipping hold what gradwatch did
             for column in AFTER_CLIPS:
@@ -135,15 +135,12 @@ class RulesOnRun:
         for step, judged in zip(block, self._judge.judge_all(found), strict=True):
             self._add(step.recorded, judged)
 
-    def _rebaseline(self, step: RecordedStep) -> None:
+    def _rebaseline(self, step: MeasuredStep) -> None:
         """Have the baselines begin anew that the script had begin anew before this step."""
-        for event in step.record.verdict.events:
-            if event.kind == "rebaselined":
-                self._restarted.add(event.optimizer)
-                before = self._judge.bind(step.record.snapshot)
-                own = {one.reason for one in before.state.begun_anew}  # by other parameters: as it does live
-                if event.summary not in own and of_all(event, step.record.snapshot):
-                    self._judge.rebaseline(event.optimizer, event.summary)
+        snapshot = step.recorded.record.snapshot
+        for reason in step.restarts:
+            self._judge.bind(snapshot)
+            self._judge.rebaseline(snapshot.optimizer, reason)
 
     def _of_sites(self, optimizer: int) -> list[str]:
         kept = self._kept[optimizer]
@@ -165,6 +162,8 @@ class RulesOnRun:
         snapshot = step.record.snapshot
         self._totals.take(self._process, step.record, judged.verdict.events, judged.decision)
         self._of[snapshot.optimizer].take(snapshot, judged.engine, judged.in_turn)
+        if any(event.kind == "rebaselined" for event in judged.verdict.events):
+            self._restarted.add(snapshot.optimizer)
 
     def end(self) -> None:
         """Note which rules have not had the samples that they need; unless the script had them begin anew."""

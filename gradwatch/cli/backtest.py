@@ -14,6 +14,7 @@ from gradwatch.runtime.printable import plural, printable
 
 if TYPE_CHECKING:
     from gradwatch.backtest.outcome import PlacedEvent, RunBacktest
+    from gradwatch.backtest.rule_coverage import Extent
 
 DESCRIPTION = """Judge recorded runs by the rules of a file, with the engine that judges them live: what fires when and
 where, what that differs in from other rules (--against) or from what fired in the run, and what the actions would have
@@ -184,8 +185,6 @@ def _actions(runs: Sequence[RunBacktest]) -> Iterator[str]:
 
 def _coverage(runs: Sequence[RunBacktest]) -> Iterator[str]:
     """The rules that were not judged on the whole of each run, by reason."""
-    from gradwatch.backtest.rule_coverage import Extent
-
     headings: dict[Extent, str] = {
         "not recorded": "not judged, for want of a recording",
         "part": "judged in part",
@@ -193,17 +192,31 @@ def _coverage(runs: Sequence[RunBacktest]) -> Iterator[str]:
         "no site": "about nothing that this model has",
     }
     for extent, heading in headings.items():
-        rules: dict[str, list[str]] = {}
-        for run in runs:
-            for one in run.outcome.coverage:
-                if one.extent == extent and not (one.optional and extent == "no site"):
-                    part = (
-                        f" (at {one.judged:,} of {one.steps:,} steps)" if 0 < one.judged < one.steps else ""
-                    )
-                    rules.setdefault(f"{_of(run, runs)}{one.why}{part}", []).append(printable(one.rule))
-        if rules:
+        reasons = _reasons(runs, extent)
+        if reasons:
             yield f"  {paint(heading, 'yellow') if extent in ('part', 'not recorded') else heading}:"
-            yield from _listed([f"{', '.join(named)}: {why}" for why, named in rules.items()])
+            yield from _listed([f"{', '.join(rules)}: {why}" for why, rules in reasons.items()])
+
+
+def _reasons(runs: Sequence[RunBacktest], extent: Extent) -> dict[str, list[str]]:
+    """The rules judged to this extent, by reason; those without data only where they had none in any run."""
+    found: dict[tuple[str, str], int] = {}
+    judged = {
+        one.rule for run in runs for one in run.outcome.coverage if one.extent not in ("no data", "no site")
+    }
+    for run in runs:
+        for one in run.outcome.coverage:
+            hidden = extent in ("no data", "no site") and one.rule in judged
+            if one.extent != extent or hidden or (one.optional and extent == "no site"):
+                continue
+            part = f" (at {one.judged:,} of {one.steps:,} steps)" if 0 < one.judged < one.steps else ""
+            key = printable(one.rule), f"{one.why}{part}"
+            found[key] = found.get(key, 0) + 1
+    reasons: dict[str, list[str]] = {}
+    for (rule, why), count in found.items():
+        where = f" (in {count:,} of {len(runs):,} runs)" if count < len(runs) else ""
+        reasons.setdefault(f"{why}{where}", []).append(rule)
+    return reasons
 
 
 def _listed(lines: Sequence[str]) -> Iterator[str]:

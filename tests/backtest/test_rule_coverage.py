@@ -112,3 +112,16 @@ def test_what_is_missing_of_a_run_is_noted(tmp_path: Path) -> None:
         "optimizer 0: 5 steps, from step 17 on, a",
         "the journal has no end: the process was ",
     ]
+
+
+def test_of_two_optimizers_one_is_enough(tmp_path: Path) -> None:
+    """A value that one of them never has is none that is missing from the recording."""
+    first = steps(30)
+    second = [
+        replace(one, snapshot=replace(one.snapshot, optimizer=1, scalars={"reward": 2.0}))
+        for one in steps(30)
+    ]
+    found = coverage(recorded(tmp_path, [one for pair in zip(first, second, strict=True) for one in pair]))
+    assert found["reward"] == ("whole", 30, "")
+    assert found["loss"][0] == "no data"
+    assert found["total"] == ("whole", 60, "")

@@ -28,3 +28,4 @@ def test_the_rules_of_the_run_give_its_events(kind: Callable[[Path], Recorded], 
     assert len(live) > 1
     assert in_bytes(one.event for one in found.outcome.events) == in_bytes(live)
     assert in_bytes(one.event for one in found.live.events) == in_bytes(live)
+    assert found.notes == ()

@@ -62,6 +62,21 @@ def test_what_would_have_been_done(runs: Path, capsys: Captured) -> None:
     assert "the same events as by acts.yaml, byte for byte" in same
 
 
+def test_what_was_not_judged_in_several_runs(runs: Path, capsys: Captured) -> None:
+    """With the number of the runs; a rule that had data in one of them is not listed as without."""
+    (runs / "two.yaml").write_text(
+        "version: 1\nrules:\n"
+        "  ratio: {detect: {kind: above, of: update_ratio, threshold: 1}, every: 4}\n"
+        "  spike: {detect: {kind: spike}, warmup: 50}\n"
+        "  reward: {detect: {kind: above, of: observed.reward, threshold: 1}}\n",
+        encoding="utf-8",
+    )
+    out = printed([runs / "broken-run", runs / "healthy-run", "--rules", runs / "two.yaml"], 1, capsys)
+    assert "(in 1 of 2 runs)" in out
+    assert "reward: the run had no value of `reward`\n" in out
+    assert "warm-up" not in out
+
+
 def test_json_has_everything(runs: Path, capsys: Captured) -> None:
     """Every event of both sides, actions, coverage; one object."""
     names = [runs / "broken-run", runs / "healthy-run"]
