@@ -1,4 +1,4 @@
-"""A backtest of a long run takes less than a minute."""
+"""A backtest of a long run takes less than a minute of one core."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ STEPS, PARAMETERS, SECONDS = 100_000, 200, 60
 def test_a_long_run_against_another_rule_file(tmp_path: Path) -> None:
     """100,000 steps of 200 parameters, by two packs."""
     folder = recorded(tmp_path, steps(STEPS, make_sites(PARAMETERS)))
-    began = time.monotonic()
+    began = time.process_time()
     found = backtest_run(folder, load_rules("default"), load_rules("diverging"))
-    assert time.monotonic() - began < SECONDS
+    assert time.process_time() - began < SECONDS
     assert found.steps == STEPS
