@@ -11,7 +11,7 @@ from gradwatch.localise.diagnosis.cause_of_large_loss import of_loss
 from gradwatch.localise.diagnosis.deviation import Deviation
 from gradwatch.localise.diagnosis.explosion_by_norms import of_norms
 from gradwatch.records.event import Event
-from gradwatch.records.finding import Finding, Phase
+from gradwatch.records.finding import GAINS, Finding, Phase
 from gradwatch.records.snapshot import Snapshot
 from gradwatch.records.verdict import Verdict
 from gradwatch.session.actions.localise_action import SUSPICIONS, deviation
@@ -40,6 +40,8 @@ def causes_by_norms(
 ) -> Iterator[Finding]:
     """Findings for the incidents that begin with this step, but for those of which one is `known`.
 
+    What a search, by replay, has found for one rule is the finding of the others that it explains.
+
     Where it is not the `only_optimizer` layers of others may lie between and behind those of this one: no place is told
     of gradients; nor is one where gradients are differentiated `twice`, as for a gradient penalty. `usual` gives the
     usual norm of each parameter's gradient, by its name, of those that have one.
@@ -53,11 +55,15 @@ def causes_by_norms(
     if not asked:
         return
     off = deviation(snapshot, usual, partial(bound.usual_loss, state))
+    searched = [one for one in known if one.phase in GAINS and one.step == snapshot.step]
     for event in asked:
         is_loss = columns[event.rule] == "loss"
-        found = _of_loss(event, snapshot, off, twice) if is_loss else _found(event, off, twice)
+        found = next((one for one in searched if _explains(one, event, is_loss)), None)
+        shared = found is not None
+        if found is None:
+            found = _of_loss(event, snapshot, off, twice) if is_loss else _found(event, off, twice)
         if found is not None:
-            if not only_optimizer and found.phase != "activations":
+            if not (only_optimizer or shared or found.phase == "activations"):
                 found = found.amended(at_outputs=False, module="")
             yield found.amended(
                 step=snapshot.step,
@@ -80,6 +86,16 @@ def moved_before(bound: BoundEngine, state: EngineState, step: int, besides: Col
             found.append((int(began), one.rule.id))
     shown = [f"{rule} at step {began}" for began, rule in sorted(found) if step - BEFORE <= began < step]
     return f"before it: {', '.join(shown)}" if shown else ""
+
+
+def _explains(searched: Finding, event: Event, is_loss: bool) -> bool:
+    """True if what was found by a search in this step, for another rule, is the cause of this incident as well.
+
+    Of a loss that is too large where the gradients are so from the model's outputs on.
+    """
+    if SUSPICIONS.get(event.detector) == "vanishing":
+        return searched.phase == "vanishing"
+    return searched.phase != "vanishing" and (searched.at_outputs or not is_loss)
 
 
 def _found(event: Event, off: Deviation, twice: bool) -> Finding | None:

@@ -91,12 +91,13 @@ def test_an_incident_is_told_once_while_it_fires() -> None:
     assert [one.step for record in records for one in record.findings] == [BAD, BAD]
 
 
-def test_a_search_that_was_ordered_is_the_only_one() -> None:
-    """The rule with `localise` has the cause by replay, the one without it by norms."""
+def test_what_a_search_has_found_is_the_cause_of_the_other_incidents() -> None:
+    """The rule without `localise` has the cause that the replay for another one found, under its own incident."""
     records = trained(parse_rules(LOCALISED), once)
     found = {finding.rule: finding for record in records for finding in record.findings}
-    assert {rule: finding.by for rule, finding in found.items()} == {"off": "replay", "also": "norms"}
+    assert {rule: finding.by for rule, finding in found.items()} == {"off": "replay", "also": "replay"}
     assert all(finding.at_outputs for finding in found.values())
+    assert [found[rule].incident.startswith(f"{rule}-") for rule in ("off", "also")] == [True, True]
 
 
 def test_without_usual_levels_nothing_is_claimed() -> None:
