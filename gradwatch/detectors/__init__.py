@@ -31,7 +31,6 @@ from gradwatch.detectors.loss_scale import ScaleCollapse
 from gradwatch.detectors.missing_gradients import AllZero, Never, Stale, Stuck
 from gradwatch.detectors.nonfinite import LossNonFinite, NonFinite, NormOverflow
 from gradwatch.detectors.rank_outlier import RankMismatch, RankOutlier
-from gradwatch.detectors.recent_deviations import AboveRecentDeviation
 from gradwatch.detectors.recent_extremes import AboveRecentMax, BelowRecentMin
 from gradwatch.detectors.same_batch import SameBatch
 from gradwatch.detectors.scaled import Grown, Scaled
@@ -44,7 +43,6 @@ __all__ = [
     "ENTRY_POINT_GROUP",
     "KNOWN_NOT_BUILT",
     "Above",
-    "AboveRecentDeviation",
     "AboveRecentMax",
     "AllZero",
     "Below",

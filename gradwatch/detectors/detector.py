@@ -287,6 +287,10 @@ class Detector:
         """float64[K]: the value `sigmas` deviations above the baseline (inf while warming up); None without one."""
         return None
 
+    def level(self, state: State) -> NDArray[np.float64] | None:
+        """float64[K]: the value that a sample is compared with (inf or 0 while warming up); None without a baseline."""
+        return self.usual(state, 0.0)
+
     def rebaseline(self, state: State, mask: BoolArray, keep_judging: bool) -> State:
         """The state with the series in `mask[K]` learning anew.
 

@@ -7,20 +7,17 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.detectors.baseline import (
-    LARGEST_EXPONENT,
+    RING,
     Array32,
     HalfLife,
     Warmup,
-    common_pace,
-    common_paces,
     gain,
-    leading,
     log_of,
     logs_of_scalars,
     mature,
@@ -34,31 +31,39 @@ from gradwatch.detectors.detector import (
     State,
     register_detector,
 )
+from gradwatch.detectors.recent_extremes import AboveRecentMax, Factor, Lag, RecentState, Window
 from gradwatch.detectors.thresholds import Positive
 from gradwatch.records.snapshot import BoolArray, FloatArray
 
-
-@cache
-def _gains(fast: float, slow: float) -> Array32:
-    """float32[2, 1]: the weights of a new sample in the two means."""
-    return np.array([[gain(fast)], [gain(slow)]], np.float32)
+HIGHEST = 3.0
+"""A sample moves the mean as one that is this far above it at most, in nats: twenty times as large."""
+_HIGHEST = np.float32(HIGHEST)
 
 
-class TrendState(NamedTuple):
-    """`n` samples learned (int32, counted as far as it matters); `means[2, K]`: fast, slow, of ln value."""
+class MeanState(NamedTuple):
+    """Of K series: `n` samples learned (int32, counted as far as it matters), the mean of ln value, and past means.
+
+    The last four are a `RecentState` of the means.
+    """
 
     n: NDArray[np.int32]
-    means: Array32
+    mean: Array32
+    means: NDArray[np.int32]
+    under_way: Array32
+    parts: Array32
+    compared: Array32
 
 
 @register_detector
 @dataclass(frozen=True, slots=True)
 class Drift(Exceeding):
-    """exp(EW_fast(x) - EW_slow(x)) > above, with x = ln value: the recent level over the long-term one.
+    """The recent level is far above the highest it was some hundred samples before.
 
-    Sees steady growth that `spike` is blind to (up to 5 % a step); slower to a single jump. The present
-    sample is included. It has no limit on purpose: no single value can be said to be the cause. Of an observed value
-    only positive ones are judged.
+    x = ln value, m = EW_fast(x), this sample included; the score is exp(m - the largest m of `window` samples), of
+    which the last is `lag` samples old. Sees steady growth that `spike` is blind to (0.7 % a step and more, by
+    default); slower to a single jump. Means do not scatter as samples do, and the largest of them is no lower than what
+    a series comes back to. A sample moves the mean as 20 times the mean at most. It has no limit on purpose: no single
+    value can be said to be the cause. Only positive values are judged. Default: five times, from the 400th sample on.
     """
 
     __pydantic_config__: ClassVar = STRICT
@@ -66,135 +71,124 @@ class Drift(Exceeding):
     takes_logs: ClassVar[bool] = True
     has_baseline: ClassVar[bool] = True
 
-    of: NormColumn | ObservedColumn = "total_norm"
-    above: Positive = 10.0
+    of: NormColumn | ObservedColumn | Literal["loss"] = "total_norm"
+    above: Factor = 5.0
     clear_below: Positive | None = None
     fast: HalfLife = 10
-    slow: HalfLife = 500
-    warmup: Warmup = field(default=20, metadata={"rule_key": True})
-
-    def __post_init__(self) -> None:
-        Exceeding.__post_init__(self)
-        if self.fast >= self.slow:
-            raise ValueError("fast must be shorter than slow")
+    window: Window = 160
+    lag: Lag = 240
+    warmup: Warmup = field(default=400, metadata={"rule_key": True})
 
     def baseline_key(self) -> tuple[Any, ...]:
-        """Key of the baseline, which does not depend on the threshold."""
-        return (self.kind, self.fast, self.slow, self.warmup)
+        """Key of the baseline; what is learned depends on the threshold, too."""
+        return (self.kind, self.above, self.fast, self.window, self.lag, self.warmup)
 
-    def init(self, size: int) -> TrendState:
+    def in_words(self, score: float) -> str:
+        """The factor over the highest level."""
+        return f"on a level {score:.4g} times the highest it was {self.lag} samples and more before"
+
+    def init(self, size: int) -> MeanState:
         """No sample seen."""
-        return TrendState(np.zeros(size, np.int32), np.zeros((2, size), np.float32))
-
-    def learn(self, state: State, sample: Sample) -> TrendState:
-        """Move both means; the first samples are averaged plainly."""
-        return self._absorb(cast(TrendState, state), log_of(sample))
+        return MeanState(np.zeros(size, np.int32), np.zeros(size, np.float32), *self._extremes().init(size))
 
     def score(self, state: State, sample: Sample) -> NDArray[np.float64]:
         """The factor, this sample included; NaN while warming up, and for a missing or non-finite sample."""
-        before, x = cast(TrendState, state), log_of(sample)
-        return self._factor(before, self._absorb(before, x), x)
+        before, x = cast(MeanState, state), log_of(sample)
+        mean = self._moved(before, x)[1]
+        return self._extremes().score_logs(_extremes_of(before), _where_finite(x, mean))
+
+    def learn(self, state: State, sample: Sample) -> MeanState:
+        """Move the mean, and keep the largest."""
+        return self._advanced(cast(MeanState, state), log_of(sample))[1]
 
     def advance(self, state: State, sample: Sample) -> tuple[FloatArray | None, State]:
         """As `score` and `learn`, learning once."""
-        before, x = cast(TrendState, state), log_of(sample)
-        return self._judged(before, self._absorb(before, x), x)
+        return self._advanced(cast(MeanState, state), log_of(sample))
 
     def advance_logs(self, state: State, x: Array32) -> tuple[FloatArray | None, State]:
-        """As `advance`, without masks while all series have learned equally often."""
-        before = cast(TrendState, state)
-        if len(x) == 1:
-            below, after = self._of_one(before, x)
-            if below:
-                return None, after
-        n, means = before
-        pace = common_pace(n, 0, self.slow, mature(self.slow, self.warmup))
-        if pace is None:
-            return self._judged(before, self._absorb(before, x), x)
-        gains = _gains(self.fast, self.slow)
-        if pace[1] is not n:
-            gains = np.maximum(gains, pace[0])
-        moved = x - means
-        moved *= gains
-        moved += means
-        return self._judged(before, TrendState(pace[1], moved), x)
+        """As `advance`, of ln value."""
+        return self._advanced(cast(MeanState, state), x)
 
     def advance_many_logs(self, state: State, x: Array32) -> tuple[int, State]:
-        """As `advance_logs` of each in turn; only what depends on the sample before is done for one at a time."""
-        before = cast(TrendState, state)
-        if x.shape[1] == 1:
-            return self._of_one(before, x[:, 0])
-        paces = common_paces(before.n, 0, self.slow, mature(self.slow, self.warmup), len(x))
-        if paces is None:
+        """As `advance_logs` of each in turn; only the mean is moved for one at a time."""
+        before = cast(MeanState, state)
+        if int(np.minimum.reduce(before.n)) < mature(self.fast, RING):
             return Exceeding.advance_many_logs(self, state, x)
-        gains, means, n = _gains(self.fast, self.slow), before.means, before.n
-        found = np.empty((len(x), *means.shape), np.float32)
-        for new, weight, after, moved in zip(x, *paces, found, strict=True):
-            np.subtract(new, means, out=moved)
-            moved *= gains if after is n else np.maximum(gains, weight)
-            moved += means
-            means, n = moved, after
-        growth = np.maximum.reduce(found[:, 0] - found[:, 1], axis=1)
-        # What comes closer is judged by itself.
-        below = leading(growth.astype(np.float64) < self.log_surely_below)
-        return below, TrendState(paces[1][below - 1], found[below - 1].copy()) if below else state
-
-    def _of_one(self, before: TrendState, x: Array32) -> tuple[int, TrendState]:
-        """As `advance_many_logs` of x[T] of a single series, in plain floats as `spike`; ends at NaN, too."""
-        enough, n = mature(self.slow, self.warmup), int(before.n[0])
-        fast_gain, slow_gain = _gains(self.fast, self.slow)[:, 0].tolist()
-        (fast,), (slow,) = before.means.tolist()
-        lowest, below = self.log_surely_below, 0
-        cell = array("f", (0.0,))  # what is put into it is rounded to float32
-        for value in x.tolist():
-            cell[0] = 0.0 if n >= enough else 1.0 / (n + 1.0)
-            least = cell[0]
-            cell[0] = value - fast
-            cell[0] = cell[0] * max(fast_gain, least)
-            cell[0] = cell[0] + fast
-            new_fast = cell[0]
-            cell[0] = value - slow
-            cell[0] = cell[0] * max(slow_gain, least)
-            cell[0] = cell[0] + slow
-            new_slow = cell[0]
-            cell[0] = new_fast - new_slow
-            if not -math.inf < cell[0] < lowest:
-                break
-            fast, slow, n, below = new_fast, new_slow, min(n + 1, max(n, enough)), below + 1
-        if not below:
-            return 0, before
-        counts = before.n if n == before.n[0] else np.array([n], np.int32)
-        return below, TrendState(counts, np.array([[fast], [slow]], np.float32))
-
-    def _judged(
-        self, before: TrendState, after: TrendState, x: Array32
-    ) -> tuple[FloatArray | None, TrendState]:
-        growth = after.means[0] - after.means[1]
-        # A margin covers the rounding of float32 and of exp.
-        if float(np.maximum.reduce(growth)) < self.log_surely_below:
-            return None, after
-        return self._factor(before, after, x), after
-
-    def _absorb(self, before: TrendState, x: Array32) -> TrendState:
-        n, means = before
-        gains, enough = _gains(self.fast, self.slow), mature(self.slow, self.warmup)
-        known = np.isfinite(x)
-        gains = np.maximum(gains, (1.0 / (n + 1.0)).astype(np.float32))
-        toward: Array32 = np.where(known, x, means)
-        return TrendState(np.minimum(n + known, enough).astype(np.int32), means + gains * (toward - means))
-
-    def _factor(self, before: TrendState, after: TrendState, x: Array32) -> NDArray[np.float64]:
-        growth = after.means[0].astype(np.float64) - after.means[1]
-        factor = np.exp(np.minimum(growth, LARGEST_EXPONENT))
-        return np.where((before.n >= self.warmup) & np.isfinite(x), factor, np.nan)
+        means = self._means(before, x)
+        extremes = _of_means(self.above, self.window, self.lag, self.warmup)
+        count, after = extremes.advance_many_logs(
+            RecentState(*before[2:]), means
+        )  # no call of ours that can be spared
+        return count, MeanState(before.n, means[count - 1].copy(), *after) if count else state
 
     def logs_of(self, values: Sequence[float]) -> Array32 | None:
         """ln of each; None where one is not positive."""
         return logs_of_scalars(values) if min(values) > 0 else None
 
-    def rebaseline(self, state: State, mask: BoolArray, keep_judging: bool) -> TrendState:
+    def level(self, state: State) -> NDArray[np.float64]:
+        """The highest level it was; 0 where there is none yet."""
+        return self._extremes().level(_extremes_of(cast(MeanState, state)))
+
+    def rebaseline(self, state: State, mask: BoolArray, keep_judging: bool) -> MeanState:
         """Start over; a trend across a change that keeps judging goes on."""
-        n, means = cast(TrendState, state)
+        before = cast(MeanState, state)
         if keep_judging:
-            return TrendState(n, means)
-        return TrendState(np.where(mask, 0, n).astype(np.int32), np.where(mask, np.float32(0), means))
+            return before
+        n, mean = np.where(mask, 0, before.n).astype(np.int32), np.where(mask, np.float32(0), before.mean)
+        return MeanState(n, mean, *self._extremes().rebaseline(_extremes_of(before), mask, keep_judging))
+
+    def _extremes(self) -> AboveRecentMax:
+        """What compares the means."""
+        return _of_means(self.above, self.window, self.lag, self.warmup)
+
+    def _advanced(self, before: MeanState, x: Array32) -> tuple[FloatArray | None, MeanState]:
+        n, mean = self._moved(before, x)
+        score, extremes = self._extremes().advance_logs(_extremes_of(before), _where_finite(x, mean))
+        return score, MeanState(n, mean, *extremes)
+
+    def _moved(self, before: MeanState, x: Array32) -> tuple[NDArray[np.int32], Array32]:
+        """The counts and the means after x[K]; not finite = nothing. The first samples are averaged plainly."""
+        n, mean, enough = before.n, before.mean, mature(self.fast, RING)
+        if int(np.minimum.reduce(n)) >= enough and math.isfinite(float(np.add.reduce(x))):
+            return n, self._means(before, x[None])[0]
+        known, bound = np.isfinite(x), np.where(n < RING, np.inf, HIGHEST)
+        away = np.minimum(np.where(known, x, mean) - mean, bound).astype(np.float32)
+        weight = np.maximum(gain(self.fast), 1.0 / (n + 1.0)).astype(np.float32)
+        return np.minimum(n + known, enough).astype(np.int32), np.where(known, mean + weight * away, mean)
+
+    def _means(self, before: MeanState, x: Array32) -> Array32:
+        """float32[T, K]: the mean after each of x[T, K], all of them finite, where no series is young."""
+        found, mean, weight = np.empty_like(x), before.mean, np.float32(gain(self.fast))
+        if x.shape[1] == 1:  # in plain floats, as `spike`: each result rounded to float32
+            cell, one, share = array("f", mean.tolist()), array("f"), float(weight)
+            for value in x[:, 0].tolist():
+                usual = cell[0]
+                cell[0] = value - usual
+                cell[0] = (cell[0] if cell[0] < HIGHEST else HIGHEST) * share
+                cell[0] = cell[0] + usual
+                one.append(cell[0])
+            found[:, 0] = one
+            return found
+        for new, moved in zip(x, found, strict=True):
+            np.subtract(new, mean, out=moved)
+            np.minimum(moved, _HIGHEST, out=moved)
+            moved *= weight
+            moved += mean
+            mean = moved
+        return found
+
+
+@cache
+def _of_means(above: float, window: int, lag: int, warmup: int) -> AboveRecentMax:
+    """Compares a mean with the largest of those before it."""
+    return AboveRecentMax(above=above, window=window, lag=lag, warmup=warmup)
+
+
+def _extremes_of(state: MeanState) -> RecentState:
+    return RecentState(*state[2:])
+
+
+def _where_finite(x: Array32, mean: Array32) -> Array32:
+    """mean[K], NaN where x is not finite."""
+    known = np.isfinite(x)
+    return mean if known.all() else np.where(known, mean, np.float32(np.nan))

@@ -125,8 +125,11 @@ class _RecentExtreme(Exceeding):
 
     def score(self, state: State, sample: Sample) -> NDArray[np.float64]:
         """The factor; NaN while warming up, and for a sample that is missing or not finite."""
-        recent = cast(RecentState, state)
-        return self._factor(recent, self.scale(sample) - self._reference(recent))
+        return self._scored(cast(RecentState, state), self.scale(sample))
+
+    def score_logs(self, state: State, x: Array32) -> NDArray[np.float64]:
+        """As `score`, of ln value; NaN = no sample."""
+        return self._scored(cast(RecentState, state), x if self.SIGN > 0 else -x)
 
     def learn(self, state: State, sample: Sample) -> RecentState:
         """Keep the sample, up to the bound."""
@@ -189,6 +192,11 @@ class _RecentExtreme(Exceeding):
         value = scalar(scalar_name(self.of))
         return value is None or value < 0 or (value == 0 and self.SIGN > 0)
 
+    def level(self, state: State) -> NDArray[np.float64]:
+        """The largest of the window, or the smallest; 0 or inf where there is none yet."""
+        with np.errstate(over="ignore"):
+            return np.exp(self.SIGN * self._reference(cast(RecentState, state)).astype(np.float64))
+
     def rebaseline(self, state: State, mask: BoolArray, keep_judging: bool) -> RecentState:
         """Start over; across a change that keeps judging the window goes on."""
         recent = cast(RecentState, state)
@@ -196,6 +204,9 @@ class _RecentExtreme(Exceeding):
             return recent
         n, (under_way, parts, compared) = np.where(mask, 0, recent.n).astype(np.int32), recent[1:]
         return RecentState(n, *(np.where(mask, NONE, one) for one in (under_way, parts, compared)))
+
+    def _scored(self, recent: RecentState, x: Array32) -> NDArray[np.float64]:
+        return self._factor(recent, x - self._reference(recent))
 
     def _reference(self, recent: RecentState) -> Array32:
         return recent.compared if self.lag else np.maximum(recent.compared, recent.under_way)

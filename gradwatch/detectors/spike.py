@@ -205,6 +205,14 @@ class _Level(Robust):
         with np.errstate(over="ignore"):
             return np.where(judged(level, self.warmup), self.value(x), np.inf)
 
+    def level(self, state: State) -> NDArray[np.float64]:
+        """The inverse of m, from the 20th sample on, before any is judged; inf until then."""
+        level = cast(LevelState, state)
+        with np.errstate(over="ignore"):
+            return np.where(
+                judged(level, min(RING, self.warmup)), self.value(level.m.astype(np.float64)), np.inf
+            )
+
     def rebaseline(self, state: State, mask: BoolArray, keep_judging: bool) -> LevelState:
         """Warm up again."""
         return restart_level(cast(LevelState, state), mask, self.warmup, keep_judging)

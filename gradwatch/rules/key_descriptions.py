@@ -45,7 +45,6 @@ _KEYS: Mapping[str, str] = {
     "ratio": "The largest norm after clipping, as a multiple of what it is compared with.",
     "settle": "Steps of a new scaler within which halvings are not counted.",
     "slow": "Half-life of the long-term level, in samples.",
-    "smooth": "Half-life of a mean, in samples, that is judged in the place of the sample itself.",
     "target": "The norm that a gradient is brought to.",
     "threshold": "The bound, in the unit of the column.",
     "values": "Which count: nan, inf, or both.",
@@ -58,10 +57,6 @@ _CLEARS_AT_3 = (
     "Once it fires, it goes on until the score is below this; by default 3, or `above` if that is less."
 )
 _OF_KIND: Mapping[tuple[str, str], str] = {
-    (
-        "above_recent_deviation",
-        "above",
-    ): "It fires at so many times the largest distance from the level seen in the window; more than 1.",
     (
         "above_recent_max",
         "above",
@@ -81,7 +76,10 @@ _OF_KIND: Mapping[tuple[str, str], str] = {
         "depth_ratio",
         "below",
     ): "It fires where the ratio is less than this: gradients fade on the way to the input.",
-    ("drift", "above"): "The factor of the recent level over the long-term one from which it fires.",
+    (
+        "drift",
+        "above",
+    ): "The factor over the highest level before from which it fires; more than 1.",
     ("drop", "above"): "The factor by which it fell and the others did not, from which it fires.",
     (
         "exploded",

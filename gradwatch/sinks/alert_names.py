@@ -20,7 +20,6 @@ _BY_KIND = {
     "spike": "GradwatchExplodingGradients",
     "drift": "GradwatchExplodingGradients",
     "jump": "GradwatchExplodingGradients",
-    "above_recent_deviation": "GradwatchLossAbnormal",
     "above_recent_max": "GradwatchExplodingGradients",
     "below_recent_min": "GradwatchVanishingGradients",
     "update_ratio": "GradwatchUpdateTooLarge",

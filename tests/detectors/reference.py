@@ -47,7 +47,7 @@ class Spike:
         return z
 
 
-class Drift:
+class Trend:
     """exp of the fast minus the slow exponentially weighted mean of ln value."""
 
     def __init__(self, fast: int = 10, slow: int = 500, warmup: int = 20) -> None:
@@ -63,6 +63,23 @@ class Drift:
         self.s += max(self.slow, 1 / (self.n + 1)) * (x - self.s)
         self.n += 1
         return math.exp(self.f - self.s) if self.n > self.warmup else NAN
+
+
+class Drift:
+    """exp of an exponential mean of ln value minus the largest of such means a while before."""
+
+    def __init__(self, above: float, fast: int, window: int, lag: int, warmup: int) -> None:
+        self.a, self.n, self.mean = gain(fast), 0, 0.0
+        self.extreme = RecentExtreme(1, above, window, lag, warmup)
+
+    def __call__(self, value: float | None) -> float:
+        """The factor, this sample included; it moves the mean as twenty times the mean at most."""
+        if value is None or not math.isfinite(value) or value <= 0:
+            return NAN
+        away = math.log(value) - self.mean
+        self.mean += max(self.a, 1 / (self.n + 1)) * (away if self.n < 20 else min(away, 3.0))
+        self.n += 1
+        return self.extreme.of_log(self.mean)
 
 
 class Share:
@@ -97,13 +114,13 @@ class Fade:
     """How many times further the norm has fallen below its long-term mean than the loss below its own."""
 
     def __init__(self, fast: int = 10, slow: int = 500, warmup: int = 100) -> None:
-        self.norm, self.loss = Drift(fast, slow, warmup), Drift(fast, slow, 0)
+        self.norm, self.loss = Trend(fast, slow, warmup), Trend(fast, slow, 0)
 
     def __call__(self, norm: float | None, loss: float | None) -> float:
         """The factor, this sample included; without a norm none of the two is learned."""
         if norm is None or not math.isfinite(norm) or norm <= 0:
             return NAN
-        fall, explained = self.norm(norm), self.loss(loss)
+        fall, explained = self.norm(norm), self.loss(loss and abs(loss))
         return 1 / fall / max(1.0, 1.0 if math.isnan(explained) else 1 / explained)
 
 
@@ -206,7 +223,11 @@ class RecentExtreme:
         """The factor of the next sample, which is then learned, up to `above` beyond what it is compared with."""
         if value is None or not math.isfinite(value) or value < 0 or (value == 0 and self.sign > 0):
             return NAN
-        x, n, part = self.sign * math.log(max(value, 1e-30)), len(self.learned), -(-self.window // 10)
+        return self.of_log(self.sign * math.log(max(value, 1e-30)), learn=value > 0)
+
+    def of_log(self, x: float, learn: bool = True) -> float:
+        """As for a value of this logarithm, times the sign."""
+        n, part = len(self.learned), -(-self.window // 10)
         newest = n // part - -(-self.lag // part)  # the first part that is too new
         oldest = newest - -(-self.window // part)
         compared = [
@@ -215,50 +236,6 @@ class RecentExtreme:
             if oldest <= i // part < newest or (not self.lag and i // part == newest)
         ]
         reference = max(compared, default=math.inf)
-        if value > 0:
+        if learn:
             self.learned.append(min(x, reference + math.log(self.above)))
         return math.exp(x - reference) if compared and n >= self.warmup else NAN
-
-
-class RecentDeviation:
-    """The distance of a value from its level over the largest such distance of a window in parts of a tenth."""
-
-    def __init__(
-        self, above: float, window: int, lag: int, smooth: int | None, half_life: int, warmup: int
-    ) -> None:
-        self.above, self.part, self.lag, self.warmup = above, -(-window // 10), lag, warmup
-        self.a, self.follow = gain(half_life), 1.0 if smooth is None else gain(smooth)
-        self.parts, self.m, self.x, self.distances = -(-window // self.part), 0.0, 0.0, list[float]()
-
-    def __call__(self, value: float | None) -> float:
-        """The factor of the next sample, which is then learned, up to `above` times the largest."""
-        if value is None or not math.isfinite(value) or value == 0:
-            return NAN
-        n = len(self.distances)
-        newest = n // self.part - -(-self.lag // self.part)
-        largest = max(
-            (
-                d
-                for i, d in enumerate(self.distances)
-                if newest - self.parts <= i // self.part < newest
-                or (not self.lag and i // self.part == newest)
-            ),
-            default=0.0,
-        )
-        reference = max(largest, 0.1 * abs(self.m)) if largest else 0.0
-        bound = self.above * reference if reference and n >= 20 else math.inf
-        before = self.x if n else value
-        if self.follow < 1:
-            value_learned = (
-                before + max(-bound / 2, min(bound / 2, self.follow * (value - before))) / self.follow
-            )
-            self.x = before + self.follow * (value_learned - before)
-        else:
-            value_learned = self.m + max(-bound, min(bound, value - self.m))
-            self.x = value
-        off = self.x - self.m
-        judged = off > 0 or (value < 0 and self.follow == 1)
-        score = (abs(off) if judged else 0.0) / reference if reference else NAN
-        self.distances.append(min(bound, abs(off)) if n else 0.0)
-        self.m += max(self.a, 1 / (n + 1)) * (value_learned - self.m)
-        return score if n >= self.warmup else NAN

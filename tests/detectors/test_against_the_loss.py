@@ -91,8 +91,8 @@ def test_a_summed_loss_has_large_gradients_and_has_not_exploded() -> None:
 
 
 def test_a_loss_that_falls_explains_a_norm_that_does() -> None:
-    """Both at a hundredth: no fade; the norm alone, or with a loss that is negative: one."""
-    for loss, found in ((0.01, False), (1.0, True), (-1.0, True)):
+    """Both at a hundredth, of either sign: no fade; the norm alone, or with a loss that is now negative: one."""
+    for loss, found in ((0.01, False), (-0.01, False), (1.0, True), (-1.0, True)):
         detector = Fade()
         _, state = detector.advance_scalars(detector.init(1), [{"total_norm": 1.0, "loss": 1.0}] * 300)
         below, _ = detector.advance_scalars(state, [{"total_norm": 0.01, "loss": loss}] * 50)

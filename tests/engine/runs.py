@@ -10,7 +10,6 @@ import numpy as np
 
 from gradwatch.detectors import (
     Above,
-    AboveRecentDeviation,
     AboveRecentMax,
     AllZero,
     Below,
@@ -131,8 +130,7 @@ def packs() -> dict[str, tuple[Rule, ...]]:
         rule("low", Below(threshold=-2.0, of="observed.reward"), for_=2),
         rule("spike", Spike(of="observed.reward", above=4.0, warmup=5)),
         rule("spike-signed", LossSpike(of="observed.reward", above=4.0, warmup=5)),
-        rule("off", AboveRecentDeviation(of="observed.reward", above=2.0, window=20, half_life=3, warmup=5)),
-        rule("drift", Drift(of="observed.reward", above=1.5, fast=3, slow=30)),
+        rule("drift", Drift(of="observed.reward", above=1.5, fast=3, window=20, lag=5, warmup=20)),
         rule("nan", LossNonFinite(of="observed.reward")),
         rule("never", Above(threshold=0.0, of="observed.other")),
     )
@@ -140,7 +138,7 @@ def packs() -> dict[str, tuple[Rule, ...]]:
         rule("spike", Spike(above=2.0, warmup=5, half_life=10)),
         rule("spike-hard", Spike(above=6.0, warmup=5, half_life=10), exclude=("layers.0.*",)),
         rule("spike-total", Spike(of="total_norm", above=2.0, warmup=5, half_life=10)),
-        rule("drift", Drift(above=1.5, fast=3, slow=30)),
+        rule("drift", Drift(above=1.5, fast=3, window=20, lag=5, warmup=20)),
         rule("drop", Drop(above=3.0, warmup=10, half_life=10), for_=2),
         rule("rise", Rise(above=3.0, warmup=10, half_life=10), for_=2),
         rule("fade", Fade(above=1.3, warmup=10, fast=3, slow=30), for_=2),

@@ -272,9 +272,11 @@ def test_temporal_logic_is_its_definition(samples: list[list[str]], for_: int, k
 def slow_breaches(steps: list[dict[str, Any]], kind: str) -> list[list[bool]]:
     """Which site breaches at which step, by the reference detectors."""
     sites = [
-        {"spike": reference.Spike(20, 5), "drift": reference.Drift(3, 9, 5), "stale": reference.Stale()}.get(
-            kind
-        )
+        {
+            "spike": reference.Spike(20, 5),
+            "drift": reference.Drift(3.0, 3, 9, 5, 5),
+            "stale": reference.Stale(),
+        }.get(kind)
         for _ in range(SIZE)
     ]
     out = []
@@ -299,7 +301,7 @@ def test_the_engine_agrees_with_one_site_at_a_time(seed: int, for_: int, keep: i
     """Breaches and firing of five kinds, through faults and holes, rule by rule and site by site."""
     detectors = {
         "spike": Spike(above=4.0, clear_below=4.0, half_life=20, warmup=5),
-        "drift": Drift(of="norm", above=3.0, fast=3, slow=9, warmup=5),
+        "drift": Drift(of="norm", above=3.0, fast=3, window=9, lag=5, warmup=5),
         "above": Above(threshold=5.0),
         "all_zero": AllZero(min_ndim=0),
         "stale": Stale(),

@@ -118,7 +118,7 @@ def overshooting(step: int, norms: np.ndarray, known: dict[str, Any]) -> Any:
         (poisoned, "non-finite", 0, "layers.5.weight"),
         (exploded, "total-norm-spike-severe", 8, None),
         (exploded, "exploded", 25, None),
-        (creeping, "drift", 120, None),
+        (creeping, "total-norm-spike", 120, None),
         (dwindling, "total-norm-fade", 199, None),
         (fading, "vanishing-by-share", 25, "layers.0.weight"),
         (fading, "vanishing-by-depth", 60, "layers.0.weight"),

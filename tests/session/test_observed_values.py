@@ -85,7 +85,7 @@ def test_each_kind_finds_its_fault(tmp_path: Path) -> None:
         high="kind: above, of: observed.reward, threshold: 400",
         jumped="kind: spike, of: observed.perplexity",
         signed="kind: loss_spike, of: observed.reward",
-        growing="kind: drift, of: observed.growing, above: 3",
+        growing="kind: drift, of: observed.growing, above: 3, window: 20, lag: 20; warmup: 40",
         broken="kind: loss_nonfinite, of: observed.bleu",
     )
     sink, reasons = train(ruleset, given, tmp_path)
@@ -187,7 +187,6 @@ def test_the_advice_names_the_kinds_that_take_one() -> None:
         "above",
         "below",
         "above_recent_max",
-        "above_recent_deviation",
         "spike",
         "drift",
         "loss_spike",

@@ -31,7 +31,8 @@ PART = 0.01
 def culprit(plan: Plan, baselines: tuple[State, ...], one: RulePlan, snapshot: Snapshot) -> str:
     """The parameter whose norm moved most against its usual level, in the direction of the total; "" = none does.
 
-    Usual levels are those of a rule that learns one for each parameter's norm (`spike` at `scope: param`), if any.
+    Usual levels are those of a rule that learns one for each parameter's norm at `scope: param`: of the same kind as
+    the rule on the total (a `spike` follows what `drift` tells of), else of any.
     """
     if one.series.column not in OF_ALL or one.series.scope not in ("total", "scalar"):
         return ""
@@ -39,7 +40,7 @@ def culprit(plan: Plan, baselines: tuple[State, ...], one: RulePlan, snapshot: S
     if one.series.index is not None:
         of_total[:] = False
         of_total[one.series.index] = True
-    for series, level in _levels(plan, baselines):
+    for series, level in (*_levels(plan, baselines, one.detector.kind), *_levels(plan, baselines)):
         own = slice(None) if series.index is None else series.index
         norm = np.where(of_total, snapshot.norm, np.float32(np.nan))[own].astype(np.float64)
         found = _most_moved(norm, level)
@@ -76,12 +77,16 @@ def usual_loss(plan: Plan, baselines: tuple[State, ...]) -> float:
     return math.nan
 
 
-def _levels(plan: Plan, baselines: tuple[State, ...]) -> Iterator[tuple[Series, NDArray[np.float64]]]:
-    """The series of parameters' norms that have a baseline, and the usual level of each."""
+def _levels(
+    plan: Plan, baselines: tuple[State, ...], kind: str = ""
+) -> Iterator[tuple[Series, NDArray[np.float64]]]:
+    """The series of parameters' norms that have a baseline, of this kind only, and the usual level of each."""
     for bank, state in zip(plan.banks, baselines, strict=True):
         for series, part in zip(bank.segments, bank.parts, strict=True):
             if series.column == "norm" and series.scope == "param" and bank.detector.elementwise:
-                level = bank.detector.usual(part_of(bank.detector, state, part), 0.0)
+                own = part_of(bank.detector, state, part)
+                wanted = bank.detector.kind == kind if kind else bank.detector.invertible
+                level = bank.detector.level(own) if wanted else None
                 if level is not None:
                     yield series, level
 

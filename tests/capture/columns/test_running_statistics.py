@@ -133,7 +133,11 @@ def test_drift_of_a_variance_is_found(tmp_path: Path) -> None:
     rules = """version: 1
 modules: {tap: output}
 rules:
-  drifts: {detect: {kind: drift, of: running_var_max, above: 10, fast: 5, slow: 500}, scope: module, every: 1}
+  drifts:
+    detect: {kind: drift, of: running_var_max, above: 10, fast: 5, window: 40, lag: 20}
+    scope: module
+    every: 1
+    warmup: 60
 """
     torch.manual_seed(0)
     model = nn.Sequential(nn.BatchNorm1d(6, momentum=0.5), nn.Linear(6, 2))

@@ -51,7 +51,6 @@ def by_rank(*values: float) -> Column:
 
 FAULTS: dict[str, Fault] = {
     "above": norms(100.0, 2.0, 2.0, 2.0),
-    "above_recent_deviation": scalar("loss", 1e6),
     "above_recent_max": norms(100.0, 2.0, 2.0, 2.0),
     "all_zero": norms(0.0, 2.0, 2.0, 2.0),
     "below": norms(1e-3, 2.0, 2.0, 2.0),
@@ -127,6 +126,7 @@ def detector_of(kind: str) -> Detector:
         "above": {"threshold": 50.0},
         "below": {"threshold": 0.5},
         "converged": {"half_life": 1},
+        "drift": {"window": 10, "lag": 10, "warmup": 20},
         "fade": {"warmup": 20},
     }
     return DETECTORS[kind](**required.get(kind, {}))

@@ -470,7 +470,7 @@ def test_default_pack_has_the_documented_thresholds() -> None:
     assert (rules["norm-spike"].detect.above, rules["norm-spike"].detect.clear_below) == (10, 3)
     factors = [rules[name].detect.factor for name in ("norm-spike", "total-norm-spike", "loss-spike")]
     assert factors == [3.5, 2.5, 4]
-    assert (rules["drift"].detect.above, rules["vanishing-by-share"].detect.above) == (10, 8)
+    assert (rules["drift"].detect.above, rules["vanishing-by-share"].detect.above) == (5, 8)
     assert (rules["vanishing-by-depth"].detect.below, rules["vanishing-by-depth"].for_) == (1e-3, 20)
     assert (rules["dead"].detect.at_least, rules["dead"].for_) == (0.95, 2)
     assert {rules[name].every for name in ("dead", "stuck", "update-too-big")} == {10}
