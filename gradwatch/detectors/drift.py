@@ -138,7 +138,7 @@ class Drift(Exceeding):
         return MeanState(n, mean, *self._extremes().rebaseline(_extremes_of(before), mask, keep_judging))
 
     def _extremes(self) -> AboveRecentMax:
-        """What compares the means."""
+        """The comparison of a mean with those before it."""
         return _of_means(self.above, self.window, self.lag, self.warmup)
 
     def _advanced(self, before: MeanState, x: Array32) -> tuple[FloatArray | None, MeanState]:

@@ -65,9 +65,9 @@ class Fade(Exceeding):
     """The recent total norm is far below its long-term level, and the loss is not.
 
     x = ln norm, y = ln abs(loss); each has a mean over a short time and one over a long time, EW_fast and EW_slow. The
-    score is exp((EW_slow(x) - EW_fast(x)) - max(0, EW_slow(y) - EW_fast(y))): how many times further the norm has fallen than
-    the loss, this step included. A fit that gets better takes its gradients down with its loss, by no more than that
-    (the root of it, for squared errors). A loss that is missing or 0 explains no fall. A norm of 0 is neither
+    score is exp((EW_slow(x) - EW_fast(x)) - max(0, EW_slow(y) - EW_fast(y))): how many times further the norm has
+    fallen than the loss, this step included. A fit that gets better takes its gradients down with its loss, by no more
+    than that (the root of it, for squared errors). A loss that is missing or 0 explains no fall. A norm of 0 is neither
     judged nor learned. Sees a sudden fall in a series that scatters widely, and a slow one (1 % a step); blind to a
     loss that is multiplied by the factor itself (use `below_recent_min`). Default: four times, for 20 steps.
     """
