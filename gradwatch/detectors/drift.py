@@ -41,14 +41,14 @@ _HIGHEST = np.float32(HIGHEST)
 
 
 class MeanState(NamedTuple):
-    """Of K series: `n` samples learned (int32, counted as far as it matters), the mean of ln value, and past means.
+    """Of K series: `learned` samples (int32, counted as far as the mean needs it), the mean of ln value, past means.
 
-    The last four are a `RecentState` of the means.
+    The last four are a `RecentState` of the means: `n` counts the samples of the warm-up.
     """
 
-    n: NDArray[np.int32]
+    learned: NDArray[np.int32]
     mean: Array32
-    means: NDArray[np.int32]
+    n: NDArray[np.int32]
     under_way: Array32
     parts: Array32
     compared: Array32
@@ -112,14 +112,14 @@ class Drift(Exceeding):
     def advance_many_logs(self, state: State, x: Array32) -> tuple[int, State]:
         """As `advance_logs` of each in turn; only the mean is moved for one at a time."""
         before = cast(MeanState, state)
-        if int(np.minimum.reduce(before.n)) < mature(self.fast, RING):
+        if int(np.minimum.reduce(before.learned)) < mature(self.fast, RING):
             return Exceeding.advance_many_logs(self, state, x)
         means = self._means(before, x)
         extremes = _of_means(self.above, self.window, self.lag, self.warmup)
         count, after = extremes.advance_many_logs(
             RecentState(*before[2:]), means
         )  # no call of ours that can be spared
-        return count, MeanState(before.n, means[count - 1].copy(), *after) if count else state
+        return count, MeanState(before.learned, means[count - 1].copy(), *after) if count else state
 
     def logs_of(self, values: Sequence[float]) -> Array32 | None:
         """ln of each; None where one is not positive."""
@@ -134,7 +134,7 @@ class Drift(Exceeding):
         before = cast(MeanState, state)
         if keep_judging:
             return before
-        n, mean = np.where(mask, 0, before.n).astype(np.int32), np.where(mask, np.float32(0), before.mean)
+        n, mean = np.where(mask, 0, before.learned).astype(np.int32), np.where(mask, np.float32(0), before.mean)
         return MeanState(n, mean, *self._extremes().rebaseline(_extremes_of(before), mask, keep_judging))
 
     def _extremes(self) -> AboveRecentMax:
@@ -148,7 +148,7 @@ class Drift(Exceeding):
 
     def _moved(self, before: MeanState, x: Array32) -> tuple[NDArray[np.int32], Array32]:
         """The counts and the means after x[K]; not finite = nothing. The first samples are averaged plainly."""
-        n, mean, enough = before.n, before.mean, mature(self.fast, RING)
+        n, mean, enough = before.learned, before.mean, mature(self.fast, RING)
         if int(np.minimum.reduce(n)) >= enough and math.isfinite(float(np.add.reduce(x))):
             return n, self._means(before, x[None])[0]
         known, bound = np.isfinite(x), np.where(n < RING, np.inf, HIGHEST)
