@@ -134,7 +134,10 @@ class Drift(Exceeding):
         before = cast(MeanState, state)
         if keep_judging:
             return before
-        n, mean = np.where(mask, 0, before.learned).astype(np.int32), np.where(mask, np.float32(0), before.mean)
+        n, mean = (
+            np.where(mask, 0, before.learned).astype(np.int32),
+            np.where(mask, np.float32(0), before.mean),
+        )
         return MeanState(n, mean, *self._extremes().rebaseline(_extremes_of(before), mask, keep_judging))
 
     def _extremes(self) -> AboveRecentMax:
