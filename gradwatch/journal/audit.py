@@ -161,7 +161,7 @@ class Audit:
             yield (
                 "",
                 "the journal has no end (killed, ended by os._exit, or still running): "
-                "the last 31 ordinary steps, and those of its last second, may be missing; no incident is",
+                "the last 31 ordinary steps, and those of its last second, may be missing; no incident is missing",
             )
         lost: dict[str, int] = {}
         for one in self.damage:

@@ -65,7 +65,8 @@ def _state(run: RunFacts) -> State:
     if account is not None and account.running:
         return "running"
     unfit = run.weights is not None and not run.weights.healthy
-    if fired or unfit or run.damaged or run.unwritten or account is None:
+    skipped = any(track.total("skipped") for track in run.tracks)
+    if fired or skipped or unfit or run.damaged or run.unwritten or account is None:
         return "warning"
     if account.unended:
         return "broken off"

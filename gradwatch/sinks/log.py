@@ -44,7 +44,7 @@ LONGEST_TEXT = 2000
 """Characters of a summary or description; a 100 kB parameter name may be part of it."""
 
 _LOGGED = ("firing", "resolved", "repeat", "escalated", "failed")
-_WORDS = {"failed": "action failed"}
+_WORDS = {"failed": "action failed", "pending": "acting before it fires"}
 _LATER = {name: kind.later for name, kind in ACTIONS.items()}
 _PROSE = (
     "event",
@@ -136,7 +136,9 @@ class LogSink:
         for event in record.verdict.events:
             if event.kind == "rebaselined":
                 self._rebaselined(event, now)
-            if event.kind in _LOGGED and not event.inhibited:
+            # On NaN and Inf a rule acts while it waits for `for`, which delays alerts alone.
+            acts = event.kind == "pending" and event.rule in record.verdict.acting
+            if (event.kind in _LOGGED or acts) and not event.inhibited:
                 self._transition(event, _done_about(event, record), now)
         for finding in record.findings:
             self._cause(finding, now)

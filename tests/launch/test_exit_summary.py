@@ -42,6 +42,20 @@ def test_every_way_out_is_told_and_kept(
     assert account["taken"]["backwards"] == account["watched"]["steps"] == 3
 
 
+def test_an_action_that_does_not_wait_for_its_rule_is_logged(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rule with `for: 3` skips a NaN at once and does not fire; the log says so, and the report is not "Healthy"."""
+    rules = tmp_path / "r.gradwatch.yaml"
+    rules.write_text("version: 1\nrules: {n: {detect: {kind: nonfinite}, do: [skip_step], for: 3}}\n")
+    script = TRAIN.replace("mean()", "mean() * (float('nan') if _ == 1 else 1)")
+    done = run(tmp_path, script, options=("--rules", str(rules)))
+    assert "gradwatch acting before it fires rule=n severity=warning step=1" in done.stderr
+    assert "no rule fired · done: skip_step ×1" in done.stderr.splitlines()[-1]
+    assert main(["report", str(tmp_path / "runs" / "r"), "--format", "md"]) == 0
+    assert "**Look at this: no rule fired in 3 recorded steps; gradwatch skipped 1" in capsys.readouterr().out
+
+
 def test_ranks_without_a_process_group_speak_for_themselves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -80,7 +80,9 @@ class Timing(Model):
     )
     warmup: Count = unset("Samples of a series before it may fire; only kinds with a baseline.")
     half_life: Count = unset("Half-life of the baseline in samples; only kinds with a baseline.")
-    for_: Count = unset("Breaching samples before it fires.", alias="for")
+    for_: Count = unset(
+        "Breaching samples before it fires; an action on NaN or Inf does not wait.", alias="for"
+    )
     keep_firing_for: Steps = unset("Quiet steps before it is resolved.")
     cooldown: Steps = unset("Steps after the resolve in which a re-fire joins the same incident.")
     severity: Severity = unset("info, warning or critical.")
