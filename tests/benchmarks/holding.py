@@ -4,6 +4,8 @@ Whole training steps of a small MLP, or of these workloads, watched by the defau
 without once more (the error of the measurement), and without but with the same references held by two hooks, in turns
 in one process. Nothing goes wrong in them, so all there is is the holding: of the arguments, of the generators, of the
 gradient at the outputs. `--memory` tells the bytes of tensors at the peak of a step instead, by torch's own profiler.
+`--own` times what holds a step where it runs, by the clock around each of its calls in watched steps: what it costs
+beyond that (caches that it leaves colder) is not in it, but a busy machine hides it less.
 """
 
 from __future__ import annotations
@@ -12,14 +14,19 @@ import argparse
 import gc
 import itertools
 import sys
+import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
+from gradwatch.localise.hold import model_recorder
+from gradwatch.localise.hold.model_recorder import ModelRecorder
+from gradwatch.localise.hold.step_recorder import StepRecorder
 from gradwatch.rules.files import parse_rules
 from tests.benchmarks.interleave import Comparison, Sample, Turns, compare, interleave, timed
 from tests.benchmarks.loops import in_turn, training_step
@@ -160,6 +167,49 @@ def peak_bytes(workload: Workload, contender: Gradwatch) -> int:
     return max(at_once) + sum(one.nbytes for one in (*task.parameters, *state))
 
 
+OWN = (
+    (ModelRecorder, "begins"),
+    (ModelRecorder, "_ends"),
+    (model_recorder, "_gradient"),
+    (StepRecorder, "step_taken"),
+)
+"""The calls by which a step is held: before and after a forward, at the gradient of an output, after the step."""
+
+
+def own_share(workload: Workload, steps: int) -> tuple[float, float]:
+    """(µs a step spent in `OWN`, µs of the step): medians over steps."""
+    task, contender, spent = workload.task(), On(), [0.0]
+
+    def timing(call: Callable[..., Any]) -> Callable[..., Any]:
+        def timed_call(*args: Any, **kwargs: Any) -> Any:
+            begun = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                spent[0] += time.perf_counter() - begun
+
+        return timed_call
+
+    with ExitStack() as undone:
+        for owner, name in OWN:
+            undone.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, timing(getattr(owner, name)))
+        contender.attach(task)
+        undone.callback(contender.detach)
+        found = []
+        for _ in range(SETTLED + steps):
+            spent[0], begun = 0.0, time.perf_counter()
+            training_step(task, contender)
+            found.append((spent[0], time.perf_counter() - begun))
+    own, whole = np.median(np.array(found[SETTLED:]), 0) * 1e6
+    return float(own), float(whole)
+
+
+def _own(workload: Workload, steps: int) -> str:
+    own, whole = own_share(workload, steps)
+    return f"| {workload.title} | {own:.0f} | {whole / 1e3:.1f} | {100 * own / whole:.2f} % |"
+
+
 def _memory(workload: Workload) -> str:
     without, held = peak_bytes(workload, Off()), peak_bytes(workload, On())
     added = held - without
@@ -181,9 +231,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--clock", choices=("wall", "cpu"), default="wall", help="cpu: for a busy machine")
     parser.add_argument("workloads", nargs="*", choices=[[], *WORKLOADS], help="default: a small MLP")
     parser.add_argument("--memory", action="store_true", help="bytes at the peak of a step")
+    parser.add_argument("--own", action="store_true", help="time in the calls that hold a step")
     args = parser.parse_args(argv)
     torch.set_num_threads(args.threads)
     chosen = [WORKLOADS[name] for name in args.workloads] or [mlp(args.dropout)]
+    if args.own:
+        print("| | µs a step to hold it | step, ms | of it |\n|---|---|---|---|")
+        for workload in chosen:
+            print(_own(workload, args.rounds), flush=True)
+        return 0
     if args.memory:
         print("| | MiB at the peak, without localise | added | of it |\n|---|---|---|---|")
         for workload in chosen:
