@@ -225,7 +225,10 @@ class RulesWithoutData:
             return reads.valueless or NO_VALUE.format(reads.column)
         if never_came and is_observed(reads.column):
             return _not_observed(scalar_name(reads.column), self._came)
-        if never_came and reads.column not in COSTLY_COLUMNS:
+        if never_came and reads.column not in (
+            *COSTLY_COLUMNS,
+            BATCH_HASH,
+        ):  # these are read at their steps alone
             return NEVER_CAME.get(reads.column, NEVER_MEASURED.format(reads.column))
         if not _reached(reads, *self._steps[optimizer]):
             return OFF_STEP.format(reads.every)

@@ -138,9 +138,13 @@ def counts(audit: Audit) -> Iterable[str]:
     accounts = audit.accounts()
     for account in accounts[-_MOST_ACCOUNTS:]:
         yield from (f"  {line.removeprefix(PREFIX)}" for line in lines(account))
+    fired = {one.rule for one in audit.fired()}
+    process = " in the last process" if len(audit.parts) > 1 else ""
     for account in accounts[-1:]:
+        without_data = never_evaluated(account)
         yield from (
-            f"  no data: {rule}: {reason}" for rule, reason in sorted(never_evaluated(account).items())
+            f"  no data{process}: {rule}: {without_data[rule]}"
+            for rule in sorted(without_data.keys() - fired)
         )
         yield from (f"  not armed: {rule}: {why}" for rule, why in sorted(not_armed(account).items()))
 

@@ -158,10 +158,11 @@ class Audit:
     def not_read(self) -> Iterator[tuple[str, str]]:
         """Sentences on what may be missing, each with "damaged" or "" before it."""
         if self.unfinished:
+            whole = "" if self.damage else "; no incident is missing"
             yield (
                 "",
                 "the journal has no end (killed, ended by os._exit, or still running): "
-                "the last 31 ordinary steps, and those of its last second, may be missing; no incident is missing",
+                f"the last 31 ordinary steps, and those of its last second, may be missing{whole}",
             )
         lost: dict[str, int] = {}
         for one in self.damage:

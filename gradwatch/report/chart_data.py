@@ -103,9 +103,6 @@ def table(parameters: Parameters) -> dict[str, list[Any]]:
     if grid is None:
         return {}
     usual = usual_norms(grid)
-    seen = np.isfinite(grid.high)
-    peak = np.where(seen, grid.high, -np.inf).argmax(0)
-    starts = np.array(parameters.axis.starts, np.int64)
     spans = [span(column) for column in np.concatenate([grid.low, grid.high]).T]
     smallest, largest = (np.array([pair[side] for pair in spans]) for side in (0, 1))
     return {
@@ -115,7 +112,7 @@ def table(parameters: Parameters) -> dict[str, list[Any]]:
         "usual": numbers(usual),
         "low": numbers(smallest),
         "high": numbers(largest),
-        "high_step": starts[peak].tolist(),
+        "high_step": parameters.largest_step.tolist(),
         "rise": _ratios(largest, usual),
         "fall": _ratios(usual, smallest),
         "last": numbers(parameters.last),

@@ -61,7 +61,8 @@ class Parameters:
     """The parameters from the input to the output, and their columns at the steps at which these were recorded.
 
     `grids` has "norm", before any clipping, and "update_ratio" where a rule had it measured. `last[P]` is the last norm
-    recorded, at `last_step`. `recorded` counts the steps whose norms are in the grids.
+    recorded, at `last_step`, `largest_step[P]` the step of the largest finite one (-1 = none). `recorded` counts the
+    steps whose norms are in the grids.
     """
 
     names: tuple[str, ...] = ()
@@ -73,6 +74,7 @@ class Parameters:
     last: NDArray[np.float32] = field(default_factory=lambda: np.zeros(0, np.float32))
     last_step: int = -1
     recorded: int = 0
+    largest_step: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

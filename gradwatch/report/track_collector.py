@@ -101,6 +101,9 @@ class TrackCollector:
         )
 
 
+NO_NORM = -np.inf, -1
+
+
 class ParameterCollector:
     """Takes in the norms of the parameters of one optimizer, whose sites may change while it trains."""
 
@@ -115,6 +118,7 @@ class ParameterCollector:
         self._waiting: list[NormsEntry] = []
         self._last: dict[int, float] = {}
         self._last_step = -1
+        self._largest: dict[int, tuple[float, int]] = {}  # with its step
         self._recorded = 0
 
     def take(self, entry: NormsEntry, sites: Sites) -> None:
@@ -155,6 +159,12 @@ class ParameterCollector:
         self._last_step = max(self._last_step, entries[latest].step)
         shown = np.where(calls[latest], norms[latest], np.nan)
         self._last |= dict(zip(self._columns.tolist(), shown.tolist(), strict=True))
+        finite = np.where(calls & np.isfinite(norms), norms, -np.inf)
+        for at, k, norm in zip(
+            self._columns.tolist(), finite.argmax(0).tolist(), finite.max(0).tolist(), strict=True
+        ):
+            if norm > self._largest.get(at, NO_NORM)[0]:
+                self._largest[at] = norm, entries[k].step
         for name in GRIDS[1:]:
             self._add_column(name, entries, slots)
 
@@ -201,6 +211,7 @@ class ParameterCollector:
             last,
             self._last_step,
             self._recorded,
+            np.array([self._largest.get(at, NO_NORM)[1] for at in order.tolist()], np.int64),
         )
 
 

@@ -27,8 +27,8 @@ def saved(attached: Attached) -> dict[str, Any]:
 
 
 def check_version(state: Mapping[str, Any]) -> None:
-    """Raise AttachError for a state of another version."""
-    found = state.get("version")
+    """Raise AttachError for a state of another version, and for what is none."""
+    found = state.get("version") if isinstance(state, Mapping) else state
     if found != VERSION:
         raise AttachError(f"this state was saved by another version: {found!r}, expected {VERSION}")
 

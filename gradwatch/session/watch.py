@@ -192,7 +192,8 @@ class Watch:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Continue from a `state_dict()`; parameters that are new start afresh, by name.
 
-        Raises AttachError for a state that another version has saved.
+        It must be one of the same model: shapes are not compared. Raises AttachError for a state that another version
+        has saved.
         """
         self._session.load_state_dict(state)
 

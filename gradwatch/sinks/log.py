@@ -44,6 +44,8 @@ LONGEST_TEXT = 2000
 """Characters of a summary or description; a 100 kB parameter name may be part of it."""
 
 _LOGGED = ("firing", "resolved", "repeat", "escalated", "failed")
+CLIPS = frozenset({"clip", "rescale"})
+"""Actions that multiply a gradient, which makes nothing finite of NaN or Inf."""
 _WORDS = {"failed": "action failed", "pending": "acting before it fires"}
 _LATER = {name: kind.later for name, kind in ACTIONS.items()}
 _PROSE = (
@@ -310,8 +312,7 @@ def _fields(event: Event, done: _Done) -> Iterator[tuple[str, Any]]:
         yield "params", event.count
         yield "first_cause", event.first_cause
     if event.kind != "resolved":
-        if event.actions:
-            yield "actions", ",".join(_LATER.get(action) or action for action in event.actions)
+        yield from _actions(event, done.orders)
         yield from _done(done.orders)
         if done.weights:
             yield "weights", done.weights
@@ -327,6 +328,17 @@ def _numbers(event: Event) -> Iterator[tuple[str, float]]:
     if event.score != event.value and not (math.isnan(event.score) and math.isnan(event.value)):
         yield "score", event.score
     yield "threshold", event.threshold
+
+
+def _actions(event: Event, orders: tuple[Order, ...]) -> Iterator[tuple[str, str]]:
+    """The actions of a rule, without those that a value which is not finite has left nothing to do for."""
+    ordered = {order.action for order in orders}
+    left = [] if math.isfinite(event.value) else [one for one in event.actions if one in CLIPS - ordered]
+    named = [_LATER.get(action) or action for action in event.actions if action not in left]
+    if named:
+        yield "actions", ",".join(named)
+    if left:
+        yield "not_done", f"{','.join(left)} (what is not finite cannot be clipped)"
 
 
 def _done(orders: tuple[Order, ...]) -> Iterator[tuple[str, Any]]:

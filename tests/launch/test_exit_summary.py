@@ -56,6 +56,19 @@ def test_an_action_that_does_not_wait_for_its_rule_is_logged(
     assert "**Look at this: no rule fired in 3 recorded steps; gradwatch skipped 1" in capsys.readouterr().out
 
 
+def test_a_clip_of_what_is_not_finite_is_not_said_to_be_done(tmp_path: Path) -> None:
+    """NaN counts as above a bound; nothing can be clipped then, and the log says so."""
+    rules = tmp_path / "r.gradwatch.yaml"
+    rules.write_text(
+        "version: 1\nrules: {big: {detect: {kind: above, of: total_norm, threshold: 9}, do: [clip: {to: 1}]}}\n"
+    )
+    script = TRAIN.replace("mean()", "mean() * (float('nan') if _ == 1 else 1)")
+    done = run(tmp_path, script, options=("--rules", str(rules)))
+    (line,) = (line for line in done.stderr.splitlines() if "gradwatch firing rule=big" in line)
+    assert " actions=" not in line
+    assert "not_done='clip (what is not finite cannot be clipped)'" in line
+
+
 def test_ranks_without_a_process_group_speak_for_themselves(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

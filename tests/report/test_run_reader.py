@@ -69,6 +69,7 @@ def test_no_spike_is_lost(tmp_path: Path) -> None:
     bucket = 1217 // track.parameters.axis.width
     assert track.parameters.axis.width > 1
     assert grid.high[bucket, 1] == 777
+    assert track.parameters.largest_step[1] == 1217, "not the first step of the bucket"
     assert (grid.high > 700).sum() == 1
     assert track.curves["total_norm"].high[1217 // track.axis.width] == pytest.approx(777, 1e-3)
 
