@@ -31,7 +31,10 @@ def _gaps(account: Account) -> Iterator[str]:
     yield from _never_judged(account)
     if seen.provisional and account.has_judged:
         steps = plural(seen.provisional, "step")
-        yield f"{steps} judged for NaN and Inf alone, for norms were not read when the backward ended (provisional)"
+        yield (
+            f"{steps} judged for NaN and Inf alone (provisional: no backward came before, or its end was not seen, or "
+            "gradients were changed before their norms were read)"
+        )
     if seen.unjudged:
         yield f"{plural(seen.unjudged, 'watched step')} could not be judged ({_why_unjudged(account)})"
 

@@ -36,6 +36,7 @@ from gradwatch.localise.replay.step_replay import (
     blame_outputs,
     eager,
     unchecked,
+    unheard,
     within,
 )
 from gradwatch.localise.replay.tensor_sources import sources
@@ -171,7 +172,7 @@ class _Run:
             stack.enter_context(state_restored(everything, max_bytes))
             for model in self._whole:
                 stack.enter_context(without_sharding(model))
-            with eager(), unchecked():
+            with eager(), unchecked(), unheard():
                 torch.func.functional_call(everything, self._stand_ins, ())
         self.calls.verify()
         self._trace.stray = self._recorder.stray

@@ -10,6 +10,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
+from gradwatch.localise.hold.module_attributes import Refused
+from gradwatch.localise.loss.interpreter.lost_names import lost_names
 from gradwatch.localise.loss.interpreter.source_tree import (
     Body,
     assigned,
@@ -70,19 +72,27 @@ def root_of(call: ast.Call) -> ast.expr | None:
     return None if call.args else owner
 
 
+CHANGED = (
+    "`{name}` is changed between the call of the model and `backward()`, and what it was before is not known"
+)
 _WRAPPERS = ("accelerator", "fabric", "engine")
 
 
 def loss_statements(
     tree: Body, line: int, root: ast.expr, called: Collection[int]
-) -> Iterator[LossStatements]:
+) -> Iterator[LossStatements | Refused]:
     """The statements that `root` depends on, the shortest sequence first that begins at a call of the model.
 
-    `called` are the lines of this function that call a model; without them every statement is tried as the first.
+    `called` are the lines of this function that call a model; without them every statement is tried as the first. None
+    if the way to `root` leads past all of these lines: it is in another branch than the one that ran. Refused where a
+    name has been given another value since, and the one that it had is not known.
     """
     if isinstance(tree, ast.Lambda):
         return
     path = path_to(tree.body, line, root)
+    before: list[ast.stmt | ast.expr] = [root, *(one for _, body, place in path for one in body[:place])]
+    if called and not any(covers(one, at) for one in before for at in called):
+        return
     inner = max((k for k, (owner, _, _) in enumerate(path) if isinstance(owner, LOOPS)), default=0)
     path = path[inner:]
     ordered: list[tuple[tuple[ast.With, ...], ast.stmt]] = []
@@ -97,7 +107,11 @@ def loss_statements(
         sliced, wanted = needed(since, loaded(root))
         # A sum that goes on (`loss = loss + …`), or a list, is to begin where it began.
         carried = wanted & {name for _, one in since for name in assigned(one) | grown(one)}
-        begun, _ = needed(ordered[:first], carried) if carried else ((), set())
+        begun, given = needed(ordered[:first], carried) if carried else ((), set())
+        lost = lost_names(one for _, one in sliced) - (carried - given)
+        if lost:
+            yield Refused(CHANGED.format(name=min(lost)))
+            return
         # Values that do not depend on the model are still there; statements that draw numbers need all those before.
         tried = dict.fromkeys((depending(sliced, called), sliced, tuple(since)))
         yield from (LossStatements((*begun, *one), root, around) for one in tried)
