@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeAlias
 
@@ -36,17 +37,25 @@ from gradwatch.localise.replay.step_replay import (
     blame_outputs,
     eager,
     unchecked,
-    unheard,
     within,
 )
 from gradwatch.localise.replay.tensor_sources import sources
 from gradwatch.localise.sharded.whole_parameters import is_spread, without_sharding
 from gradwatch.runtime.interruption import not_ours
+from gradwatch.runtime.warning_filters import filters_kept
 from gradwatch.taps.graph import around_backward
 from gradwatch.taps.process_totals import uncounted
 
 Whole: TypeAlias = Mapping[int, Mapping[str, Tensor]]
 NO_LOSS = "no `backward()` of the loop is known"
+
+
+@contextlib.contextmanager
+def _unheard() -> Iterator[None]:
+    """No warning is shown of loss code that is run again: the script has shown it, or never came there."""
+    with filters_kept():
+        warnings.simplefilter("ignore")
+        yield
 
 
 class _Everything(nn.Module):
@@ -172,7 +181,7 @@ class _Run:
             stack.enter_context(state_restored(everything, max_bytes))
             for model in self._whole:
                 stack.enter_context(without_sharding(model))
-            with eager(), unchecked(), unheard():
+            with eager(), unchecked(), _unheard():
                 torch.func.functional_call(everything, self._stand_ins, ())
         self.calls.verify()
         self._trace.stray = self._recorder.stray

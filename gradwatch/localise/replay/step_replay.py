@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import math
 import threading
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -33,7 +32,6 @@ from gradwatch.localise.replay.state_restored import aliases, state_restored
 from gradwatch.localise.replay.tensor_sources import sources
 from gradwatch.localise.sharded.whole_parameters import without_sharding
 from gradwatch.records.finding import Frame, Operand
-from gradwatch.runtime.warning_filters import filters_kept
 from gradwatch.taps import dynamo, module_calls, nested_containers
 from gradwatch.taps.graph.node_numbers import next_number
 from gradwatch.taps.muted_forwards import transforming
@@ -212,7 +210,7 @@ def _again(
         listener.ended(replayed, _backward(trace, replayed, recorder))
 
     named = {f"model.{name}": tensor for name, tensor in given.items()}
-    with state_restored(model, max_bytes), without_sharding(model), eager(), unchecked(), unheard():
+    with state_restored(model, max_bytes), without_sharding(model), eager(), unchecked():
         torch.func.functional_call(_Step(model, run), named, ())
     trace.stray = recorder.stray
     return trace
@@ -323,14 +321,6 @@ def eager() -> Iterator[None]:
         yield
         return
     with torch.compiler.set_stance("force_eager"):
-        yield
-
-
-@contextlib.contextmanager
-def unheard() -> Iterator[None]:
-    """No warning is shown of code that is run again: the script has shown it, or never came there."""
-    with filters_kept():
-        warnings.simplefilter("ignore")
         yield
 
 
