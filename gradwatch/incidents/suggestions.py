@@ -157,7 +157,6 @@ SUGGESTIONS: tuple[Suggestion, ...] = (
         "enters this layer.",
         "Look at the batch (its scale, an outlier), and the layers before: no normalisation, weights that moved.",
         phases=("activations",),
-        in_module=True,
     ),
     Suggestion(
         "exploding",

@@ -49,7 +49,6 @@ _orders = itertools.count()  # of calls, over all models of the process
 next_order: Callable[[], int] = partial(next, _orders)
 """A number between those of the calls made so far and those to come."""
 LOOKED_AT = 3  # first calls, in which a forward that writes into its own parameters is found out
-SUBSTITUTED = "the model was called with other parameters (`functional_call`)"
 MOVERS = 64  # optimizers of which it is remembered whether they move a model
 _cuda = torch.cuda
 _grad_enabled, _frame = torch.is_grad_enabled, sys._getframe
@@ -263,7 +262,7 @@ class ModelRecorder:
             call.buffers = {} if self._buffers is None else self._buffers.held(first=not self.calls)
             call.gradients, call.tasks = {}, set()
             if lines.substituting and caller in lines.substituting:
-                call.release(SUBSTITUTED)
+                call.parameters = frozenset(map(id, module_tree.parameters(module)))
             self._open = call
         except Exception as error:
             self._open = None

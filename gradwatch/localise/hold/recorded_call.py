@@ -29,7 +29,8 @@ class Call:
     `returned` are copies of small outputs by position, and sums of large ones; `reason` says why it cannot be run again
     ("" = it can); `caller` is the line that made the call; `computed` are the `id`s of those tensors that autograd
     computed; `looked`: all generators were read before it; `indices` are the samples it was told to be of
-    (`Watch.batch`); `twice`: a gradient that reached it was kept with its graph, to be differentiated again.
+    (`Watch.batch`); `twice`: a gradient that reached it was kept with its graph, to be differentiated again;
+    `parameters` are the `id`s of those that the model had while it was called, where they may be others than its own.
     """
 
     order: int
@@ -51,6 +52,7 @@ class Call:
     returned: dict[int, Tensor | RowSums] | None = None
     looked: bool = False
     twice: bool = False
+    parameters: frozenset[int] | None = None
     reason: str = ""
     _given: int | None = None
 

@@ -32,7 +32,7 @@ from gradwatch.localise.replay.state_restored import aliases, state_restored
 from gradwatch.localise.replay.tensor_sources import sources
 from gradwatch.localise.sharded.whole_parameters import without_sharding
 from gradwatch.records.finding import Frame, Operand
-from gradwatch.taps import dynamo, module_calls, nested_containers
+from gradwatch.taps import dynamo, module_calls, module_tree, nested_containers
 from gradwatch.taps.graph.node_numbers import next_number
 from gradwatch.taps.muted_forwards import transforming
 from gradwatch.taps.process_totals import uncounted
@@ -153,6 +153,8 @@ def refuse(model: nn.Module, call: Call) -> None:
     """Raise `Refused` where a call cannot be run again exactly."""
     if call.reason:
         raise Refused(call.reason)
+    if call.parameters is not None and call.parameters != frozenset(map(id, module_tree.parameters(model))):
+        raise Refused("the model was called with other parameters (`functional_call`)")
     if call.training != model.training:
         raise Refused("the model was switched between train() and eval() since its forward")
     given = tensors((call.args, call.kwargs))

@@ -37,7 +37,7 @@ def perturbed(model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 def test_the_cause_is_not_known_and_no_hardware_is_blamed(
     loss_of: Callable[[nn.Module, Tensor, Tensor], Tensor], tmp_path: Path
 ) -> None:
-    """A NaN label: the finding says what stands in the way of a replay; the step is skipped all the same."""
+    """A NaN label: no operation is named, what stands in the way of a replay is, and the step is skipped."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer, sink = torch.optim.SGD(model.parameters(), 0.01), Kept()
@@ -48,7 +48,7 @@ def test_the_cause_is_not_known_and_no_hardware_is_blamed(
             loss_of(model, x, y * math.nan if step == AT else y).backward()
             optimizer.step()
     (finding,) = sink.records[AT].findings
-    assert finding.phase == "unknown"
+    assert (finding.phase, finding.op) in (("unknown", ""), ("loss", ""))  # a call with its own is run again
     assert "called with other parameters (`functional_call`)" in finding.note
     assert sink.records[AT].decision.skip
     assert all(param.isfinite().all() for param in model.parameters())
