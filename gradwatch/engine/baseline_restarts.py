@@ -12,7 +12,7 @@ import numpy as np
 
 from gradwatch.detectors import Detector, State
 from gradwatch.engine.engine_state import EngineState, NewBaselines
-from gradwatch.engine.rule_plan import Plan
+from gradwatch.engine.rule_plan import NO_BANK, Plan
 from gradwatch.engine.series import Series
 from gradwatch.records.columns import is_observed
 from gradwatch.records.snapshot import BoolArray
@@ -25,10 +25,11 @@ STEERED_BY_USER = frozenset({"loss", "lr", "loss_scale", "scaler_skip"})
 
 
 class BaselineRestarts:
-    """States of one plan whose baselines begin anew, some or all; every method is pure.
+    """States of one plan whose baselines begin anew, some or all; every method is pure, but for what `warm` remembers.
 
     `of_lr` are the banks, by number, that judge the learning rate, with bool[K] which of their series do;
-    `blind_anew` the rules that conditions are about and that have judged nothing once these begin anew.
+    `blind_anew` the rules that conditions are about and that have judged nothing once these begin anew; `warm` the ids
+    of those whose warm-up was over before baselines began anew: they have had data, whatever they wait for now.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -44,6 +45,7 @@ class BaselineRestarts:
             if mask.all()
         }
         self.blind_anew = self._blind(self.of_lr)
+        self.warm: set[str] = set()
 
     def after_rate_jump(self, state: EngineState) -> tuple[State, ...]:
         """The baselines without the levels of all that is made of gradients; what is judged meanwhile is judged on."""
@@ -166,11 +168,28 @@ class BaselineRestarts:
     def _restarted(
         self, state: EngineState, masks: Iterable[BoolArray], keep_judging: bool
     ) -> tuple[State, ...]:
+        self.warm |= warm(self._plan, state)
         banks = zip(self._plan.banks, state.baselines, masks, strict=True)
         return tuple(
             bank.detector.rebaseline(baseline, mask, keep_judging) if mask.any() else baseline
             for bank, baseline, mask in banks
         )
+
+
+def warming_up(plan: Plan, state: EngineState) -> dict[str, str]:
+    """The rules none of whose baselines has the samples it needs to judge now, with how many the fullest has."""
+    found = {}
+    for one in plan.rules:
+        seen = None if one.bank == NO_BANK else getattr(state.baselines[one.bank], "n", None)
+        needed = getattr(one.detector, "warmup", 0)
+        if seen is not None and needed and (fullest := int(seen[one.part].max(initial=0))) < needed:
+            found[one.rule.id] = f"warm-up not over: {fullest} of {needed} samples"
+    return found
+
+
+def warm(plan: Plan, state: EngineState) -> set[str]:
+    """The rules of which some baseline has the samples it needs."""
+    return {one.rule.id for one in plan.rules} - warming_up(plan, state).keys()
 
 
 def jumped(before: float | None, now: float | None) -> bool:

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from gradwatch.account.rules_without_data import of_condition
 from gradwatch.engine.actions.backward_clips import Asked, asked, bounds, module_bounds
 from gradwatch.engine.actions.rule_actions import by_rule, orders, rescaled, without_overridden
-from gradwatch.engine.baseline_restarts import BaselineRestarts, jumped
+from gradwatch.engine.baseline_restarts import BaselineRestarts, jumped, warm, warming_up
 from gradwatch.engine.clipping.strictest import Failed
 from gradwatch.engine.columns_needed import Needs
 from gradwatch.engine.engine_state import EngineState, NewBaselines, empty_state
@@ -91,14 +91,9 @@ class BoundEngine:
 
     def warming_up(self, state: EngineState) -> dict[str, str]:
         """The rules none of whose baselines has the samples it needs to judge, with how many the fullest has."""
-        found = {}
-        for one in self.plan.rules:
-            seen = None if one.bank == NO_BANK else getattr(state.baselines[one.bank], "n", None)
-            needed = getattr(one.detector, "warmup", 0)
-            if seen is not None and needed and int(seen[one.part].max(initial=0)) < needed:
-                found[one.rule.id] = (
-                    f"warm-up not over: {int(seen[one.part].max(initial=0))} of {needed} samples"
-                )
+        found = {
+            rule: why for rule, why in warming_up(self.plan, state).items() if rule not in self.restarts.warm
+        }
         for condition in self.plan.conditions:
             waiting = sorted(rule for rule in map(self._id, condition.of) if rule in found)
             if waiting:
@@ -114,6 +109,8 @@ class BoundEngine:
 
     def adopt(self, state: EngineState, previous: BoundEngine | None = None) -> EngineState:
         """The state carried over to these sites and rules by name; what is new starts empty."""
+        if previous is not None:
+            self.restarts.warm |= previous.restarts.warm | warm(state.plan, state)
         after = EngineState.from_dict(state.to_dict(), self.plan)
         none = tuple(np.zeros(bank.size, np.bool_) for bank in self.plan.banks)
         return replace(after, begun_anew=tuple(NewBaselines(one.reason, none) for one in state.begun_anew))

@@ -370,6 +370,31 @@ def test_rules_about_the_loop_have_no_data_where_no_optimizer_steps() -> None:
     assert "no torch optimizer steps here" in no_data["discarded-before-step"]
 
 
+@pytest.mark.parametrize("how", ["learning rate", "rebaseline", "unfrozen"])
+def test_a_rule_that_warms_up_anew_has_had_data(how: str) -> None:
+    """Ten steps after its baselines began anew, for whatever reason, it waits; it has judged all steps before."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 1))
+    model[0].requires_grad_(how != "unfrozen")
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with gradwatch.watch(model, optimizer, rules="default", sinks=[Kept()], strict=True) as gw:
+        for step in range(90):
+            if step == 80:
+                if how == "learning rate":
+                    optimizer.param_groups[0]["lr"] = 1e-4
+                elif how == "rebaseline":
+                    gw.rebaseline("on purpose")
+                else:
+                    model[0].requires_grad_(True)
+            optimizer.zero_grad()
+            (model(torch.randn(8, 4)) - torch.randn(8, 1)).square().mean().backward()
+            optimizer.step()
+        without_data = session_of(gw).account().no_data
+    assert without_data["drift"].startswith("warm-up not over: ")
+    assert "total-norm-spike" not in without_data
+    assert "norm-spike" not in without_data
+
+
 @pytest.mark.parametrize("late", [0, 1])
 def test_a_rule_of_one_optimizer_is_warming_up_whatever_the_other_does(late: int) -> None:
     """Muon beside AdamW: a rule on parameters of one of them is listed until it is warm there."""
