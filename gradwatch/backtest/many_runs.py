@@ -22,7 +22,7 @@ def backtest_runs(
     runs: Sequence[Run],
     ruleset: RuleSet,
     against: RuleSet | None = None,
-    rank: int = 0,
+    rank: int | None = None,
     jobs: int = 1,
     backend: str | None = None,
     progress: Done = lambda steps: None,

@@ -24,7 +24,8 @@ from gradwatch.backtest.rule_coverage import (
 from gradwatch.backtest.rule_judge import Judged, RuleJudge
 from gradwatch.engine import Engine
 from gradwatch.errors import GradwatchError
-from gradwatch.journal import JournalReader, RecordedStep, read_journal
+from gradwatch.journal import JournalReader, RecordedStep
+from gradwatch.journal.rank_journals import rank_journals
 from gradwatch.policies import ElementwisePolicy, find_policy
 from gradwatch.records.decision import Decision
 from gradwatch.rules.action_kinds import changing_gradients
@@ -42,30 +43,20 @@ def backtest_run(
     run: str | os.PathLike[str],
     ruleset: RuleSet,
     against: RuleSet | None = None,
-    rank: int = 0,
+    rank: int | None = None,
     progress: Progress = lambda steps: None,
 ) -> RunBacktest:
     """Judge a recorded run by rules, and by others that they are compared with, in one pass.
 
     The engine is the one that judges live, so that the Events are those that these rules would have given; what was
     recorded goes on as it was made, whatever they would have done. `run` is the folder of a run or one of its journal
-    files. Raises `GradwatchError` where there is no journal of that rank.
+    files, `rank` None the lowest there is. Raises `GradwatchError` where there is no journal of that rank.
     """
-    where = Path(run)
-    try:
-        journals = read_journal(where)
-    except OSError as error:
-        raise GradwatchError(str(error)) from None
-    if not where.is_dir():
-        rank = journals[0].rank
-    chosen = [one for one in journals if one.rank == rank]
-    if not chosen:
-        ranks = ", ".join(map(str, sorted({one.rank for one in journals})))
-        raise GradwatchError(f"no journal of rank {rank} in {where}; there are: {ranks}")
+    where, journals = Path(run), rank_journals(run, rank)
     new = RulesOnRun(ruleset)
     old = None if against is None else RulesOnRun(against)
     recorded = RecordedRun()
-    for journal in chosen:
+    for journal in journals.own:
         sides = [new] if old is None else [new, old]
         for one in sides:
             one.begin(journal)
@@ -80,7 +71,7 @@ def backtest_run(
     return RunBacktest(
         recorded.run_id or where.name,
         str(where),
-        rank,
+        journals.rank,
         recorded.steps,
         new.outcome(recorded.asked),
         None if old is None else old.outcome(recorded.asked),

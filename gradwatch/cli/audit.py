@@ -9,7 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradwatch.cli.run_argument import add_directory, chosen_run, journals
+from gradwatch.cli.run_argument import add_directory, add_rank, chosen_run
 from gradwatch.cli.terminal import Counter, paint, table
 
 if TYPE_CHECKING:
@@ -40,9 +40,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     parser.add_argument("run", nargs="?", metavar="RUN", help="folder of a run, or a journal file")
     add_directory(parser)
-    parser.add_argument(
-        "--rank", type=int, metavar="N", help="read the journal of this rank (default: the lowest there is)"
-    )
+    add_rank(parser, "read the journal")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(handler=handle)
 
@@ -50,13 +48,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def handle(arguments: argparse.Namespace) -> int:
     """Print the audit; 1 where an action failed."""
     from gradwatch.journal.audit import Audit
+    from gradwatch.journal.rank_journals import rank_journals
 
     where = chosen_run(arguments)
-    audit, found = Audit(), journals(where)
-    rank = min(one.rank for one in found) if arguments.rank is None else arguments.rank
-    for journal in journals(where, rank):
+    audit, (rank, own, other) = Audit(), rank_journals(where, arguments.rank)
+    for journal in own:
         follow(journal, audit)
-    others = unlike(audit, [one for one in found if one.rank != rank])
+    others = unlike(audit, other)
     if arguments.json:
         printed = {"run": str(where), "rank": rank, **audit.to_dict(), "other_ranks": others}
         print(json.dumps(printed, indent=2))

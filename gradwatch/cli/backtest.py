@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradwatch.cli.run_argument import add_directory, default_directory, newest
+from gradwatch.cli.run_argument import add_directory, add_rank, default_directory, newest
 from gradwatch.cli.terminal import Counter, paint, table
 from gradwatch.runtime.printable import plural, printable
 
@@ -49,9 +49,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--healthy", action="store_true", help="nothing went wrong in these runs: each alarm is a false one"
     )
     add_directory(parser)
-    parser.add_argument(
-        "--rank", type=int, default=0, metavar="N", help="judge the journal of this rank (default: 0)"
-    )
+    add_rank(parser, "judge the journal")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time (default: 1)")
     parser.add_argument(
         "--backend",

@@ -9,7 +9,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradwatch.cli.run_argument import add_directory, chosen_run, journals
+from gradwatch.cli.run_argument import add_directory, chosen_run
 from gradwatch.cli.terminal import paint
 from gradwatch.errors import GradwatchError
 
@@ -81,9 +81,10 @@ def audited(where: Path) -> Audit:
     """Firings from the journals of all ranks; of one rule the rank on which it fired most often."""
     from gradwatch.cli.audit import follow
     from gradwatch.journal.audit import Audit
+    from gradwatch.journal.rank_journals import rank_journals
 
-    everything = Audit()
-    for journal in journals(where):
+    everything, found_of = Audit(), rank_journals(where)
+    for journal in (*found_of.own, *found_of.others):
         found = Audit()
         follow(journal, found)
         for rule, one in found.rules.items():
@@ -120,9 +121,11 @@ def summary(audit: Audit, where: Path) -> str:
 def chosen(where: Path, name: str | None) -> list[Incident]:
     """Incidents from the journals of all ranks, one per name: of the rank that knows most, the first of equals."""
     from gradwatch.journal.incidents import better, incidents
+    from gradwatch.journal.rank_journals import rank_journals
 
     best: dict[str, Incident] = {}
-    for journal in journals(where):
+    found = rank_journals(where)
+    for journal in (*found.own, *found.others):
         for incident in incidents(journal, name):
             held = best.get(incident.name)
             if held is None or better(incident.finding, held.finding):

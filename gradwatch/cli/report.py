@@ -9,7 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradwatch.cli.run_argument import add_directory, default_directory, newest
+from gradwatch.cli.run_argument import add_directory, add_rank, default_directory, newest
 from gradwatch.cli.terminal import Counter, paint
 from gradwatch.errors import GradwatchError
 from gradwatch.runtime.printable import one_line, printable
@@ -56,9 +56,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--json", action="store_const", const="json", dest="format", help="the same as --format json"
     )
     add_directory(parser)
-    parser.add_argument(
-        "--rank", type=int, default=0, metavar="N", help="show the steps of this rank (default: 0)"
-    )
+    add_rank(parser, "show the steps")
     parser.set_defaults(handler=handle)
 
 
@@ -94,7 +92,7 @@ def chosen_output(arguments: argparse.Namespace, runs: Sequence[Path]) -> Output
     return Output(form, folder / ("report.html" if len(runs) == 1 else "comparison.html"))
 
 
-def read(run: Path, rank: int) -> RunReport:
+def read(run: Path, rank: int | None) -> RunReport:
     """Read a run, with progress on a terminal."""
     from gradwatch.report import read_run
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from gradwatch.errors import GradwatchError
 
 if TYPE_CHECKING:
-    from gradwatch.journal import JournalReader
+    pass
 
 
 ADVICE = "name the folder of a run, give --dir, or make a run: gradwatch run -- python train.py"
@@ -52,19 +52,8 @@ def _files(run: Path) -> Iterator[Path]:
     return (path for path in run.glob("*.gwj") if path.is_file() and not path.is_symlink())
 
 
-def journals(where: Path, rank: int | None = None) -> list[JournalReader]:
-    """The journals of one rank (None = all), one per attempt; of a file that is named itself, of any rank.
-
-    Raises GradwatchError if there are none, or they cannot be read.
-    """
-    from gradwatch.journal import read_journal
-
-    try:
-        found = read_journal(where)
-    except OSError as error:
-        raise GradwatchError(str(error)) from None
-    chosen = [one for one in found if rank is None or one.rank == rank or not where.is_dir()]
-    if not chosen:
-        ranks = ", ".join(str(one) for one in sorted({one.rank for one in found}))
-        raise GradwatchError(f"no journal of rank {rank} in {where}; there are: {ranks}")
-    return chosen
+def add_rank(parser: argparse.ArgumentParser, what: str) -> None:
+    """Add `--rank`; `what` is done with the journal of that rank."""
+    parser.add_argument(
+        "--rank", type=int, metavar="N", help=f"{what} of this rank (default: the lowest there is)"
+    )

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradwatch.cli.report import save
+from gradwatch.cli.run_argument import add_rank
 from gradwatch.cli.terminal import Counter, table
 from gradwatch.errors import GradwatchError
 from gradwatch.runtime.printable import plural, printable
@@ -57,9 +58,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "-o", "--output", default=DEFAULT_OUTPUT, metavar="FILE", help=f"default: {DEFAULT_OUTPUT}"
     )
-    parser.add_argument(
-        "--rank", type=int, default=0, metavar="N", help="judge the journals of this rank (default: 0)"
-    )
+    add_rank(parser, "judge the journals")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time (default: 1)")
     parser.add_argument("--backend", metavar="NAME", help="of joblib: loky (processes), threading, dask")
     parser.add_argument("--json", action="store_true", help="print JSON")

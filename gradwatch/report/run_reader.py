@@ -21,10 +21,10 @@ from gradwatch.journal import (
     RunEntry,
     SitesEntry,
     StepsEntry,
-    read_journal,
 )
 from gradwatch.journal.audit import Audit, read
 from gradwatch.journal.incidents import IncidentCollector, better
+from gradwatch.journal.rank_journals import rank_journals
 from gradwatch.records.record import CheckpointHealth
 from gradwatch.records.run_info import RunInfo
 from gradwatch.records.snapshot import Sites
@@ -43,7 +43,7 @@ MOST_ACCOUNTS = 5
 Progress = Callable[[int], None]
 
 
-def load(run: str | os.PathLike[str], rank: int = 0) -> RunReport:
+def load(run: str | os.PathLike[str], rank: int | None = None) -> RunReport:
     """Read a run for a notebook, which draws it: the folder of a run, or one of its journal files.
 
     Raises `GradwatchError` where there is no journal of that rank.
@@ -52,33 +52,23 @@ def load(run: str | os.PathLike[str], rank: int = 0) -> RunReport:
 
 
 def read_run(
-    run: str | os.PathLike[str], rank: int = 0, progress: Progress = lambda steps: None
+    run: str | os.PathLike[str], rank: int | None = None, progress: Progress = lambda steps: None
 ) -> RunReport:
     """Read the report of a run; `progress` is called with the number of steps so far.
 
-    Norms, steps and actions are those of one rank, causes and the rules that fired those of all. Raises
+    Norms, steps and actions are those of one rank (None: the lowest), causes and the rules that fired of all. Raises
     `GradwatchError` where there is no journal of that rank, or nothing of it can be read; whatever else is wrong with a
     journal is said in the report.
     """
     where = Path(run)
-    try:
-        journals = read_journal(where)
-    except OSError as error:
-        raise GradwatchError(str(error)) from None
-    ranks = sorted({one.rank for one in journals})
-    if not where.is_dir():  # a journal that is named itself says of which rank it is
-        rank = journals[0].rank
-    chosen = [one for one in journals if one.rank == rank]
-    if not chosen:
-        raise GradwatchError(f"no journal of rank {rank} in {where}; there are: {', '.join(map(str, ranks))}")
+    journals = rank_journals(where, rank)
     collector = RunCollector()
-    for journal in chosen:
+    for journal in journals.own:
         for steps in read(journal, collector.audit, collector.taking(journal)):
             progress(steps)
-    for journal in journals:
-        if journal not in chosen:
-            collector.take_other(journal)
-    report = collector.report(where, rank, ranks)
+    for journal in journals.others:
+        collector.take_other(journal)
+    report = collector.report(where, journals.rank, journals.ranks)
     if report.run is None and not report.tracks and not report.incidents:
         raise GradwatchError(f"nothing in {where} can be read as a journal")
     return report

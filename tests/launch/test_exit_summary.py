@@ -86,6 +86,34 @@ def test_ranks_without_a_process_group_speak_for_themselves(
     assert json.loads(capsys.readouterr().out)["other_ranks"]["1"]["fired"] == {"non-finite": 1}
 
 
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["report", "--format", "md", "RUN"],
+        ["audit", "RUN"],
+        ["explain", "--run", "RUN"],
+        ["backtest", "--rules", "default", "RUN"],
+    ],
+    ids=lambda words: words[0],
+)
+def test_the_next_command_of_a_process_with_another_rank(
+    command: list[str], run_of_rank_one: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A pod that its launcher calls 1 has no journal of rank 0: every command takes the lowest there is."""
+    code = main([str(run_of_rank_one) if word == "RUN" else word for word in command])
+    assert code == (command[0] == "explain")  # nothing fired
+    assert capsys.readouterr().err == ""
+
+
+@pytest.fixture(scope="module")
+def run_of_rank_one(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run of one process, which has RANK=1."""
+    folder = tmp_path_factory.mktemp("rank-one")
+    done = run(folder, TRAIN, RANK="1", WORLD_SIZE="2")
+    assert done.stderr.splitlines()[-1].endswith("next: gradwatch report runs/r")
+    return folder / "runs" / "r"
+
+
 @pytest.mark.soak
 def test_a_process_that_trains_nothing_is_told_once(tmp_path: Path) -> None:
     """By the launched process, not by its DataLoader's workers; and `--quiet` says nothing."""

@@ -9,9 +9,10 @@ from pathlib import Path
 
 from gradwatch.account import Account, Taken, Watched, gaps, lines
 from gradwatch.account.account_line import PREFIX
-from gradwatch.cli.run_argument import journals, newest
+from gradwatch.cli.run_argument import newest
 from gradwatch.errors import GradwatchError
 from gradwatch.journal.audit import Audit, read
+from gradwatch.journal.rank_journals import rank_journals
 from gradwatch.serve.process_discovery import read_endpoint
 
 _SERIES = re.compile(r"^(gradwatch_\w+?)(?:\{(.*)\})? ([0-9.e+-]+)$", re.M)
@@ -29,7 +30,8 @@ def newest_account(directory: Path) -> tuple[str, list[str], bool] | None:
     try:
         where = newest(directory)
         audit = Audit()
-        for journal in journals(where, 0):
+        rank, own, _ = rank_journals(where)
+        for journal in own:
             for _ in read(journal, audit):
                 continue
     except GradwatchError:
@@ -38,15 +40,15 @@ def newest_account(directory: Path) -> tuple[str, list[str], bool] | None:
     if not accounts:  # of an earlier version
         return where.name, [f"{audit.steps:,} steps recorded, and no summary of the run"], False
     account = accounts[-1]
-    running = account_of_endpoint(where) if account.running else None
+    running = account_of_endpoint(where, rank) if account.running else None
     if running is None:
         return where.name, _plain(lines(account)), not (gaps(account) or account.unended)
     return where.name, ["running: " + line for line in _plain(lines(running))], not gaps(running)
 
 
-def account_of_endpoint(where: Path) -> Account | None:
-    """Account from the endpoint of rank 0 of a running run; None where nothing answers."""
-    endpoint = read_endpoint(where / "endpoint-rank0.json")
+def account_of_endpoint(where: Path, rank: int) -> Account | None:
+    """Account from the endpoint of a rank of a running run; None where nothing answers."""
+    endpoint = read_endpoint(where / f"endpoint-rank{rank}.json")
     if endpoint is None or endpoint.node != platform.node():
         return None
     host = endpoint.address.host if endpoint.address.host in _LOOPBACK else "127.0.0.1"
