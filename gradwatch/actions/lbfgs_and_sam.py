@@ -33,6 +33,7 @@ class ClosureCalls:
         self.depth = depth
         self.count = 0
         self.skipped = False
+        self.versions: list[int] = []  # of the weights as the step began, where gradients were there already
         self.later_nonfinite = False  # a later evaluation was not finite: what follows it says nothing new
         # A bound on the first gradient's total, for every evaluation of the step.
         self.max_norm: float | None = None
@@ -97,11 +98,8 @@ def evaluates_often(optimizer: Optimizer) -> bool:
     return isinstance(optimizer, LBFGS) or not type(optimizer).step.__module__.startswith("torch.optim")
 
 
-def begins_by_given_gradient(optimizer: Optimizer) -> bool:
-    """True if a step may use the gradient that it finds, before it calls its closure: what is not torch's own.
-
-    A sharpness-aware optimizer may climb by it; torch's evaluate their closure first.
-    """
+def may_climb_first(optimizer: Optimizer) -> bool:
+    """True if a step may climb by the gradient that it finds, before it calls its closure: what is not torch's own."""
     return not type(optimizer).step.__module__.startswith("torch.optim")
 
 

@@ -138,7 +138,7 @@ class StepActions:
     def clip_ahead(self, optimizer: Optimizer, captured: OptimizerCapture, max_norm: float) -> bool:
         """Clip a step whose verdict may wait: no rule has a say in it, and the total is known at once.
 
-        The verdict finds the same total later, and tells the same coefficient. False where it failed, and the host is
+        The verdict finds the same total later, and has the same coefficient. False where it failed, and the host is
         to decide; not where some gradients were multiplied before that, for they must not be multiplied twice.
         """
         try:

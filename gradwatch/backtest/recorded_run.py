@@ -13,6 +13,7 @@ from gradwatch.journal import JournalReader, RecordedStep
 from gradwatch.records.decision import CLIP_SECTION, Order
 from gradwatch.records.event import Event
 from gradwatch.records.snapshot import Sites, Snapshot
+from gradwatch.runtime.printable import plural
 
 BLOCK = 64
 """Steps that are judged in one go, at most."""
@@ -20,24 +21,36 @@ FOLLOWS = (
     "process {}: optimizer {} begins at step {:,}: what its rules had learned before is in no journal, and they learn "
     "anew here"
 )
-MISSING = "process {}: optimizer {}: {:,} steps, from step {:,} on, are missing from the journal: no rule learns them"
+MISSING = (
+    "process {}: optimizer {}: {:,} steps, from step {:,} on, are missing from the journal: rules with a baseline end "
+    "there"
+)
 PARTLY_REBASELINED = (
     "process {}: step {:,}: the script had some baselines begin anew, which is not recorded: here none do"
 )
 NOT_CLOSED = "process {}: the journal has no end: the process was killed, or still runs"
-DAMAGED = "process {}: {:,} parts of the journal cannot be read"
+DAMAGED = "process {}: {} of the journal cannot be read"
+
+
+class Restart(NamedTuple):
+    """A script has baselines begin anew, for a reason: those of the rules that are `named`, of the run's `rules`."""
+
+    reason: str
+    named: frozenset[str]
+    rules: frozenset[str]
 
 
 class MeasuredStep(NamedTuple):
     """A recorded step, and its Snapshot as rules are judged on it: before gradwatch changed anything of its gradients.
 
-    `found` is None where that is not recorded. `restarts` are the reasons for which the script had all baselines begin
-    anew before the step.
+    `found` is None where that is not recorded. `restarts` are what the script had begin anew before the step, of all
+    parameters; `follows_gap`: steps of its optimizer right before it are missing from the journal.
     """
 
     recorded: RecordedStep
     found: Snapshot | None
-    restarts: tuple[str, ...] = ()
+    restarts: tuple[Restart, ...] = ()
+    follows_gap: bool = False
 
 
 class RecordedRun:
@@ -49,6 +62,7 @@ class RecordedRun:
         self.asked: frozenset[str] = frozenset()
         self.notes: list[str] = []
         self._totals = OutcomeTotals()
+        self._rules: frozenset[str] = frozenset()
         self._next: dict[int, int] = {}
         self._missing: dict[int, tuple[int, int]] = {}
         self._sites: dict[int, Sites] = {}
@@ -59,11 +73,13 @@ class RecordedRun:
         if found is not None:
             self.run_id = found.run.run_id
             self.asked |= {rule.of for rule in found.run.rules}
+            self._rules = frozenset(rule.id for rule in found.run.rules)
         self._next, self._missing, self._sites = {}, {}, {}
         block: list[MeasuredStep] = []
         for recorded in journal.records():
-            restarts = self._take(journal.attempt, recorded)
-            step = MeasuredStep(recorded, before_own_clip(recorded), restarts)
+            follows_gap = self._take(journal.attempt, recorded)
+            restarts = self._restarts(journal.attempt, recorded)
+            step = MeasuredStep(recorded, before_own_clip(recorded), restarts, follows_gap)
             if block and (len(block) == BLOCK or not _go_together(block[-1], step)):
                 yield block
                 block = []
@@ -72,12 +88,12 @@ class RecordedRun:
             yield block
         self._note_gaps(journal)
 
-    def _take(self, process: int, step: RecordedStep) -> tuple[str, ...]:
-        """Count a step; the reasons for which the script had all baselines begin anew before it."""
+    def _take(self, process: int, step: RecordedStep) -> bool:
+        """Count a step; True if some of its optimizer are missing before it."""
         self.steps += 1
         record = step.record
-        snapshot, events = record.snapshot, record.verdict.events
-        self._totals.take(process, record, events, record.decision)
+        snapshot = record.snapshot
+        self._totals.take(process, record, record.verdict.events, record.decision)
         expected = self._next.get(snapshot.optimizer)
         if expected is None and snapshot.step > 0:
             self.notes.append(FOLLOWS.format(process, snapshot.optimizer, snapshot.step))
@@ -85,6 +101,11 @@ class RecordedRun:
             count, first = self._missing.get(snapshot.optimizer, (0, expected))
             self._missing[snapshot.optimizer] = count + snapshot.step - expected, first
         self._next[snapshot.optimizer] = snapshot.step + 1
+        return expected is not None and snapshot.step > expected
+
+    def _restarts(self, process: int, step: RecordedStep) -> tuple[Restart, ...]:
+        """What the script had begin anew before a step."""
+        snapshot, events = step.record.snapshot, step.record.verdict.events
         before = self._sites.get(snapshot.optimizer, snapshot.sites)
         self._sites[snapshot.optimizer] = snapshot.sites
         if not events:
@@ -94,7 +115,10 @@ class RecordedRun:
         asked = [event for event in events if event.kind == "rebaselined" and event.summary != own]
         partly = [event for event in asked if not of_all(event, snapshot)]
         self.notes += [PARTLY_REBASELINED.format(process, event.step) for event in partly]
-        return tuple(event.summary for event in asked if event not in partly)
+        whole = (event for event in asked if event not in partly)
+        return tuple(
+            Restart(event.summary, frozenset(event.description.split(", ")), self._rules) for event in whole
+        )
 
     def _note_gaps(self, journal: JournalReader) -> None:
         for optimizer, (count, first) in self._missing.items():
@@ -103,7 +127,7 @@ class RecordedRun:
             self.notes.append(NOT_CLOSED.format(journal.attempt))
         damage = [one for one in journal.damage if journal.complete or one.reason != "torn"]
         if damage:
-            self.notes.append(DAMAGED.format(journal.attempt, len(damage)))
+            self.notes.append(DAMAGED.format(journal.attempt, plural(len(damage), "part")))
 
     def outcome(self) -> RulesOutcome:
         """Outcome of the rules of the run itself, live."""
@@ -117,7 +141,7 @@ def _go_together(one: MeasuredStep, other: MeasuredStep) -> bool:
         before.optimizer == after.optimizer
         and before.sites is after.sites
         and (one.recorded.norms is None) == (other.recorded.norms is None)
-        and not other.restarts
+        and not (other.restarts or other.follows_gap)
         and math.isfinite(before.total_norm)
         and math.isfinite(after.total_norm)
         and one.found is not None
@@ -148,5 +172,5 @@ def changes_gradients(order: Order) -> bool:
 
 
 def of_all(event: Event, snapshot: Snapshot) -> bool:
-    """True if the baselines of all parameters began anew."""
+    """True if baselines of all parameters began anew."""
     return event.count >= sum(kind == "param" for kind in snapshot.sites.kinds)

@@ -38,6 +38,9 @@ GAP = (
     "norms of parameters were not recorded at every step from step {} on (the journal was thinned, or samples them): "
     "record runs with `sinks: [journal: {{params: full, max_bytes: 0}}]`"
 )
+STEPS_MISSING = (
+    "steps before step {} are missing from the journal, and with them what the baseline would have learned"
+)
 DEPENDS = "it depends on {}, not judged on the whole run"
 NOT_ASKED = (
     "{} was not recorded, as no rule of the run read it: record a run under these rules (`mode: shadow` has them act "
@@ -247,6 +250,11 @@ def reads_sites(rule: Rule) -> bool:
     """True if a rule reads a column of parameters or modules."""
     detectors = [rule.detect] if rule.detect.second is None else [rule.detect, rule.detect.second]
     return any(not is_scalar(column) for one in detectors for column in one.columns)
+
+
+def has_baseline(rule: Rule) -> bool:
+    """True if a rule judges a step by what it has learned of others."""
+    return any(one is not None and one.has_baseline for one in (rule.detect, rule.detect.second))
 
 
 def skips_by_sites(rule: Rule) -> bool:

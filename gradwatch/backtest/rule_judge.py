@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -12,7 +13,7 @@ from gradwatch.engine import Engine
 from gradwatch.engine.bound_engine import BoundEngine
 from gradwatch.engine.changed_parameters import changed_parameters
 from gradwatch.engine.columns_needed import batches_hashed_every
-from gradwatch.engine.engine_state import EngineState
+from gradwatch.engine.engine_state import EngineState, rules_anew
 from gradwatch.engine.staggered_judging import InTurn
 from gradwatch.records.columns import BATCH_HASH
 from gradwatch.records.decision import Decision
@@ -163,11 +164,23 @@ class RuleJudge:
             rules = self._engines[optimizer].bind(before.engine.sites)
             self._bind(optimizer, rules, rules.adopt(before.state, before.engine))
 
-    def rebaseline(self, optimizer: int, reason: str) -> None:
-        """Have all baselines of one optimizer begin anew before its next step, as `gw.rebaseline()` does."""
+    def rebaseline(
+        self, optimizer: int, reason: str, named: AbstractSet[str], known: AbstractSet[str]
+    ) -> None:
+        """Have baselines of one optimizer begin anew before its next step, as `gw.rebaseline()` has done live.
+
+        `named` are the rules that did live, of those `known` there. Where some that could did not, the script had
+        asked for some rules alone.
+        """
         one = self._bound.get(optimizer)
-        if one is not None:
-            one.state = one.engine.restarts.rebaseline(one.state, "*", reason)
+        if one is None:
+            return
+        after = one.engine.restarts.rebaseline(one.state, "*", reason)
+        could = {one.engine.plan.rules[k].rule.id for k in rules_anew(one.engine.plan, after.begun_anew[-1])}
+        if could & known <= named:
+            one.state = after
+        elif could & named:
+            one.state = one.engine.restarts.rebaseline(one.state, "*", reason, sorted(could & named))
 
     def warming_up(self, optimizer: int) -> dict[str, str]:
         """The rules of one optimizer that have not had the samples they need, with how many they had."""

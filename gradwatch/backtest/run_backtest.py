@@ -14,7 +14,9 @@ from gradwatch.backtest.rule_coverage import (
     AFTER_CLIPS,
     CLIPPED,
     GAP,
+    STEPS_MISSING,
     OptimizerCoverage,
+    has_baseline,
     joined,
     reads_sites,
     shown,
@@ -112,6 +114,9 @@ class RulesOnRun:
             self._drop(optimizer, self._of_sites(optimizer), GAP.format(f"{snapshot.step:,}"))
             if self._skips and not math.isfinite(snapshot.total_norm):
                 self._drop(optimizer, self._kept[optimizer], UNKNOWN_SKIP.format(f"{snapshot.step:,}"))
+        if block[0].follows_gap:
+            learning = [rule.id for rule in self._ruleset.rules if has_baseline(rule)]
+            self._drop(optimizer, learning, STEPS_MISSING.format(f"{snapshot.step:,}"))
         self._rebaseline(block[0])
         found = [one.found for one in block if one.found is not None]
         if not found:  # one step, whose norms after clipping hold what gradwatch did
@@ -129,9 +134,9 @@ class RulesOnRun:
     def _rebaseline(self, step: MeasuredStep) -> None:
         """Have the baselines begin anew that the script had begin anew before this step."""
         snapshot = step.recorded.record.snapshot
-        for reason in step.restarts:
+        for restart in step.restarts:
             self._judge.bind(snapshot)
-            self._judge.rebaseline(snapshot.optimizer, reason)
+            self._judge.rebaseline(snapshot.optimizer, *restart)
 
     def _of_sites(self, optimizer: int) -> list[str]:
         kept = self._kept[optimizer]

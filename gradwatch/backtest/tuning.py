@@ -12,22 +12,25 @@ from typing import Any
 
 from gradwatch.backtest.firings import firings
 from gradwatch.backtest.outcome import PlacedEvent, RunBacktest
+from gradwatch.detectors.detector import Detector
 from gradwatch.errors import GradwatchError
 from gradwatch.rules.rule_set import Rule, RuleSet
 
 CONFIDENCE = 0.95
 MARGIN, LEAST_MOVE = 1.02, 1.05
-"""A threshold is put so much beyond the score it is to hold back, and moved by this factor at least."""
+"""A threshold is put so much beyond the score it is to hold back, and moved by this factor at least; by its square the
+second time, and so on: the score is that at which an alarm began, and a value that grows slowly goes far beyond it."""
 MOST_ROUNDS = 24
 NO_LEVEL = "it states a fact, and has no threshold to move"
 NOT_FINITE = "no finite threshold would hold it back: its score was {}"
+NOT_TAKEN = "no threshold would hold it back that a rule file may have: `{}: {:g}` it may not"
 Judge = Callable[[RuleSet, Sequence[int]], list[RunBacktest]]
 """Judges some of the runs, by their numbers."""
 
 
 @dataclass(slots=True)
 class Threshold:
-    """A threshold that was moved: the key of `detect:`, and the false alarm with the largest score."""
+    """A threshold that was moved, `moves` times: the key of `detect:`, and the false alarm with the largest score."""
 
     rule: str
     key: str
@@ -35,6 +38,7 @@ class Threshold:
     now: float
     worst: PlacedEvent
     run: str
+    moves: int = 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,10 +150,13 @@ def _moved(
     score = ordered[share][1].event.score
     if not (math.isfinite(score) and score > 0 and now > 0):
         raise ValueError(NO_LEVEL if now == 0 else NOT_FINITE.format(score))
-    target = min(score / MARGIN, now / LEAST_MOVE) if below else max(score * MARGIN, now * LEAST_MOVE)
-    value = rounded(target, down=below)
-    replace(detector, **{key: value})  # ValueError: this kind does not take it
     known = moved.get(f"{rule.id}.{key}")
+    moves = 1 if known is None else known.moves + 1
+    least = LEAST_MOVE**moves
+    target = min(score / MARGIN, now / least) if below else max(score * MARGIN, now * least)
+    value = rounded(target, down=below)
+    if not takes(detector, key, value):
+        raise ValueError(NOT_TAKEN.format(key, value))
     if known is None:
         return Threshold(rule.id, key, now, value, worst, run.run)
     beyond = known.worst.event.score > worst.event.score
@@ -157,7 +164,20 @@ def _moved(
         run_id, worst = known.run, known.worst
     else:
         run_id = run.run
-    return Threshold(rule.id, key, known.was, value, worst, run_id)
+    return Threshold(rule.id, key, known.was, value, worst, run_id, moves)
+
+
+def takes(detector: Detector, key: str, value: float) -> bool:
+    """True if a rule file may give this value to this key of a detector."""
+    from pydantic import TypeAdapter, ValidationError
+
+    kind: type[Any] = type(detector)
+    values = {one.name: getattr(detector, one.name) for one in fields(kind) if one.init}
+    try:
+        TypeAdapter(kind).validate_python({**values, key: value})
+    except ValidationError:
+        return False
+    return True
 
 
 def key_of(detector: Any, threshold: Callable[[Any], Any]) -> str | None:

@@ -277,9 +277,13 @@ class ArrivedGradients(OptimizerParameters):
         """Close the open window of another capture of the same optimizer, whose parameters have become others.
 
         What joined has not been read at the end of the backward. It is read now, and is what the backward made, where
-        no code has written to any of the gradients since.
+        no code has written to any of the gradients since. A window that holds the gradients of a step that raised, too,
+        stays one that nothing is learned from.
         """
         self.losses.follow(before.losses)
+        self.spans_two_steps = before.spans_two_steps or before.arrivals.cleared < before.closed_at
+        if self.spans_two_steps:
+            return
         known = set(map(id, before.params))
         joined = [param.grad for param in self.params if id(param) not in known]
         if before._is_as_read() and not any(grad is not None and grad._version for grad in joined):

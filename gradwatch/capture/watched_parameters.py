@@ -138,7 +138,7 @@ class Slots:
                 new.append((name, param))
                 continue
             if anew and not (name.endswith(self.names[slot]) or self.names[slot].endswith(name)):
-                # Moved within its model, as adapters are merged; not a prefix that tells two models apart.
+                # Moved within its model, as adapters are merged; not a prefix that distinguishes two models.
                 self.names[slot] = name
             slots.append(slot)
             params.append(param)

@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradwatch.cli.run_argument import add_directory, add_rank, default_directory, newest
+from gradwatch.cli.run_argument import add_directory, add_jobs, add_rank, default_directory, newest
 from gradwatch.cli.terminal import Counter, paint, table
 from gradwatch.runtime.printable import plural, printable
 
@@ -50,12 +50,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     add_directory(parser)
     add_rank(parser, "judge the journal")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time (default: 1)")
-    parser.add_argument(
-        "--backend",
-        metavar="NAME",
-        help="of joblib: loky (processes), threading, dask (default: loky where there are several jobs)",
-    )
+    add_jobs(parser)
     parser.add_argument("--json", action="store_true", help="print JSON, with every event")
     parser.set_defaults(handler=handle)
 
@@ -186,7 +181,7 @@ def _coverage(runs: Sequence[RunBacktest]) -> Iterator[str]:
     headings: dict[Extent, str] = {
         "not recorded": "not judged, for want of a recording",
         "part": "judged in part",
-        "no data": "without data in the run, as they would have been live",
+        "no data": "without data in the run",
         "no site": "about nothing that this model has",
     }
     for extent, heading in headings.items():

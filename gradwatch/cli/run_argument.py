@@ -52,6 +52,22 @@ def _files(run: Path) -> Iterator[Path]:
     return (path for path in run.glob("*.gwj") if path.is_file() and not path.is_symlink())
 
 
+def add_jobs(parser: argparse.ArgumentParser) -> None:
+    """Add `--jobs` and `--backend`, for commands that read many runs."""
+    parser.add_argument("--jobs", type=_count, default=1, metavar="N", help="runs at a time (default: 1)")
+    parser.add_argument(
+        "--backend",
+        metavar="NAME",
+        help="of joblib: loky (processes), threading, dask (default: loky where there are several jobs)",
+    )
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+    return int(text)
+
+
 def add_rank(parser: argparse.ArgumentParser, what: str) -> None:
     """Add `--rank`; `what` is done with the journal of that rank."""
     parser.add_argument(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -12,9 +13,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradwatch.cli.report import save
-from gradwatch.cli.run_argument import add_rank
+from gradwatch.cli.run_argument import add_jobs, add_rank
 from gradwatch.cli.terminal import Counter, table
-from gradwatch.errors import GradwatchError
+from gradwatch.errors import GradwatchError, RuleFileError
 from gradwatch.runtime.printable import plural, printable
 
 if TYPE_CHECKING:
@@ -59,8 +60,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "-o", "--output", default=DEFAULT_OUTPUT, metavar="FILE", help=f"default: {DEFAULT_OUTPUT}"
     )
     add_rank(parser, "judge the journals")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time (default: 1)")
-    parser.add_argument("--backend", metavar="NAME", help="of joblib: loky (processes), threading, dask")
+    add_jobs(parser)
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(handler=handle)
 
@@ -70,23 +70,21 @@ def handle(arguments: argparse.Namespace) -> int:
     from gradwatch.backtest.many_runs import backtest_runs
     from gradwatch.backtest.tuned_file import text
     from gradwatch.backtest.tuning import tune
-    from gradwatch.rules.files import load_rules
-    from gradwatch.rules.packs import pack_path
+    from gradwatch.rules.files import load_rules, parse_rules
 
     if not arguments.healthy:
         raise GradwatchError(
             "thresholds are made of runs in which nothing went wrong: say that these are such runs, with --healthy"
         )
-    if not arguments.budget > 0:
+    if not 0 < arguments.budget < math.inf:
         raise GradwatchError(
             f"--budget {arguments.budget:g}: no number of steps can tell that there is no false alarm"
-        )
-    output = Path(arguments.output)
-    if not output.parent.is_dir():  # before minutes of work
-        raise GradwatchError(
-            f"cannot write {output}: there is no folder {output.parent}; name another file: -o FILE"
+            if arguments.budget <= 0
+            else f"--budget {arguments.budget:g}: no number of false alarms per 1,000 steps"
         )
     rules = load_rules(arguments.rules)
+    output = Path(arguments.output)
+    base = base_of(arguments.rules, output)
     with closing(Counter("{:,} steps judged")) as count:
 
         def judge(ruleset: RuleSet, numbers: Sequence[int]) -> list[RunBacktest]:
@@ -95,16 +93,38 @@ def handle(arguments: argparse.Namespace) -> int:
             return backtest_runs(chosen, ruleset, None, *about)
 
         tuned = tune(rules, len(arguments.runs), arguments.budget, judge)
-    named = pack_path(arguments.rules) is not None and not Path(arguments.rules).exists()
-    base = arguments.rules if named else os.path.relpath(arguments.rules, output.parent)
-    save(output, text(tuned, base, arguments.budget))
-    written = load_rules(output)
+    content = text(tuned, base, arguments.budget)
+    written = parse_rules(content, str(output))
     assert all(written.rule(rule.id).detect == rule.detect for rule in tuned.ruleset.rules)
+    save(output, content)
     if arguments.json:
         print(json.dumps(document(tuned, arguments)))
     else:
         print("\n".join(shown(tuned, output)))
     return 0
+
+
+def base_of(rules: str, output: Path) -> str:
+    """What a file that is to be written extends: the pack, or the rule file by its path from there.
+
+    Raises `GradwatchError`, before minutes of work, where it cannot be written, or the rules are read from it.
+    """
+    from gradwatch.rules.files import parse_rules
+    from gradwatch.rules.packs import pack_path
+
+    if not output.parent.is_dir():
+        raise GradwatchError(
+            f"cannot write {output}: there is no folder {output.parent}; name another file: -o FILE"
+        )
+    named = pack_path(rules) is not None and not Path(rules).exists()
+    base = rules if named else os.path.relpath(rules, output.parent)
+    try:
+        parse_rules(f"version: 1\nextends: [{json.dumps(base)}]\n", str(output))
+    except RuleFileError:
+        raise GradwatchError(
+            f"cannot write {output}: --rules {rules} is read from it; name another file: -o FILE"
+        ) from None
+    return base
 
 
 def document(tuned: Tuned, arguments: argparse.Namespace) -> dict[str, Any]:

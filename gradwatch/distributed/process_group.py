@@ -26,7 +26,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from gradwatch.errors import GradwatchError
-from gradwatch.runtime.process_identity import in_group
+from gradwatch.runtime.process_identity import group_rank
 
 MEET_SECONDS = 30.0
 """How long the first step waits, once, for a rank that does not watch. Ranks of one training come together."""
@@ -59,7 +59,7 @@ class Meeting:
 
 def place() -> tuple[int, int]:
     """(rank, world size) of this process: torch.distributed's where it is initialised, else (0, 1)."""
-    if in_group() and dist.is_initialized():
+    if group_rank() is not None and dist.is_initialized():
         return dist.get_rank(), dist.get_world_size()
     return 0, 1
 

@@ -6,6 +6,7 @@ one of a run gets a page that asks again.
 
 from __future__ import annotations
 
+import math
 import os
 import re
 import subprocess
@@ -28,6 +29,8 @@ REFRESH_SECONDS = 60
 """A browser asks so often for the page of a run that goes on."""
 LEAST_AGE_SECONDS, AGE_BY_TIME = 10.0, 10.0
 """Seconds that a page of a growing journal is served, at least; and that time by the time it takes to make it."""
+STALE_SECONDS = 2.0 * REFRESH_SECONDS
+"""A page of a journal that has grown since is not shown when it is older: the request is answered as a first one is."""
 LONGEST_SECONDS = 120.0
 NICENESS = 10
 _POLICY = re.compile(rb'<meta http-equiv="Content-Security-Policy" content="([^"]+)">')
@@ -49,17 +52,17 @@ class RunPlace(NamedTuple):
 
 
 class _Page(NamedTuple):
-    """A page that was made: of a journal of this state, at this monotonic time, in so many seconds."""
+    """A page of a journal of this state, as it was read at this monotonic time, made in so many seconds."""
 
     content: Content
     journal: tuple[int, int]
-    made_at: float
+    read_at: float
     seconds: float
 
 
 @dataclass(slots=True)
 class _Making:
-    """A process that makes a page: what it writes, and its complaints."""
+    """A process that makes a page: what it writes, its complaints, and when it began, by `monotonic` and by `time`."""
 
     place: RunPlace
     journal: tuple[int, int]
@@ -67,6 +70,11 @@ class _Making:
     out: IO[bytes]
     errors: IO[bytes]
     began: float
+    began_at: float
+
+    def seconds(self) -> float:
+        """Seconds that it took, whenever that is asked: until it wrote what it had made; by `time.time`."""
+        return max(0.0, os.fstat(self.out.fileno()).st_mtime - self.began_at)
 
 
 def path_of(run_id: str) -> str:
@@ -88,12 +96,16 @@ class ServedReports:
         """The page of a run, as of a short while ago; raises RequestError where there is no such run."""
         place = self._find(path)
         if place is None:
-            raise RequestError(404, "No run of that name; the runs are listed at /.")
+            raise RequestError(404, "No run of that name here: see /.")
         with self._lock:
             self._collect()
             page = self._pages.get(place)
-            if self._making is None and self._is_due(place, page):
+            age = math.inf if page is None else time.monotonic() - page.read_at
+            outdated = page is None or _outdated(place, page, age)
+            if outdated and self._making is None and not _just_failed(self._failed.get(place)):
                 self._start(place)
+            if outdated and age > STALE_SECONDS:
+                page = None
             failed = self._failed.get(place)
         if page is not None:
             return page.content
@@ -110,13 +122,6 @@ class ServedReports:
                 making.process.wait()
                 making.out.close()
                 making.errors.close()
-
-    def _is_due(self, place: RunPlace, page: _Page | None) -> bool:
-        now = time.monotonic()
-        if page is None:
-            return place not in self._failed or now - self._failed[place][0] > LEAST_AGE_SECONDS
-        old = now - page.made_at > max(LEAST_AGE_SECONDS, AGE_BY_TIME * page.seconds)
-        return old and page.journal != journal_state(place)
 
     def _start(self, place: RunPlace) -> None:
         try:
@@ -137,22 +142,32 @@ class ServedReports:
         with making.out, making.errors:
             making.out.seek(0)
             making.errors.seek(0)
-            body = making.out.read()
+            content = served(making.out.read(), making.place.running, making.began_at)
+            seconds = making.seconds()
             complaint = one_line(making.errors.read().decode("utf-8", "replace").strip(), _LONGEST_MESSAGE)
         self._failed.pop(making.place, None)
         if making.process.returncode:
             self._failed[making.place] = now, complaint or f"exit status {making.process.returncode}"
             return
         self._pages.pop(making.place, None)
-        content = served(body, making.place.running)
-        self._pages[making.place] = _Page(content, making.journal, now, now - making.began)
+        self._pages[making.place] = _Page(content, making.journal, making.began, seconds)
         while len(self._pages) > _MOST_PAGES:
             del self._pages[next(iter(self._pages))]
+
+
+def _outdated(place: RunPlace, page: _Page, age: float) -> bool:
+    old = age > max(LEAST_AGE_SECONDS, AGE_BY_TIME * page.seconds)
+    return old and page.journal != journal_state(place)
+
+
+def _just_failed(failed: tuple[float, str] | None) -> bool:
+    return failed is not None and time.monotonic() - failed[0] <= LEAST_AGE_SECONDS
 
 
 def make(place: RunPlace) -> _Making:
     """Start the process that makes a page, at a low priority; it is not to be watched itself."""
     command = [sys.executable, "-m", "gradwatch", "report", str(place.folder), "--rank", str(place.rank)]
+    state = journal_state(place)
     with ExitStack() as stack:
         out, errors = (stack.enter_context(tempfile.TemporaryFile()) for _ in range(2))
         process = subprocess.Popen(
@@ -165,7 +180,7 @@ def make(place: RunPlace) -> _Making:
         stack.pop_all()  # closed where its page is taken
     with suppress(OSError):
         os.setpriority(os.PRIO_PROCESS, process.pid, NICENESS)
-    return _Making(place, journal_state(place), process, out, errors, time.monotonic())
+    return _Making(place, state, process, out, errors, time.monotonic(), time.time())
 
 
 def journal_state(place: RunPlace) -> tuple[int, int]:
@@ -174,10 +189,11 @@ def journal_state(place: RunPlace) -> tuple[int, int]:
     return max((one.st_mtime_ns for one in found), default=0), sum(one.st_size for one in found)
 
 
-def served(body: bytes, running: bool) -> Content:
-    """A report as a server gives it: with a way back, and, while the run goes on, asked for again."""
+def served(body: bytes, running: bool, read_at: float) -> Content:
+    """A report, read at a `time.time`, as a server gives it: with a way back; asked for again while the run goes on."""
     again = f'<meta http-equiv="refresh" content="{REFRESH_SECONDS}">' if running else ""
-    header = f'{again}<header><a href="/">gradwatch</a> report, read at {time.strftime("%H:%M:%S")}</header>'
+    clock = time.strftime("%H:%M:%S", time.localtime(read_at))
+    header = f'{again}<header><a href="/">gradwatch</a> report, read at {clock}</header>'
     policy = _POLICY.search(body)
     if policy is None:
         return Content("text/html; charset=utf-8", body)

@@ -59,7 +59,7 @@ class BaselineRestarts:
 
         Those of clip policies too; with `rules`, only those that these rules judge by. For changes made on purpose:
         those series are blind until they have warmed up again, and nothing of them is firing any more. The next step
-        tells so, with the `reason`.
+        reports it, with the `reason`.
         """
         mask_S = self._plan.sites.select(glob)
         masks = self._touched(mask_S, rules=rules)

@@ -145,6 +145,16 @@ class EngineState:
             raise GradwatchError(f"not an engine state: {type(error).__name__}: {error}") from error
 
 
+def rules_anew(plan: Plan, begun: NewBaselines) -> dict[int, BoolArray]:
+    """The rules of which some baseline begins anew, by number, with bool[K] their series of which all do."""
+    found = {}
+    for number, one in enumerate(plan.rules):
+        masks = [begun.masks[each.bank][each.part] for each in one.yardsticks]
+        if any(mask.any() for mask in masks):
+            found[number] = np.logical_and.reduce(masks)
+    return found
+
+
 def empty_state(plan: Plan) -> EngineState:
     """Nothing seen, nothing pending."""
     return EngineState(

@@ -18,7 +18,7 @@ from gradwatch.engine.actions.escalation import climbed, remembered
 from gradwatch.engine.baseline_bounds import BASELINE_SIGMAS, part_of
 from gradwatch.engine.conditions.bound_condition import BoundCondition
 from gradwatch.engine.conditions.evaluation import with_unsettled
-from gradwatch.engine.engine_state import EngineState, NewBaselines
+from gradwatch.engine.engine_state import EngineState, NewBaselines, rules_anew
 from gradwatch.engine.firing import NEVER, FiringState, Moved, move, unchanged_by
 from gradwatch.engine.reporting.events import of_new_baselines
 from gradwatch.engine.reporting.transitions import report_move
@@ -91,12 +91,10 @@ class Step:
     def begin_anew(self, begun: Iterable[NewBaselines]) -> None:
         """Tell which baselines learn anew from this step on; what was firing by them is resolved."""
         for one in begun:
-            rules = []
-            for number, plan in enumerate(self.plan.rules):
-                masks = [one.masks[each.bank][each.part] for each in plan.yardsticks]
-                if any(mask.any() for mask in masks):
-                    rules.append(plan.rule.id)
-                    self._discard(number, np.logical_and.reduce(masks))
+            found = rules_anew(self.plan, one)
+            for number, mask in found.items():
+                self._discard(number, mask)
+            rules = [self.plan.rules[number].rule.id for number in found]
             self.events.append(of_new_baselines(one.reason, rules, self._names(one), self.snapshot))
 
     def _names(self, begun: NewBaselines) -> list[str]:

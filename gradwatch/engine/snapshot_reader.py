@@ -93,7 +93,7 @@ class Reader:
         return snapshot.wide_norm() if "norm_overflow" in snapshot.columns else snapshot.norm
 
     def _count(self, name: str) -> tuple[Any, BoolArray, bool]:
-        """Counts of elements; at sites where the capture gave none, 1 if the norm itself tells, else 0.
+        """Counts of elements; at sites where the capture gave none, 1 if the norm itself shows it, else 0.
 
         Counts that do not tell NaN from Inf stand for both.
         """

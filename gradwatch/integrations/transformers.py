@@ -28,7 +28,7 @@ class GradwatchCallback(TrainerCallback):
     `logging_steps=1`, NaN included. The state is a file in each checkpoint folder, and resuming from a checkpoint
     under `output_dir` continues it; so does a second `train()` of the same model.
 
-    The Trainer tells callbacks nothing of an exception: a watch then ends with its model, at the next
+    The Trainer has no callback for an exception: a watch then ends with its model, at the next
     `train()`, or with the process. Raises at the start of training what `gradwatch.watch` raises.
     """
 

@@ -410,7 +410,7 @@ def _as_it_left(account: Account, before: Taken) -> Account:
 
 def _greet(watch: Session, optimizers: list[Optimizer]) -> None:
     """One line for a person at a terminal; nothing into a pipe or a log file, nothing from other ranks."""
-    if not prints(watch.run.rank) or not _on_terminal():
+    if not prints() or not _on_terminal():
         return
     names = ", ".join(type(model).__name__ for model in watch.models()[:3]) or "no module"
     count = len(set(map(id, params_of(*optimizers))))

@@ -29,7 +29,7 @@ from gradwatch.launch.account_with_children import (
     with_children,
 )
 from gradwatch.runtime import stderr
-from gradwatch.runtime.process_identity import alive, here, in_group
+from gradwatch.runtime.process_identity import alive, group_rank, here
 from gradwatch.session.settings import LAUNCHED_IN, quiet_asked, told_by
 
 _reasons: list[str] = []
@@ -93,15 +93,11 @@ def _lines(own: Account) -> Iterator[str]:
 
 
 def _prints(own: Account) -> bool:
-    """True of rank 0, or no rank; children of `mp.spawn` know theirs from the process group alone.
-
-    Of another rank where it has trained and is one by its launcher's word alone, in no process group.
-    """
-    group = sys.modules.get("torch.distributed")
-    if group is not None and group.is_available() and group.is_initialized() and group.get_rank():
-        return False
-    first = not own.rank and os.environ.get("RANK", "0") in ("", "0")
-    return first or (own.trained_or_watched and not in_group())
+    """True of rank 0 of a process group; in none, of rank 0 by its launcher's word, and where it has trained."""
+    rank = group_rank()
+    if rank is not None:
+        return rank == 0
+    return own.trained_or_watched or (not own.rank and os.environ.get("RANK", "0") in ("", "0"))
 
 
 def account_of_process() -> Account:

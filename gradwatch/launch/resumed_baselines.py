@@ -142,7 +142,7 @@ class Baselines:
             self._say(f"baselines saved in the folder of the run are not used: {refusal}")
 
     def _say(self, sentence: str) -> None:
-        if prints(self._watch.run.rank) and not self._said:
+        if prints() and not self._said:
             self._said = True
             stderr.say(f"gradwatch: {sentence}")
 

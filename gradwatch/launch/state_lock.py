@@ -66,7 +66,7 @@ def command() -> str:
 
 
 def of_another_command(saved: object) -> bool:
-    """True if another command than this one's saved a state, where the command is what tells two processes apart.
+    """True if another command than this one's saved a state, where the command is what distinguishes two processes.
 
     That is so for what one Python process starts as commands: a launcher's training, or one of several trials.
     """

@@ -1,6 +1,6 @@
 """Findings made of orders: by replay if the step can be run again, else by recording the next steps.
 
-What runs a step again and tells its cause is imported when a cause is asked for: a healthy run has none.
+What runs a step again and finds its cause is imported when a cause is asked for: a healthy run has none.
 
 The composition root makes one of these where a rule may order `localise`, asks `localise` at the boundary,
 before the optimizer steps, and takes what recording came to from `recorded`.

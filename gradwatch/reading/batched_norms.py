@@ -162,7 +162,7 @@ class RowNorms:
                 content, grad = kept[k] if k in kept else plan.copies[k].tobytes(), grads[k]
                 # Zero stays zero whatever it is multiplied by, and says nothing.
                 nonzero = nonzero or content.strip(b"\0")
-                # What a gradient is, numpy tells at a third of what torch's dispatcher asks in cold caches.
+                # numpy knows what a gradient is at a third of what torch's dispatcher asks in cold caches.
                 now: Any = grad.detach() if grad is not None and grad.requires_grad else grad
                 if now.numpy().tobytes() != content:  # sync: CPU tensor
                     return False

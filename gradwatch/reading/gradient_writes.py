@@ -104,7 +104,7 @@ def replaced_in(storages: Sequence[Storage | None], grads: Sequence[Tensor | Non
 
 
 def replaced(known: Sequence[Tensor | Storage | None], params: Sequence[Tensor]) -> bool:
-    """True if other tensors stand in `.grad` than those `known`, as far as a look at some (up to 2 × `LOOKS`) tells.
+    """True if other tensors stand in `.grad` than those `known`, as far as a look at some (up to 2 × `LOOKS`) shows.
 
     A loop that combines the gradients of several backwards (conflicting tasks made to agree) puts new ones there.
     """
@@ -135,7 +135,7 @@ class WriteProbes:
     ) -> bool:
         """True if these gradients, `but` for some, have the norms that were read of them, times `factor`.
 
-        Where the read has kept what was in them that is compared: cheaper than norms, and it tells of every bit.
+        Where the read has kept what was in them that is compared: cheaper than norms, and every bit counts.
         """
         if factor == 1.0 and read.scale == 1.0 and self._chosen and not but:
             same = read.rows.same_bits(self._chosen, grads)

@@ -124,7 +124,7 @@ def norms_of_rows(grads: Sequence[Tensor | None]) -> list[float | None]:
 def row_of(grad: Tensor) -> NDArray[np.float32] | None:
     """The memory of a dense float32 CPU gradient of no more than a row; None of any other.
 
-    What a gradient is, numpy tells at a third of what torch's dispatcher asks in cold caches.
+    numpy knows what a gradient is at a third of what torch's dispatcher asks in cold caches.
     """
     try:
         values = (grad.detach() if grad.requires_grad else grad).numpy()  # sync: CPU tensor

@@ -28,7 +28,7 @@ class Order:
 
     `site` is the worst site it is about ("" = the total), `count` how many. `before` and `after` are the norm there
     without and with this action, the user's own clip included in both, and `coefficient` the multiplier; None where
-    there is no such number: a norm that is not finite, a step that was skipped. A rule in shadow mode tells what it
+    there is no such number: a norm that is not finite, a step that was skipped. A rule in shadow mode reports what it
     would have done.
     """
 

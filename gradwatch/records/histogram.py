@@ -25,7 +25,7 @@ class Histogram(NamedTuple):
 def by_exponent(exponents: NDArray[np.int64], zeros: int, shift: int = 0) -> Histogram:
     """The histogram of elements of which `exponents` counts the exponent fields of their IEEE 754 bits.
 
-    The length of `exponents` tells float32 (256) from float64 (2,048). `zeros` are among those of field 0. Magnitudes
+    `exponents` has 256 fields for float32 and 2,048 for float64. `zeros` are among those of field 0. Magnitudes
     are divided by 2^shift.
     """
     counts = np.zeros(BINS, np.int64)

@@ -12,7 +12,7 @@ MOST_NAMED = 5
 
 
 def printable(text: str, limit: int = LONGEST_LABEL) -> str:
-    """`text` if it is short and printable, else something that is, and that still tells two texts apart.
+    """`text` if it is short and printable, else something that is, and that still differs where two texts do.
 
     Control characters, escape sequences, bidirectional marks, unusual spaces and lone surrogates
     (everything `str.isprintable` refuses) become `\\x1b`, `\\u202e` or `\\U000e0001` in plain letters. Text

@@ -21,24 +21,24 @@ def _forked() -> None:
 os.register_at_fork(after_in_child=_forked)
 
 
-_was_in_group = [False]
+_group_rank: list[int | None] = [None]
 
 
-def in_group() -> bool:
-    """True if torch has a process group in this process, or had one when this was asked before."""
-    if not _was_in_group[0]:
-        group = sys.modules.get("torch.distributed")
-        _was_in_group[0] = group is not None and group.is_available() and group.is_initialized()
-    return _was_in_group[0]
+def group_rank() -> int | None:
+    """Rank in torch's process group, or in the one there was when this was asked before; None where there was none."""
+    group = sys.modules.get("torch.distributed")
+    if group is not None and group.is_available() and group.is_initialized():
+        _group_rank[0] = group.get_rank()
+    return _group_rank[0]
 
 
-def prints(rank: int) -> bool:
-    """True for rank 0, which prints for its process group, and for a process that is in none.
+def prints() -> bool:
+    """True for rank 0 of a process group, which prints for it, and for a process that is in none.
 
     A launcher gives numbers (RANK) also to processes that train apart, a sweep or a job of one pod: no other one prints
     for them.
     """
-    return rank == 0 or not in_group()
+    return not group_rank()
 
 
 def start_ticks(pid: int) -> int:

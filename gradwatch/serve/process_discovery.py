@@ -45,7 +45,7 @@ class EndpointFile:
 
 @dataclass(frozen=True, slots=True)
 class Process:
-    """The latest attempt of one rank of a run, as far as its folder tells.
+    """The latest attempt of one rank of a run, as far as its folder shows.
 
     `journal` is the head of its journal, None without one; `sign_of_life` the Unix time at which it last wrote
     anything; `stamp` changes whenever its files do.

@@ -117,7 +117,6 @@ class LogSink:
         self._caused: dict[str, tuple[float, int]] = {}
         self._begun_anew: dict[int, tuple[float, int]] = {}  # by optimizer: since when, and how many lines
         self._next_due = math.inf
-        self._rank = 0
 
     @cached_property
     def _logger(self) -> Any:
@@ -126,13 +125,12 @@ class LogSink:
             return make_logger(self._format, self._stream)
 
     def open(self, run: RunInfo, health: Health) -> None:
-        """Get ready; every rank of a process group but 0 stays silent."""
-        self._rank = run.rank
+        """No-op: every rank of a process group but 0 stays silent, and the group may come later."""
 
     def write(self, record: Record) -> None:
         """Log the transitions of this step, and sum up what was kept back a minute ago."""
         reportable = record.verdict.events or record.findings
-        if (not reportable and self._clock() < self._next_due) or not prints(self._rank):
+        if (not reportable and self._clock() < self._next_due) or not prints():
             return
         now = self._clock()
         for event in record.verdict.events:
@@ -153,7 +151,7 @@ class LogSink:
 
     def internal_error(self, component: str, error: BaseException) -> None:
         """Say that a part of gradwatch failed, or cannot do as asked; `Health` calls this once per component."""
-        if not prints(self._rank):
+        if not prints():
             return
         if isinstance(error, GradwatchError):  # says something of the training, and how to fix it
             self._logger.warning("gradwatch notice", component=component, notice=str(error))
@@ -163,7 +161,7 @@ class LogSink:
 
     def conclude(self, account: Account) -> None:
         """One line, the last of the run: what was watched of what the process did."""
-        if prints(self._rank):
+        if prints():
             self._sum_up(math.inf)
             log = self._logger.warning if gaps(account) else self._logger.info
             log("gradwatch account", **dict(fields(account)))
@@ -174,7 +172,7 @@ class LogSink:
 
     def close(self) -> None:
         """Say what was kept back, so that the last state of every rule is on record."""
-        if prints(self._rank):
+        if prints():
             self._sum_up(math.inf)
         self._said.clear()
         self._next_due = math.inf

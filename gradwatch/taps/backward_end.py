@@ -34,7 +34,7 @@ current: Callable[[], int] = torch._C._current_graph_task_id
 def nested() -> bool:
     """True if the running backward was started by a `Function.backward`, as reentrant checkpointing does.
 
-    Read off the Python stack: torch tells the innermost task only. Microseconds, so not for every gradient.
+    Read off the Python stack: torch gives the innermost task only. Microseconds, so not for every gradient.
     """
     frame = sys._getframe(1)
     while frame is not None:

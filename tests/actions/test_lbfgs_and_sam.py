@@ -118,9 +118,11 @@ def test_healthy_steps_are_one_snapshot_each_and_change_no_bit(make: str) -> Non
             assert len(job.wants) > 1 or number > 3
             record = sink.records[-1]
             assert record.snapshot.step == number
-            assert seen(record) == pytest.approx(job.wants[0], rel=1e-5)
+            # That a step climbs by what the loop computed shows as its closure begins: from the second on it is known.
+            first = job.wants[int(make == "sam by a given gradient" and number == 0)]
+            assert seen(record) == pytest.approx(first, rel=1e-5)
             assert record.snapshot.total_norm == pytest.approx(
-                math.sqrt(sum(norm * norm for norm in job.wants[0].values())), rel=1e-5
+                math.sqrt(sum(norm * norm for norm in first.values())), rel=1e-5
             )
             assert set(record.snapshot.calls.tolist()) == {1}
             assert not record.snapshot.provisional
@@ -212,6 +214,54 @@ def test_stop_in_a_later_evaluation_leaves_the_weights_of_the_step_before() -> N
         with pytest.raises(gradwatch.TrainingStopped):
             job.step()
     assert equal(weights, job.weights())
+
+
+class Once(torch.optim.Optimizer):
+    """SGD that is not torch's own, with one evaluation a step."""
+
+    def __init__(self, params: Any, lr: float = 0.05) -> None:
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any]) -> Any:  # type: ignore[override]
+        loss = torch.enable_grad()(closure)()
+        for param in self.param_groups[0]["params"]:
+            param.sub_(param.grad, alpha=0.05)
+        return loss
+
+
+def test_micro_batches_before_a_step_with_a_closure_are_one_gradient_with_the_closures() -> None:
+    """Three backwards, and a fourth in the closure (Lightning's accumulation): their sum is recorded and clipped."""
+    rules = parse_rules("version: 1\nrules: {}\nclip: {total: {method: norm, max_norm: 0.05}}")
+    jobs = [nn.Sequential(nn.Linear(3, 8), nn.Tanh(), nn.Linear(8, 1)) for _ in range(2)]
+    jobs[1].load_state_dict(jobs[0].state_dict())
+    totals: list[float] = []
+
+    def train(model: nn.Module, optimizer: torch.optim.Optimizer, clips: bool) -> None:
+        def part() -> torch.Tensor:
+            loss: torch.Tensor = (model(X) - Y).pow(2).mean() / 4
+            loss.backward()
+            return loss
+
+        def closure() -> torch.Tensor:
+            loss = part()
+            if clips:
+                totals.append(float(torch.nn.utils.clip_grad_norm_(model.parameters(), 0.05)))
+            return loss
+
+        for _ in range(4):
+            for _ in range(3):
+                part()
+            optimizer.step(closure)
+            optimizer.zero_grad()
+
+    train(jobs[0], Once(jobs[0].parameters()), True)
+    optimizer, sink = Once(jobs[1].parameters()), Kept()
+    with gradwatch.watch(jobs[1], optimizer, rules=rules, sinks=[sink], strict=True):
+        train(jobs[1], optimizer, False)
+    assert [record.snapshot.total_norm for record in sink.records] == pytest.approx(totals, rel=1e-5)
+    for watched, bare in zip(jobs[1].parameters(), jobs[0].parameters(), strict=True):
+        assert torch.allclose(watched, bare, rtol=1e-5, atol=1e-7)
 
 
 # -- the clips of a later evaluation -----------------------------------------------------------------------

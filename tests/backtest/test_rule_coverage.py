@@ -114,6 +114,24 @@ def test_what_is_missing_of_a_run_is_noted(tmp_path: Path) -> None:
     ]
 
 
+def test_rules_with_baselines_end_where_steps_are_missing(tmp_path: Path) -> None:
+    """A spike of the total is judged by the totals before it; a bound is judged by nothing else."""
+    made = [
+        make_record(make_sites(3), step=step, scalars={"loss": 1.0}) for step in (*range(40), *range(90, 99))
+    ]
+    rules = """
+version: 1
+rules:
+  spike: {detect: {kind: spike, of: total_norm}, warmup: 20}
+  bound: {detect: {kind: above, of: total_norm, threshold: 100}}
+"""
+    found = coverage(recorded(tmp_path, made), rules)
+    assert found["bound"] == ("whole", 49, "")
+    extent, judged, why = found["spike"]
+    assert (extent, judged) == ("part", 40)
+    assert why.startswith("steps before step 90 are missing from the journal")
+
+
 def test_of_two_optimizers_one_is_enough(tmp_path: Path) -> None:
     """A value that one of them never has is none that is missing from the recording."""
     first = steps(30)

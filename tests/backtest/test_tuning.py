@@ -6,17 +6,20 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from gradwatch.backtest.firings import firings
 from gradwatch.backtest.outcome import RunBacktest
 from gradwatch.backtest.run_backtest import backtest_run
-from gradwatch.backtest.tuning import Judge, key_of, most_alarms, rounded, tune
+from gradwatch.backtest.tuning import LEAST_MOVE, Judge, key_of, most_alarms, rounded, takes, tune
 from gradwatch.errors import GradwatchError
+from gradwatch.records.snapshot import Column
 from gradwatch.rules.files import load_rules, parse_rules
 from gradwatch.rules.rule_set import RuleSet
-from tests.backtest.noisy_runs import STEPS, folders, noisy
+from tests.backtest.noisy_runs import SITES, STEPS, folders, noisy
 from tests.report.runs import broken, recorded
+from tests.support.sink_records import make_record
 
 RULES = parse_rules(
     """
@@ -98,6 +101,32 @@ def test_what_no_threshold_holds_back_is_refused(tmp_path: Path) -> None:
     rules = parse_rules("version: 1\nrules: {nan: {detect: {kind: nonfinite}}}")
     with pytest.raises(GradwatchError, match=r"nan fires at step 40 of broken \(it states a fact.*healthy\?"):
         tune(rules, 1, 60.0, judge_of([run]))
+
+
+def test_a_value_that_grows_slowly_is_held_back(tmp_path: Path) -> None:
+    """Its alarm begins right beyond the threshold, which is moved further each time than the time before."""
+    made = [make_record(SITES, 1.01 ** max(0, step - 300), step=step) for step in range(1_000)]
+    rules = parse_rules("version: 1\nrules: {grows: {detect: {kind: above, of: total_norm, threshold: 3}}}")
+    tuned = tune(rules, 1, 3.0, judge_of([recorded(tmp_path, made)]))
+    largest = made[-1].snapshot.total_norm
+    (one,) = tuned.thresholds
+    assert largest < one.now < rounded(largest * LEAST_MOVE**one.moves, down=False)
+    assert sum(tuned.after.values()) == 0
+
+
+def test_a_threshold_that_a_rule_file_may_not_have_is_not_taken(tmp_path: Path) -> None:
+    """All elements of a gradient are zero: no share of them is larger, and so the run is not healthy."""
+    every = np.ones(len(SITES), np.bool_)
+    made = []
+    for step in range(1_000):
+        zeros = Column(np.full(len(SITES), float(step % 100 > 90), np.float32), every)
+        made.append(make_record(SITES, step=step, columns={"zero_fraction": zeros}))
+    rules = parse_rules(
+        "version: 1\nrules: {dead: {detect: {kind: dead, at_least: 0.3, min_ndim: 0}, every: 1}}"
+    )
+    with pytest.raises(GradwatchError, match=r"dead fires at step .*`at_least: 1\.02` it may not.*healthy\?"):
+        tune(rules, 1, 3.0, judge_of([recorded(tmp_path, made)]))
+    assert takes(rules.rule("dead").detect, "at_least", 1.0)
 
 
 @pytest.mark.parametrize(

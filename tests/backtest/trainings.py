@@ -25,6 +25,12 @@ rules:
   loss-spike: {detect: {kind: loss_spike, above: 4}, warmup: 20}
   total-spike: {detect: {kind: spike, above: 4}, warmup: 20, scope: total}
 """
+SPIKES = """
+version: 1
+rules:
+  of-parameters: {detect: {kind: spike, above: 4}, warmup: 20}
+  of-total: {detect: {kind: spike, of: total_norm, above: 6}, half_life: 50, warmup: 20}
+"""
 CLIPS = """
 version: 1
 clip: {total: {method: norm, max_norm: 5.0}}
@@ -170,6 +176,17 @@ def other_parameters(folder: Path) -> Recorded:
     return loop.recorded(folder)
 
 
+def baselines_of_one_rule(folder: Path) -> Recorded:
+    """Of two rules on spikes the script has the baselines of one begin anew, right before a spike."""
+    loop = Loop(parse_rules(SPIKES))
+    with loop.watch(folder) as gw:
+        for step in range(STEPS):
+            if step == 70:
+                gw.rebaseline("another data set", rules=["of-parameters"])
+            loop.step(loop.loss(300.0 if step in (40, 73, 110) else 1.0))
+    return loop.recorded(folder)
+
+
 def two_optimizers(folder: Path) -> Recorded:
     """Two optimizers in turn, one of which steps twice as often, under a GradScaler that rejects a step."""
     loop = Loop("default")
@@ -214,6 +231,7 @@ KINDS: tuple[Callable[[Path], Recorded], ...] = (
         columns,
         conditions,
         other_parameters,
+        baselines_of_one_rule,
         two_optimizers,
     ),
 )

@@ -73,6 +73,7 @@ def test_json(runs: list[str], capsys: Captured) -> None:
         (["--healthy", "--budget", "0"], "no number of steps can tell"),
         (["--healthy"], "say --budget 0.999"),
         (["--healthy", "--budget", "2", "-o", "nowhere/x.yaml"], "cannot write nowhere/x.yaml"),
+        (["--healthy", "--budget", "inf"], "--budget inf: "),
     ],
 )
 def test_the_way_out_of_an_error(runs: list[str], capsys: Captured, words: list[str], said: str) -> None:
@@ -80,3 +81,29 @@ def test_the_way_out_of_an_error(runs: list[str], capsys: Captured, words: list[
     assert main(["tune", *runs, "--rules", "rules/mine.yaml", *words]) == 2
     assert said in capsys.readouterr().err
     assert not Path("tuned.gradwatch.yaml").exists()
+
+
+def test_no_run_at_a_time_is_refused(runs: list[str], capsys: Captured) -> None:
+    """Exit status 2, and a sentence in place of joblib's traceback."""
+    assert main(["tune", *runs, "--healthy", "--jobs", "0"]) == 2
+    assert "'0' is no number from 1 on" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("output", ["rules/mine.yaml", "rules/link.yaml", "rules/base.yaml"])
+def test_the_rules_to_begin_with_are_not_overwritten(
+    made: Path, runs: list[str], output: str, capsys: Captured
+) -> None:
+    """Nor what they extend: a file that extends itself can be read no more."""
+    folder = made / "rules"
+    (folder / "base.yaml").write_text(RULES, encoding="utf-8")
+    (folder / "mine.yaml").write_text("version: 1\nextends: [base.yaml]\n", encoding="utf-8")
+    (folder / "link.yaml").unlink(missing_ok=True)
+    (folder / "link.yaml").symlink_to("mine.yaml")
+    before = Path(output).read_text(encoding="utf-8")
+    words = ["tune", *runs, "--healthy", "--budget", "2", "--rules", "rules/mine.yaml", "-o", output]
+    try:
+        assert main(words) == 2
+        assert f"cannot write {output}: --rules rules/mine.yaml is read from it" in capsys.readouterr().err
+        assert Path(output).read_text(encoding="utf-8") == before
+    finally:
+        (folder / "mine.yaml").write_text(RULES, encoding="utf-8")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -49,6 +50,30 @@ def test_the_report_of_a_run_while_it_goes_on(tmp_path: Path, monkeypatch: pytes
     assert reports.answer(path_of(ID)) is page
     newer = made(reports, path_of(ID), lambda found: found is not page)
     assert is_report(newer)
+    reports.close()
+
+
+def test_a_page_is_as_old_as_the_journal_was_when_it_was_read(tmp_path: Path) -> None:
+    """However late it is asked for; an old one is not shown once the journal has grown, and why there is no newer is."""
+    folder = recorded(tmp_path, steps(20), run_id=ID)
+    reports = ServedReports({path_of(ID): RunPlace(folder, 0, True)}.get)
+    reports.answer(path_of(ID))
+    making = reports._making
+    assert making is not None
+    making.process.wait()
+    making.began, making.began_at = making.began - 1e4, making.began_at - 1e4
+    written = os.fstat(making.out.fileno()).st_mtime - 1e4
+    os.utime(making.out.fileno(), (written, written))
+    page = reports.answer(path_of(ID))
+    read = time.strftime("%H:%M:%S", time.localtime(making.began_at))
+    assert f"report, read at {read}" in page.body.decode()
+    assert reports._pages[RunPlace(folder, 0, True)].seconds < 1e3
+    assert reports.answer(path_of(ID)) is page
+    journal = next(folder.glob("*.gwj"))
+    journal.write_bytes(b"no journal at all")
+    assert not is_report(reports.answer(path_of(ID)))
+    with pytest.raises(RequestError, match="could not be made"):
+        made(reports, path_of(ID), is_report)
     reports.close()
 
 

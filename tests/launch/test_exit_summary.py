@@ -86,6 +86,16 @@ def test_ranks_without_a_process_group_speak_for_themselves(
     assert json.loads(capsys.readouterr().out)["other_ranks"]["1"]["fired"] == {"non-finite": 1}
 
 
+def test_the_rank_in_the_process_group_says_who_prints(tmp_path: Path) -> None:
+    """A launcher's RANK may be another: here that of a process whose group has no other member."""
+    store = f"torch.distributed.init_process_group('gloo', init_method='file://{tmp_path}/s', rank=0, world_size=1)"
+    done = run(
+        tmp_path, TRAIN.replace("import torch\n", f"import torch\n{store}\n", 1), RANK="1", WORLD_SIZE="2"
+    )
+    assert done.stderr.splitlines()[-1].startswith("gradwatch: ")
+    assert "3 of 3 steps watched" in done.stderr.splitlines()[-1]
+
+
 @pytest.mark.parametrize(
     "command",
     [

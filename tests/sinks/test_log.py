@@ -260,7 +260,7 @@ def test_any_name_is_one_harmless_line(format: LogFormat, name: str) -> None:
 
 def test_a_rank_without_a_process_group_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that trains apart has nobody else to speak for it, whatever number its launcher gave it."""
-    monkeypatch.setattr(process_identity, "_was_in_group", [False])
+    monkeypatch.setattr(process_identity, "_group_rank", [None])
     log = Log(rank=3)
     log.write(firing())
     assert len(log.lines) == 1
@@ -268,8 +268,8 @@ def test_a_rank_without_a_process_group_writes(monkeypatch: pytest.MonkeyPatch) 
 
 def test_only_rank_0_of_a_group_writes(monkeypatch: pytest.MonkeyPatch) -> None:
     """Eight ranks do not say everything eight times, nor after their process group was destroyed."""
-    monkeypatch.setattr(process_identity, "_was_in_group", [True])
-    log = Log(rank=3)
+    monkeypatch.setattr(process_identity, "_group_rank", [3])
+    log = Log()  # opened before the group was made, where no launcher had given it a number
     log.write(firing())
     log.sink.internal_error("capture", ValueError())
     log.sink.close()

@@ -135,7 +135,7 @@ def _hook(
     k: int, tap: Tensor, clip_state: BackwardClipState, failed: Callable[[str, BaseException], None]
 ) -> Hook:
     """The hook of one parameter."""
-    # A square tells whether a closer look is due, where float32 adds it up well enough. What float32 cannot hold of it
+    # A square shows whether a closer look is due, where float32 adds it up well enough. What float32 cannot hold of it
     # is out of every bound, or is 0.
     quick = clip_state.on_cpu and tap.dtype is torch.float32 and tap.numel() <= ROW
     clip_state.squared[k] = quick

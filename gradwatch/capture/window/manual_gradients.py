@@ -51,7 +51,7 @@ class ManualGradients:
         if versions[k] != last_versions[k]:
             return True
         if norms is not None and isinstance(last, CpuNorms) and norms[k] != last.norms()[k]:
-            return True  # written through `.data`, which no version tells
+            return True  # written through `.data`, which changes no version
         known = self._before.get(k)
         if known is None:  # a hook was called at the last step, so it was no manual gradient then
             return silenced or ids[k] != last_ids[k]

@@ -32,7 +32,7 @@ def culprit(plan: Plan, baselines: tuple[State, ...], one: RulePlan, snapshot: S
     """The parameter whose norm moved most against its usual level, in the direction of the total; "" = none does.
 
     Usual levels are those of a rule that learns one for each parameter's norm at `scope: param`: of the same kind as
-    the rule on the total (a `spike` follows what `drift` tells of), else of any.
+    the rule on the total (a `spike` follows what `drift` reports), else of any.
     """
     if one.series.column not in OF_ALL or one.series.scope not in ("total", "scalar"):
         return ""

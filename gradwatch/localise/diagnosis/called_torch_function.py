@@ -14,7 +14,7 @@ from gradwatch.taps.graph.node_numbers import next_number
 class Calls(TorchFunctionMode):
     """Follows the outermost torch function under way while it is entered; "" between them.
 
-    `at` gives it for the node of a sequence number, as `ModuleAttribution` tells the module.
+    `at` gives it for the node of a sequence number, as `ModuleAttribution` gives the module.
     """
 
     def __init__(self) -> None:

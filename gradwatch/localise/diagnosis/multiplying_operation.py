@@ -5,7 +5,7 @@ follows. So one is named only where it alone multiplies by about as much as the 
 far more than on any day or in few rows, and where what it made is still there at the end of the way.
 
 What multiplies may also stand between the model's last layer and its outputs, or in the loop behind these: the gradient
-at the outputs tells.
+at the outputs shows it.
 """
 
 from __future__ import annotations

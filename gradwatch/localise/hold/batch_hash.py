@@ -1,6 +1,6 @@
 """Identity of a batch: a hash of the tensors a model was called with, the same in every process and on every device.
 
-The hash tells two batches apart, and finds one again: run over the loader, `gradwatch.batch_hash(*args)` of each
+The hash differs for two batches, and finds one again: run over the loader, `gradwatch.batch_hash(*args)` of each
 batch, as the model gets it, until the hash is that of the incident. Where the script knows which samples it drew it
 says so (`Watch.batch`), which is better: a DataLoader does not tell. Its iterator is ahead of the training by what
 workers and frameworks prefetch, so that a look into it would name the wrong samples in silence.

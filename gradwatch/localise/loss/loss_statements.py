@@ -108,12 +108,17 @@ def loss_statements(
         # A sum that goes on (`loss = loss + …`), or a list, is to begin where it began.
         carried = wanted & {name for _, one in since for name in assigned(one) | grown(one)}
         begun, given = needed(ordered[:first], carried) if carried else ((), set())
-        lost = lost_names(one for _, one in sliced) - (carried - given)
+        since_then = [one for _, one in since]
+        lost = lost_names(since_then, [one for _, one in sliced]) - (carried - given)
         if lost:
             yield Refused(CHANGED.format(name=min(lost)))
             return
-        # Values that do not depend on the model are still there; statements that draw numbers need all those before.
-        tried = dict.fromkeys((depending(sliced, called), sliced, tuple(since)))
+        # Values that do not depend on the model are still there, unless they were changed since; statements that draw
+        # numbers need all those before.
+        shortest = depending(sliced, called)
+        if lost_names(since_then, [one for _, one in shortest]) - (carried - given):
+            shortest = sliced
+        tried = dict.fromkeys((shortest, sliced, tuple(since)))
         yield from (LossStatements((*begun, *one), root, around) for one in tried)
         return
     if any(covers(root, line) for line in called):  # `model(x).square().mean().backward()`

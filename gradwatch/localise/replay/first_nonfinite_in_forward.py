@@ -57,7 +57,7 @@ class Origin:
 
 
 class ForwardTracer(DispatchMode):
-    """Looks at every operation while it is entered; `of(tensor)` tells where what a tensor holds came from.
+    """Looks at every operation while it is entered; `of(tensor)` is where what a tensor holds came from.
 
     `module` says which module is under way, `function` which torch function of the user's. `failed` is called at an
     fault of ours; the operation runs all the same. `asleep` True lets everything pass.

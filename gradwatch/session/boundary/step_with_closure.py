@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -13,11 +14,12 @@ from torch.optim import Optimizer
 from gradwatch.actions.lbfgs_and_sam import (
     ClosureCalls,
     WeightBackup,
-    begins_by_given_gradient,
     evaluates_often,
+    may_climb_first,
 )
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.read_after_backward import Capture
+from gradwatch.reading.gradient_writes import versions_of
 from gradwatch.records.decision import Decision
 from gradwatch.session.optimizer_context import OptimizerContext
 from gradwatch.session.pipeline.step_pipeline import StepPipeline
@@ -46,6 +48,9 @@ class Closures:
         self._at_step = at_step
         self._guarded = guarded
         self._reset = reset
+        self._move_first: list[
+            weakref.ref[Optimizer]
+        ] = []  # these move the weights before they call the closure
 
     # -- a step ------------------------------------------------------------------------------------------
 
@@ -58,7 +63,7 @@ class Closures:
         if calls is None or depth > calls.depth:
             ctx.closure_calls = calls = ClosureCalls(None, calls, depth)
             self._guarded(self._back_up, optimizer, ctx, calls)
-            if depth == 1 and begins_by_given_gradient(optimizer):
+            if depth == 1 and may_climb_first(optimizer):
                 self._guarded(self._given, optimizer, ctx, calls)
         about = optimizer, calls, object()
         return closure_calls.notice(closure, partial(self._begins, *about), partial(self._ended, *about))
@@ -71,11 +76,22 @@ class Closures:
             calls.backup = WeightBackup(optimizer)
 
     def _given(self, optimizer: Optimizer, ctx: OptimizerContext, calls: ClosureCalls) -> None:
-        """Judge gradients that are there before the closure runs: they are the first of the step."""
+        """Judge gradients that are there before the closure runs, if they are the first of the step.
+
+        They are where the optimizer climbs by them; one that does not adds the closure's to them (micro-batches). Which
+        of the two it is shows when the closure of its first such step begins: the weights have moved, or have not.
+        """
         self._capture.drain()
-        if ctx.captured.backwards:
+        if not ctx.captured.backwards:
+            return
+        if self._moves_first(optimizer):
             calls.count = 1
             self._at_step(optimizer, ctx)
+        else:
+            calls.versions = versions_of(ctx.captured.params)
+
+    def _moves_first(self, optimizer: Optimizer) -> bool:
+        return any(known() is optimizer for known in self._move_first)
 
     def discard_raised(self, optimizer: Optimizer, ctx: OptimizerContext) -> None:
         """Discard the calls of a step that raised, before another one begins."""
@@ -101,18 +117,26 @@ class Closures:
     # -- an evaluation -----------------------------------------------------------------------------------
 
     def _begins(self, optimizer: Optimizer, calls: ClosureCalls, closure: object) -> None:
-        if calls.begins(closure) and calls.count:
-            dispatch_modes.unseen(self._guarded, self._next_evaluation, optimizer)
+        if calls.begins(closure) and (calls.count or calls.versions):
+            dispatch_modes.unseen(self._guarded, self._next_evaluation, optimizer, calls)
 
     def _ended(self, optimizer: Optimizer, calls: ClosureCalls, closure: object) -> None:
         if calls.ends(closure):
             dispatch_modes.unseen(self._guarded, self._evaluated, optimizer, calls)
 
-    def _next_evaluation(self, optimizer: Optimizer) -> None:
+    def _next_evaluation(self, optimizer: Optimizer, calls: ClosureCalls) -> None:
+        """Discard what was captured before this evaluation; not the micro-batches that its gradient is added to."""
         captured = self._capture.capture_of(optimizer)
-        if captured is not None:
-            captured.discard()
-            self._reset(captured)
+        if captured is None:
+            return
+        if not calls.count:
+            before, calls.versions = calls.versions, []
+            if before == versions_of(captured.params):
+                return
+            self._move_first = [known for known in self._move_first if known() is not None]
+            self._move_first.append(weakref.ref(optimizer))
+        captured.discard()
+        self._reset(captured)
 
     def _evaluated(self, optimizer: Optimizer, calls: ClosureCalls) -> None:
         """Judge what an evaluation left: the first gradient is the step's, a later one must be finite."""

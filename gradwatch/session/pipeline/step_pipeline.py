@@ -101,7 +101,7 @@ class StepPipeline:
 
     def needs_host(self, ctx: OptimizerContext) -> bool:
         """True if some rule acts on this very step, and no device can decide it alone."""
-        # A device knows only its own rank's part of a pooled norm, and tells the other ranks nothing.
+        # A device knows only its own rank's part of a pooled norm, and sends the other ranks nothing.
         return self._engine.acts_on_host or ctx.exchanges or ctx.owes_ranks or ctx.clips_at_step_instead
 
     @property

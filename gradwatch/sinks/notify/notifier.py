@@ -80,7 +80,7 @@ class Notifier(ABC):
     def open(self, run: RunInfo, health: Health) -> None:
         """Look up secrets and get a worker; nothing is sent before a rule fires."""
         self._run, self._health = run, health
-        if not prints(run.rank):
+        if not prints():
             return
         self.prepare()
         if self._job is None:
@@ -88,7 +88,7 @@ class Notifier(ABC):
 
     def write(self, record: Record) -> None:
         """Take the transitions of one step: nothing at all on most."""
-        if self._job is None or not (record.verdict.events or record.findings) or not prints(self._run.rank):
+        if self._job is None or not (record.verdict.events or record.findings) or not prints():
             return
         with self._lock:
             news = self._alerts.observe(record)

@@ -99,7 +99,7 @@ class _BoundedSMTP(smtplib.SMTP):
         self._duplicate: socket.socket | None = (
             None  # the session may close its own, of which TLS makes another
         )
-        self._timer = threading.Timer(until - time.monotonic(), self._shut_down)
+        self._timer = threading.Timer(http_post.TIMEOUT_SECONDS, self._shut_down)
         self._timer.daemon = True
         try:
             super().__init__(host, port, _NAME, timeout=http_post.TIMEOUT_SECONDS)
@@ -119,6 +119,7 @@ class _BoundedSMTP(smtplib.SMTP):
     ) -> socket.socket:  # overridden by SMTP_SSL, too
         connected = self._connected(host, port)
         self._duplicate = connected.dup()
+        self._timer.interval = max(0.0, self._until - time.monotonic())  # less what connecting has taken
         self._timer.start()
         return (
             ssl.create_default_context().wrap_socket(connected, server_hostname=host)

@@ -210,7 +210,7 @@ def test_a_ladder_that_ends_in_a_stop_is_told(tmp_path: Path) -> None:
 
 def test_only_rank_0_writes_to_people(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the other ranks of a process group there is neither a message nor a look into the environment."""
-    monkeypatch.setattr(process_identity, "_was_in_group", [True])
+    monkeypatch.setattr(process_identity, "_group_rank", [1])
     sink = SlackSink("${GRADWATCH_TEST_NOT_SET}")
     sink.open(make_run(tmp_path, rank=1), Health())
     sink.write(record(1))

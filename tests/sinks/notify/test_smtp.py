@@ -13,6 +13,7 @@ from email import message_from_bytes
 from email.message import Message
 from email.policy import default
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from aiosmtpd.smtp import SMTP, AuthResult, Envelope, LoginPassword, Session
 
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.sinks import http_post
+from gradwatch.sinks.notify import smtp
 from gradwatch.sinks.notify.alerts import Alerts
 from gradwatch.sinks.notify.message import message
 from gradwatch.sinks.notify.smtp import EmailSink
@@ -142,6 +144,32 @@ def test_a_letter_that_the_server_or_we_refuse(
     assert health.errors()["email"] >= 1
     assert kept.letters == []
     assert kept.logins == ([b"wrong"] * len(kept.logins) if fault == "password" else [])
+
+
+def test_what_it_took_to_connect_is_part_of_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of five seconds four go by as the server's name is looked up: the session gets the last one."""
+    clock, look_up = [100.0], socket.getaddrinfo
+
+    def slowly(*args: Any, **options: Any) -> Any:
+        clock[0] = 104.0
+        return look_up(*args, **options)
+
+    monkeypatch.setattr(smtp, "time", SimpleNamespace(monotonic=lambda: clock[0]))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def greet() -> None:
+            connection, _ = listener.accept()
+            with connection:
+                connection.sendall(b"220 welcome\r\n")
+
+        server = threading.Thread(target=greet)
+        server.start()
+        with monkeypatch.context() as patched:
+            patched.setattr(socket, "getaddrinfo", slowly)
+            session = smtp._BoundedSMTP("127.0.0.1", listener.getsockname()[1], False, 105.0)
+        assert session._timer.interval == 1.0
+        session.close()
+        server.join()
 
 
 def test_a_letter_has_one_deadline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

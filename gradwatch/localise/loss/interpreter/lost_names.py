@@ -6,7 +6,7 @@ Run again with the values of afterwards, such statements would begin with what t
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 
 from gradwatch.localise.loss.interpreter.source_tree import bodies, changed, loaded
 
@@ -14,17 +14,25 @@ PLAIN = frozenset({"requires_grad_", "retain_grad"})
 """Methods that change no value."""
 
 
-def lost_names(statements: Iterable[ast.stmt]) -> set[str]:
-    """Names that are read, as they were before these statements, and changed by a later one of them."""
+def lost_names(statements: Iterable[ast.stmt], again: Collection[ast.stmt] | None = None) -> set[str]:
+    """Names that are read, as they were before these statements, and changed by a later one of them.
+
+    Read by those that are run `again` (None: all), and changed by any: what is not run again has changed them, too.
+    """
+    ordered = list(statements)
+    rerun = set(map(id, ordered if again is None else again))
     known: set[str] = set()  # assigned here, in any case
     read: set[str] = set()
     lost: set[str] = set()
-    for part, always in _in_order(statements):
-        own = _of_comprehensions(part)
-        lost |= read & (_changed(part) - own)
-        read |= loaded(part) - own - known
-        if always:
-            known |= _assigned(part)
+    for statement in ordered:
+        for part, always in _in_order([statement]):
+            own = _of_comprehensions(part)
+            lost |= read & (_changed(part) - own)
+            if id(statement) not in rerun:
+                continue
+            read |= loaded(part) - own - known
+            if always:
+                known |= _assigned(part)
     return lost
 
 
