@@ -104,3 +104,86 @@ def test_what_is_run_again_warns_nobody(tmp_path: Path) -> None:
         warnings.simplefilter("always")
         found(warning, tmp_path)
     assert len([one for one in shown if "target size" in str(one.message)]) == STEPS
+
+
+class CountedLoss:
+    """A loss that is another one at each call."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, out: Tensor) -> Tensor:
+        """Two of its branches have a gradient of NaN where all is zero."""
+        if self.calls < AT:
+            loss = out.mean()
+        elif self.calls == AT:
+            loss = out.sqrt().mean()
+        else:
+            loss = out.pow(0.5).mean()
+        self.calls += 1
+        return loss
+
+
+class Training:
+    """Trainings of STEPS steps; at AT the gradient is NaN in each of two branches, and the loss is finite."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.calls = 0
+        self.model = nn.Linear(4, 1)
+        self.optimizer = torch.optim.SGD(self.model.parameters(), 0.01)
+
+    def by_name(self) -> None:
+        """The condition is on a name that is another number by the time of the backward."""
+        calls = 0
+        for _ in range(STEPS):
+            self.optimizer.zero_grad()
+            out = self.model(torch.randn(8, 4))
+            zero = out * 0
+            if calls < AT:
+                loss = zero.mean()
+            elif calls == AT:
+                loss = zero.sqrt().mean()
+            else:
+                loss = zero.pow(0.5).mean()
+            calls += 1
+            loss.backward()
+            self.optimizer.step()
+
+    def by_attribute(self) -> None:
+        """On an attribute."""
+        for _ in range(STEPS):
+            self.optimizer.zero_grad()
+            out = self.model(torch.randn(8, 4))
+            zero = out * 0
+            if self.calls < AT:
+                loss = zero.mean()
+            elif self.calls == AT:
+                loss = zero.sqrt().mean()
+            else:
+                loss = zero.pow(0.5).mean()
+            self.calls += 1
+            loss.backward()
+            self.optimizer.step()
+
+    def by_method(self) -> None:
+        """In a function that is called."""
+        criterion = CountedLoss()
+        for _ in range(STEPS):
+            self.optimizer.zero_grad()
+            loss = criterion(self.model(torch.randn(8, 4)) * 0)
+            loss.backward()
+            self.optimizer.step()
+
+
+@pytest.mark.parametrize("loop", [Training.by_name, Training.by_attribute, Training.by_method])
+def test_a_branch_whose_condition_has_changed_since_is_not_run_again(
+    loop: Callable[[Training], None], tmp_path: Path
+) -> None:
+    """Nothing that the loss is made of needs the statement that changed it."""
+    training, sink = Training(), Kept()
+    with gradwatch.watch(training.model, training.optimizer, run_dir=tmp_path, sinks=[sink], strict=True):
+        loop(training)
+    (finding,) = sink.records[AT].findings
+    assert (finding.phase, finding.op) == ("loss", "")
+    assert "calls" in finding.note

@@ -118,6 +118,7 @@ class Expressions:
                 raise Refused(f"loss code reads `{node.attr}` of {type(owner).__name__}")
             return self._calls.call(found.fget, (owner,), {})
         self._memory.check_complete(found, node.attr)
+        self._memory.add_read(owner, node.attr)
         return found
 
     def _item(self, node: ast.Subscript, scope: Scope) -> Any:

@@ -1,4 +1,4 @@
-"""Names of which some statements read the value from before them, and which they then give another one.
+"""Names, and attributes, of which some statements read the value from before them, and which they then give another one.
 
 Run again with the values of afterwards, such statements would begin with what the name became later.
 """
@@ -8,14 +8,20 @@ from __future__ import annotations
 import ast
 from collections.abc import Collection, Iterable, Iterator
 
-from gradwatch.localise.loss.interpreter.source_tree import bodies, changed, loaded
+from gradwatch.localise.loss.interpreter.source_tree import (
+    assigned_attributes,
+    bodies,
+    changed,
+    loaded,
+    loaded_attributes,
+)
 
 PLAIN = frozenset({"requires_grad_", "retain_grad"})
 """Methods that change no value."""
 
 
 def lost_names(statements: Iterable[ast.stmt], again: Collection[ast.stmt] | None = None) -> set[str]:
-    """Names that are read, as they were before these statements, and changed by a later one of them.
+    """Names, and attributes such as `self.scale`, that are read, as they were before these statements, and changed by a later one of them.
 
     Read by those that are run `again` (None: all), and changed by any: what is not run again has changed them, too.
     """
@@ -27,10 +33,10 @@ def lost_names(statements: Iterable[ast.stmt], again: Collection[ast.stmt] | Non
     for statement in ordered:
         for part, always in _in_order([statement]):
             own = _of_comprehensions(part)
-            lost |= read & (_changed(part) - own)
+            lost |= read & (_changed(part) | assigned_attributes(part)) - own
             if id(statement) not in rerun:
                 continue
-            read |= loaded(part) - own - known
+            read |= (loaded(part) | loaded_attributes(part)) - own - known
             if always:
                 known |= _assigned(part)
     return lost
@@ -68,7 +74,7 @@ def _changed(part: ast.AST) -> set[str]:
 
 
 def _assigned(part: ast.AST) -> set[str]:
-    """Names that a statement gives another object, as the target of an assignment or of a `with`."""
+    """Names and attributes that a statement gives another object, as the target of an assignment or of a `with`."""
     if isinstance(part, ast.Assign):
         targets = part.targets
     elif isinstance(part, ast.AnnAssign) and part.value is not None:
@@ -83,6 +89,8 @@ def _assigned(part: ast.AST) -> set[str]:
 def _names(target: ast.expr) -> Iterator[str]:
     if isinstance(target, ast.Name):
         yield target.id
+    elif isinstance(target, ast.Attribute):
+        yield ast.unparse(target)
     for part in target.elts if isinstance(target, (ast.Tuple, ast.List)) else ():
         yield from _names(part)
 

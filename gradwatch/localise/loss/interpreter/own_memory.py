@@ -16,6 +16,7 @@ from gradwatch.localise.loss.interpreter import purity
 from gradwatch.localise.loss.interpreter.effort_limits import Effort
 from gradwatch.localise.replay.first_nonfinite_in_forward import key_of
 
+READ_BEFORE = "loss code reads `{name}` and changes it, and what it was before is not known"
 WRITES = "loss code writes in place into a tensor that it did not make"
 
 
@@ -35,6 +36,8 @@ class OwnMemory:
         self._containers: dict[int, Any] = {}
         self._incomplete: dict[int, Any] = {}  # containers of the script's that lack what was written here
         self._attributes: dict[tuple[int, str], tuple[Any, Any]] = {}
+        self._read: dict[tuple[int, str], Any] = {}  # attributes of the script's own, as they are now
+        self._unknown: dict[tuple[int, str], Any] = {}  # of which what they were before is not known
 
     def add_result(self, result: Any, given: Any) -> Any:
         """Note the tensors of a result whose memory is none of what was given. Returns it."""
@@ -91,13 +94,31 @@ class OwnMemory:
             raise Refused(f"loss code reads `{name}`, which it has written into")
 
     def set_attribute(self, owner: Any, name: str, value: Any) -> None:
-        """`owner.name = value`, beside the object."""
+        """`owner.name = value`, beside the object.
+
+        Raises `Refused` where it was read before: the first run has set it already, and what it was is not known.
+        """
         if isinstance(owner, Tensor):
             raise Refused("loss code sets an attribute of a tensor")
+        if (id(owner), name) in self._read:
+            raise Refused(READ_BEFORE.format(name=name))
+        self._unknown.pop((id(owner), name), None)
         self._attributes[id(owner), name] = owner, value
 
+    def forget_attribute(self, owner: Any, name: str) -> None:
+        """`owner.name += …`, of the script's own: the first run has added to it already."""
+        if (id(owner), name) in self._read:
+            raise Refused(READ_BEFORE.format(name=name))
+        self._unknown[id(owner), name] = owner
+
+    def add_read(self, owner: Any, name: str) -> None:
+        """An attribute of the script's was read, which it may have set in its first run."""
+        if (id(owner), name) in self._unknown:
+            raise Refused(READ_BEFORE.format(name=name))
+        self._read[id(owner), name] = owner
+
     def attribute(self, owner: Any, name: str) -> tuple[Any, ...]:
-        """(the value set here,), or () where none was."""
+        """(the value set here,), or () where none was: the script's own is read."""
         return self._attributes.get((id(owner), name), (None,))[1:]
 
     def check_iterators(self, values: Iterable[Any]) -> None:

@@ -157,6 +157,24 @@ def assigned(tree: ast.AST) -> set[str]:
     }
 
 
+def loaded_attributes(tree: ast.AST) -> set[str]:
+    """Attributes that are read, of objects with a name: `self.scale`."""
+    return {
+        ast.unparse(node)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load) and _base(node)
+    }
+
+
+def assigned_attributes(tree: ast.AST) -> set[str]:
+    """Attributes that are given another object."""
+    return {
+        ast.unparse(node)
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+    }
+
+
 def grown(tree: ast.AST) -> set[str]:
     """Names of lists and sets that something is added to."""
     return {

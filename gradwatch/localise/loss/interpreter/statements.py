@@ -7,6 +7,8 @@ import contextlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from torch import Tensor
+
 from gradwatch.localise.hold.module_attributes import Refused
 from gradwatch.localise.loss.interpreter import purity
 from gradwatch.localise.loss.interpreter.expressions import Expressions
@@ -88,6 +90,12 @@ class Statements:
             self._put(node.target, self._expressions.value(node.value, scope), scope)
 
     def _update(self, node: ast.AugAssign, scope: Scope) -> None:
+        if isinstance(node.target, ast.Attribute):
+            owner = self._expressions.value(node.target.value, scope)
+            if not isinstance(owner, Tensor) and not self._memory.attribute(owner, node.target.attr):
+                self._expressions.value(node.value, scope)
+                self._memory.forget_attribute(owner, node.target.attr)
+                return
         before = self._expressions.value(as_load(node.target), scope)
         value = self._expressions.value(node.value, scope)
         self._put(node.target, self._expressions.updated(node, before, value, scope), scope)
