@@ -194,6 +194,11 @@ class Detector:
         return self.fires_at
 
     @property
+    def samples_needed(self) -> int:
+        """Samples of a series before it can be judged: the warm-up, and what is needed to compare with; 0 = none."""
+        return int(getattr(self, "warmup", 0))
+
+    @property
     def second(self) -> Detector | None:
         """A second yardstick for the same series: what breaches by either of them breaches. None = there is none."""
         return None

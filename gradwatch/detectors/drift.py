@@ -79,6 +79,11 @@ class Drift(Exceeding):
     lag: Lag = 240
     warmup: Warmup = field(default=400, metadata={"rule_key": True})
 
+    @property
+    def samples_needed(self) -> int:
+        """The warm-up, or what it takes until a part of the window is `lag` samples old."""
+        return self._extremes().samples_needed
+
     def baseline_key(self) -> tuple[Any, ...]:
         """Key of the baseline; what is learned depends on the threshold, too."""
         return (self.kind, self.above, self.fast, self.window, self.lag, self.warmup)

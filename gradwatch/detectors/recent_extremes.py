@@ -75,9 +75,8 @@ class Sizes(NamedTuple):
 def _sizes(window: int, lag: int, warmup: int, above: float) -> Sizes:
     part = -(-window // PARTS)
     late = -(-lag // part)
-    return Sizes(
-        part, late + -(-window // part), late, (-(-warmup // part) + 1) * part, math.log(above) - MARGIN
-    )
+    enough = -(-max(warmup, (late + 1) * part if lag else 0) // part)
+    return Sizes(part, late + -(-window // part), late, (enough + 1) * part, math.log(above) - MARGIN)
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +107,12 @@ class _RecentExtreme(Exceeding):
     def baseline_key(self) -> tuple[Any, ...]:
         """Key of the baseline; what is learned depends on the threshold, too."""
         return (self.kind, self.above, self.window, self.lag, self.warmup)
+
+    @property
+    def samples_needed(self) -> int:
+        """The warm-up, or what it takes until a part of the window is `lag` samples old."""
+        sizes = _sizes(self.window, self.lag, self.warmup, self.above)
+        return max(self.warmup, (sizes.late + 1) * sizes.part if self.lag else 0)
 
     def exceeded(self, score: FloatArray) -> FloatArray:
         """As logarithms: 1 at `above`."""

@@ -181,7 +181,7 @@ def warming_up(plan: Plan, state: EngineState) -> dict[str, str]:
     found = {}
     for one in plan.rules:
         seen = None if one.bank == NO_BANK else getattr(state.baselines[one.bank], "n", None)
-        needed = getattr(one.detector, "warmup", 0)
+        needed = one.detector.samples_needed
         if seen is not None and needed and (fullest := int(seen[one.part].max(initial=0))) < needed:
             found[one.rule.id] = f"warm-up not over: {fullest} of {needed} samples"
     return found

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwatch.detectors import AboveRecentMax, BelowRecentMin, Spike, may_breach
+from gradwatch.detectors import AboveRecentMax, BelowRecentMin, Drift, Spike, may_breach
 from tests.detectors import reference
 from tests.detectors.test_detectors import as_float32, assert_close, sample_of, scores, values_of_one_series
 from tests.support.examples import examples
@@ -61,6 +61,25 @@ def test_many_steps_are_judged_as_one_at_a_time(
         if t < len(x) and count < 32:  # what ended the block is judged by itself
             (_, one), (_, many) = detector.advance_logs(one, x[t]), detector.advance_logs(many, x[t])
             t += 1
+
+
+@settings(max_examples=examples(100))
+@given(
+    st.sampled_from([AboveRecentMax, BelowRecentMin, Drift]),
+    st.integers(1, 60),
+    st.integers(0, 40),
+    st.integers(1, 50),
+)
+def test_the_samples_it_needs_are_those_it_has_when_it_first_judges(
+    kind: Kind | type[Drift], window: int, lag: int, warmup: int
+) -> None:
+    """A lag longer than the warm-up included: nothing is old enough to compare with, and nobody would be told."""
+    detector = kind(window=window, lag=lag, warmup=warmup)
+    state, needed = detector.init(1), detector.samples_needed
+    for seen in range(needed + 2 * window + lag):
+        _, state = detector.advance(state, sample_of([1.0]))
+        judged = not np.isnan(detector.score(state, sample_of([1.0]))[0])
+        assert judged == (seen + 1 >= needed) == (int(state.n[0]) >= needed)
 
 
 def test_a_jump_that_scatter_hides_from_z_is_seen_at_once() -> None:

@@ -54,7 +54,7 @@ def test_the_report_of_a_run_while_it_goes_on(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_page_is_as_old_as_the_journal_was_when_it_was_read(tmp_path: Path) -> None:
-    """However late it is asked for; an old one is not shown once the journal has grown, and why there is no newer is."""
+    """However late it is asked for; an old one is not shown once the journal has grown, and why none is newer is."""
     folder = recorded(tmp_path, steps(20), run_id=ID)
     reports = ServedReports({path_of(ID): RunPlace(folder, 0, True)}.get)
     reports.answer(path_of(ID))

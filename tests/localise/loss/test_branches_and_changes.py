@@ -136,7 +136,7 @@ class Training:
     def by_name(self) -> None:
         """The condition is on a name that is another number by the time of the backward."""
         calls = 0
-        for _ in range(STEPS):
+        while calls < STEPS:
             self.optimizer.zero_grad()
             out = self.model(torch.randn(8, 4))
             zero = out * 0

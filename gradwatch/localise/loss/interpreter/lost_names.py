@@ -1,4 +1,4 @@
-"""Names, and attributes, of which some statements read the value from before them, and which they then give another one.
+"""Names and attributes of which some statements read the value from before them, and which they then change.
 
 Run again with the values of afterwards, such statements would begin with what the name became later.
 """
@@ -21,7 +21,7 @@ PLAIN = frozenset({"requires_grad_", "retain_grad"})
 
 
 def lost_names(statements: Iterable[ast.stmt], again: Collection[ast.stmt] | None = None) -> set[str]:
-    """Names, and attributes such as `self.scale`, that are read, as they were before these statements, and changed by a later one of them.
+    """Names, and attributes (`self.scale`), that are read as they were before, and changed by a later statement.
 
     Read by those that are run `again` (None: all), and changed by any: what is not run again has changed them, too.
     """
