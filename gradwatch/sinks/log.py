@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple, TextIO, get_args
 
 from gradwatch.account import Account, gaps
 from gradwatch.account.account_line import fields
+from gradwatch.detectors import find_detector
 from gradwatch.errors import GradwatchError
 from gradwatch.incidents import explanation
 from gradwatch.records.columns import OBSERVED_ONLY
@@ -90,11 +91,11 @@ class _Said:
 class LogSink:
     """Writes transitions of rules (firing, resolved, an action repeated while firing) as lines to `stream`.
 
-    Pending is not logged: it is no news until it fires. At most one line per rule, optimizer and minute (from the ninth
-    optimizer on they share one); what was kept back is counted, and the next line, or one of its own a minute later,
-    carries `suppressed` and the state the rule is in by then. Only rank 0 writes. `format` is "console" (coloured on a
-    terminal unless NO_COLOR is set) or "json" (one object per line). `stream` None is whatever `sys.stderr` is at that
-    moment.
+    Pending is not logged, unless the rule acts meanwhile: it is no news until it fires. At most one line per rule,
+    optimizer and minute (from the ninth optimizer on they share one); what was kept back is counted, and
+    the next line, or one of its own a minute later, carries `suppressed` and the state the rule is in by then. Only
+    rank 0 writes. `format` is "console" (coloured on a terminal unless NO_COLOR is set) or "json" (one object per
+    line). `stream` None is whatever `sys.stderr` is at that moment.
 
     The logger is this sink's own: no configuration of `logging` or structlog is read or changed.
     """
@@ -113,6 +114,7 @@ class LogSink:
         self._format, self._stream = format, stream
         self._clock = clock
         self._said: dict[tuple[str, int], _Said] = {}  # by rule and optimizer
+        self._acted: dict[tuple[str, int], float] = {}  # when it was last said that one acts before it fires
         # When a rule's cause was last logged, and how exact it was.
         self._caused: dict[str, tuple[float, int]] = {}
         self._begun_anew: dict[int, tuple[float, int]] = {}  # by optimizer: since when, and how many lines
@@ -136,10 +138,12 @@ class LogSink:
         for event in record.verdict.events:
             if event.kind == "rebaselined":
                 self._rebaselined(event, now)
-            # On NaN and Inf a rule acts while it waits for `for`, which delays alerts alone.
-            acts = event.kind == "pending" and event.rule in record.verdict.acting
-            if (event.kind in _LOGGED or acts) and not event.inhibited:
+            if event.inhibited:
+                continue
+            if event.kind in _LOGGED:
                 self._transition(event, _done_about(event, record), now)
+            elif event.kind == "pending":
+                self._acts(event, _done_about(event, record), now)
         for finding in record.findings:
             self._cause(finding, now)
         if now >= self._next_due:
@@ -175,7 +179,19 @@ class LogSink:
         if prints():
             self._sum_up(math.inf)
         self._said.clear()
+        self._acted.clear()
         self._next_due = math.inf
+
+    def _acts(self, event: Event, done: _Done, now: float) -> None:
+        """Log that a rule acts on NaN and Inf while it waits for `for`, which delays alerts alone.
+
+        One line a minute, which takes the place of no other: that the rule fires is told when it does.
+        """
+        key = event.rule, min(event.optimizer, MOST_OPTIMIZERS)
+        acted = [order for order in done.orders if not order.shadow]
+        if acted and now >= self._acted.get(key, -math.inf) + QUIET_SECONDS:
+            self._acted[key] = now
+            self._log(event, done, 0)
 
     def _transition(self, event: Event, done: _Done, now: float) -> None:
         key = event.rule, min(event.optimizer, MOST_OPTIMIZERS)
@@ -315,7 +331,8 @@ def _fields(event: Event, done: _Done) -> Iterator[tuple[str, Any]]:
         if done.weights:
             yield "weights", done.weights
         yield from ((key, text) for key, text in _texts(event) if text)
-    yield "incident", event.incident
+    if event.incident:  # a rule that acts before it fires has none
+        yield "incident", event.incident
 
 
 def _numbers(event: Event) -> Iterator[tuple[str, float]]:
@@ -331,7 +348,11 @@ def _numbers(event: Event) -> Iterator[tuple[str, float]]:
 def _actions(event: Event, orders: tuple[Order, ...]) -> Iterator[tuple[str, str]]:
     """The actions of a rule, without those that a value which is not finite has left nothing to do for."""
     ordered = {order.action for order in orders}
-    left = [] if math.isfinite(event.value) else [one for one in event.actions if one in CLIPS - ordered]
+    kind = find_detector(event.detector)
+    finite = math.isfinite(event.value) and not (
+        kind is not None and kind.finiteness
+    )  # whose value is a count
+    left = [] if finite else [one for one in event.actions if one in CLIPS - ordered]
     named = [_LATER.get(action) or action for action in event.actions if action not in left]
     if named:
         yield "actions", ",".join(named)

@@ -162,6 +162,33 @@ def test_pending_is_no_news() -> None:
     assert [entry["event"] for entry in log.entries] == ["gradwatch firing"]
 
 
+def test_a_rule_that_acts_while_it_waits_says_so_once_and_says_that_it_fires_all_the_same() -> None:
+    """Incidents have their first line; a rule in shadow mode does not act, and is news when it fires."""
+    log = Log()
+    acting = Decision(orders=frozenset({Order("exploding", "skip_step"), Order("shadow", "skip_step", True)}))
+    for step in range(3):
+        events = tuple(
+            dataclasses.replace(make_event("pending", rule, step=step, actions=("skip_step",)), incident="")
+            for rule in ("exploding", "shadow")
+        )
+        log.sink.write(make_record(SITES, events=events, decision=acting))
+    log.write(make_event("firing", "exploding"), make_event("firing", "shadow"))
+    assert [(entry["event"], entry["rule"]) for entry in log.entries] == [
+        ("gradwatch acting before it fires", "exploding"),
+        ("gradwatch firing", "exploding"),
+        ("gradwatch firing", "shadow"),
+    ]
+    assert ["incident" in entry for entry in log.entries] == [False, True, True]
+
+
+def test_a_clip_of_what_is_not_finite_is_not_said_to_be_done() -> None:
+    """The value of a rule on NaN is a count, which is finite."""
+    log = Log()
+    log.write(make_event("firing", value=4.0, actions=("clip", "skip_step")))
+    (entry,) = log.entries
+    assert (entry["actions"], entry["not_done"].split()[0]) == ("skip_step", "clip")
+
+
 def test_at_most_one_line_per_rule_and_minute_and_the_rest_is_counted() -> None:
     """A rule that flaps for ten minutes writes eleven lines; nothing is lost, and the last state is told."""
     log = Log()

@@ -46,7 +46,7 @@ class Scaled:
 
     def __init__(self) -> None:
         self.factor = 3.0
-        self.calls = 0
+        self.calls = self.offset = 0
 
     @property
     def half(self) -> float:
@@ -55,7 +55,8 @@ class Scaled:
 
     def __call__(self, a: Tensor) -> Tensor:
         self.calls += 1
-        return self.half * a.mean() + self.calls
+        self.offset = a.numel()
+        return self.half * a.mean() + self.offset
 
 
 def run(code: str, **values: Any) -> dict[str, Any]:
@@ -135,10 +136,21 @@ def test_what_it_writes_into_a_list_of_the_script_is_left_out() -> None:
 
 
 def test_attributes_are_set_beside_their_objects() -> None:
-    """An object that counts its calls counts one more for the value, and none for the script."""
+    """What is set here is read here, and not by the script."""
     loss, a = Scaled(), torch.ones(2)
     values = run("y = loss(a)\nz = loss(a)", loss=loss, a=a)
-    assert (float(values["y"]), float(values["z"]), loss.calls) == (2.5, 3.5, 0)
+    assert (float(values["y"]), float(values["z"]), loss.calls, loss.offset) == (3.5, 3.5, 0, 0)
+
+
+@pytest.mark.parametrize(
+    "code",
+    ["loss.calls += 1\ny = loss.calls", "y = loss.calls\nloss.calls += 1", "y = loss.calls\nloss.calls = 3"],
+)
+def test_what_an_attribute_was_before_it_was_changed_is_not_known(code: str) -> None:
+    """The first run has changed it already: by what it is now another branch might be taken."""
+    with pytest.raises(Refused, match="what it was before is not known"):
+        run(code, loss=Scaled())
+    run("loss.calls += 1\ny = 2", loss=Scaled())
 
 
 def test_each_operation_belongs_to_its_line() -> None:
