@@ -87,3 +87,29 @@ def test_norms_and_loss_of_the_step_at_which_parameters_join(
         norms = dict(zip(snapshot.sites.names, snapshot.norm.tolist(), strict=True))
         assert norms == pytest.approx(wanted[AT], rel=1e-5)
     assert any("1 step judged for NaN and Inf alone" in gap for gap in told) != exact
+
+
+def test_a_window_of_two_steps_stays_one_when_parameters_join(tmp_path: Path) -> None:
+    """The step before has raised, and nothing has cleared its gradients: they are no measure of what a step brings."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    model[0].requires_grad_(False)
+    optimizer, sink = torch.optim.SGD(model.parameters(), 0.01), Kept()
+
+    def refuse(*_: Any) -> None:
+        raise ValueError
+
+    with gradwatch.watch(model, optimizer, run_dir=tmp_path, sinks=[sink], strict=True):
+        for step in range(STEPS):
+            if step == AT:
+                model[0].requires_grad_(True)
+            model(torch.randn(8, 4)).square().mean().backward()
+            if step == AT - 1:
+                hook = optimizer.register_step_pre_hook(refuse)
+                with pytest.raises(ValueError):
+                    optimizer.step()
+                hook.remove()
+                continue
+            optimizer.step()
+            optimizer.zero_grad()
+    assert [r.snapshot.step for r in sink.records if r.snapshot.provisional] == [AT]
