@@ -65,6 +65,7 @@ COUNTS = (
     "without_histogram",
     "provisional",
     "unjudged",
+    "nonfinite_unjudged",
     "optimizers",
     "parameters",
 )
@@ -80,7 +81,8 @@ class Watched:
     step was seen, `cleared_nonfinite` those of them whose gradients held NaN or Inf, as far as these were read on the
     host, `replaced` windows without an optimizer of which no step is known, since others unlike theirs took
     their place; `without_histogram` steps at which histograms of gradients were due and whose loss scale is no power of
-    two; `provisional` and `unjudged` steps of those watched. `optimizers` of which a step, taken or
+    two; `provisional` and `unjudged` steps of those watched, `nonfinite_unjudged` those whose gradients held NaN or Inf
+    with no rule that says so. `optimizers` of which a step, taken or
     rejected, was watched; `parameters` watched at one time, at most (those of an optimizer that is gone until another
     one takes its place); `coverage` 0..1 of the parameters that want a gradient. `own_seconds` of `seconds` were
     gradwatch's.
@@ -96,6 +98,7 @@ class Watched:
     without_histogram: int = 0
     provisional: int = 0
     unjudged: int = 0
+    nonfinite_unjudged: int = 0
     optimizers: int = 0
     parameters: int = 0
     coverage: float = 1.0

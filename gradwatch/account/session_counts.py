@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from math import isfinite
 from typing import Any
 
 from gradwatch.account.account import Watched
@@ -31,7 +32,7 @@ class SessionCounts:
     def __init__(self) -> None:
         self.own_time = OverheadTimer()
         self.records = self.rejected = self.provisional = self.unjudged = self.unowned = 0
-        self.cleared = self.cleared_nonfinite = 0
+        self.cleared = self.cleared_nonfinite = self.nonfinite_unjudged = 0
         self.measured = 0  # steps and windows, each of which becomes a Record
         self.coverage = 1.0
         self.stopped = False
@@ -65,6 +66,8 @@ class SessionCounts:
             self.own_time.restart()
         if record.verdict is UNJUDGED:
             self.unjudged += 1
+        elif not isfinite(snapshot.total_norm + snapshot.total_norm_applied):
+            self._nonfinite(record)
         if record.verdict.events or record.decision.orders:
             self._judged(record)
 
@@ -82,6 +85,8 @@ class SessionCounts:
                 self.never_judged.observe(record.snapshot, turn)
             if record.decision.orders:
                 self._judged(record)
+            if not isfinite(record.snapshot.total_norm + record.snapshot.total_norm_applied):
+                self._nonfinite(record)
 
     @property
     def judged(self) -> int:
@@ -112,6 +117,7 @@ class SessionCounts:
             cleared_nonfinite=self.cleared_nonfinite,
             provisional=self.provisional,
             unjudged=self.unjudged + without_record,
+            nonfinite_unjudged=self.nonfinite_unjudged,
             unowned=self.unowned,
             replaced=replaced,
             without_histogram=self.without_histogram,
@@ -121,6 +127,14 @@ class SessionCounts:
             own_seconds=own_seconds,
             seconds=seconds,
         )
+
+    def _nonfinite(self, record: Record) -> None:
+        """Count NaN and Inf that no rule breaches on and that get to the optimizer: a file may have no such rule."""
+        snapshot = record.snapshot
+        kept_from_it = record.decision.skip or snapshot.scalars.get("scaler_skip")
+        known = not isfinite(snapshot.total_norm) or snapshot.applied_known
+        if known and not (record.verdict.breaching or kept_from_it):
+            self.nonfinite_unjudged += 1
 
     def _judged(self, record: Record) -> None:
         for event in record.verdict.events:

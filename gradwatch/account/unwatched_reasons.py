@@ -35,6 +35,9 @@ def _gaps(account: Account) -> Iterator[str]:
             f"{steps} judged for NaN and Inf alone (provisional: no backward came before, or its end was not seen, or "
             "gradients were changed before their norms were read)"
         )
+    if seen.nonfinite_unjudged:
+        steps = plural(seen.nonfinite_unjudged, "step")
+        yield f"{steps} with NaN or Inf in the gradients, which no rule of the file judges: the weights may be ruined"
     if seen.unjudged:
         yield f"{plural(seen.unjudged, 'watched step')} could not be judged ({_why_unjudged(account)})"
 

@@ -18,6 +18,7 @@ from torch.optim import SGD, Optimizer
 import gradwatch
 from gradwatch.account import NOTHING_TAKEN, Account, gaps
 from gradwatch.account.launch_total import Part, launch_total
+from gradwatch.rules.files import parse_rules
 from gradwatch.session.watch import session_of
 from tests.support.kept import Kept
 
@@ -287,3 +288,43 @@ def test_two_watches_of_one_process_do_not_count_it_twice() -> None:
     assert (
         launch_total(old, lambda _: None).taken.backwards == 30
     )  # an earlier version's: all that can be had
+
+
+@pytest.mark.parametrize(
+    ("rules", "unjudged"),
+    [
+        ("version: 1\nclip: {total: {method: norm, max_norm: 1.0}}\n", 2),
+        ("version: 1\nrules: {n: {detect: {kind: loss_nonfinite}}}\n", 1),
+        ("version: 1\nrules: {n: {detect: {kind: nonfinite}, for: 9, mode: shadow, do: [skip_step]}}\n", 0),
+        ("version: 1\nrules: {n: {detect: {kind: above, of: total_norm, threshold: 1e9}}}\n", 0),
+    ],
+)
+def test_gradients_that_are_not_finite_and_that_no_rule_judges_are_told(rules: str, unjudged: int) -> None:
+    """A file that only clips has no rule on NaN, and ruined weights are no clean end; the first loss is finite."""
+    model = nn.Linear(3, 1)
+    optimizer = SGD(model.parameters(), 0.0)
+    with gradwatch.watch(model, optimizer, rules=parse_rules(rules), sinks=[Kept()], strict=True) as gw:
+        for number in range(8):
+            optimizer.zero_grad()
+            out = model(torch.ones(2, 3))
+            ((out * 0).sqrt().mean() if number == 6 else out.square().mean()).backward()
+            optimizer.step()
+        account = session_of(gw).account()
+    assert account.watched.nonfinite_unjudged == unjudged
+    assert any("no rule of the file judges" in gap for gap in gaps(account)) == bool(unjudged)
+
+
+def test_gradients_made_nan_after_the_backward_are_told_where_no_rule_judges_them() -> None:
+    """The norm that rules get is the backward's, which is finite; the optimizer's is not."""
+    model = nn.Linear(3, 1)
+    optimizer = SGD(model.parameters(), 0.1)
+    rules = parse_rules("version: 1\nclip: {total: {method: norm, max_norm: 1.0}}\n")
+    with gradwatch.watch(model, optimizer, rules=rules, sinks=[Kept()], strict=True) as gw:
+        for number in range(8):
+            optimizer.zero_grad()
+            model(torch.ones(2, 3)).square().mean().backward()
+            if number == 7:
+                assert model.bias.grad is not None
+                model.bias.grad.fill_(math.nan)
+            optimizer.step()
+        assert session_of(gw).account().watched.nonfinite_unjudged == 1
