@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from gradwatch.backtest.measured import Measured, measured_by
 from gradwatch.backtest.outcome import OutcomeTotals, RulesOutcome
 from gradwatch.engine.actions.norms_after_actions import ROUNDING, unclipped
 from gradwatch.engine.changed_parameters import changed_parameters
@@ -54,12 +55,15 @@ class MeasuredStep(NamedTuple):
 
 
 class RecordedRun:
-    """The journals of one rank of a run, in blocks of steps; what fired and was done live, and what is missing."""
+    """The journals of one rank of a run, in blocks of steps; what fired and was done live, and what is missing.
+
+    `measured` is of the process whose journal was read last.
+    """
 
     def __init__(self) -> None:
         self.steps = 0
         self.run_id = ""
-        self.asked: frozenset[str] = frozenset()
+        self.measured = Measured()
         self.notes: list[str] = []
         self._totals = OutcomeTotals()
         self._rules: frozenset[str] = frozenset()
@@ -70,9 +74,9 @@ class RecordedRun:
     def blocks(self, journal: JournalReader) -> Iterator[list[MeasuredStep]]:
         """The steps of a journal, consecutive ones of one optimizer and the same sites together."""
         found = journal.run()
+        self.measured = measured_by(None if found is None else found.run)
         if found is not None:
             self.run_id = found.run.run_id
-            self.asked |= {rule.of for rule in found.run.rules}
             self._rules = frozenset(rule.id for rule in found.run.rules)
         self._next, self._missing, self._sites = {}, {}, {}
         block: list[MeasuredStep] = []

@@ -10,14 +10,13 @@ from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from gradwatch.account.rules_without_data import NEVER_CAME
+from gradwatch.backtest.measured import Measured
 from gradwatch.engine.bound_engine import BoundEngine
 from gradwatch.engine.columns_needed import first_step
 from gradwatch.engine.series import Series
 from gradwatch.engine.staggered_judging import InTurn
 from gradwatch.records.columns import (
     ALWAYS,
-    BATCH_HASH,
-    COMPARING_RANKS,
     OBSERVED,
     OTHER_RULES,
     is_scalar,
@@ -32,8 +31,6 @@ Extent = Literal["whole", "part", "not recorded", "no data", "no site"]
 of that, or too few to learn from; or the rule is about nothing that this model has."""
 ENOUGH = 0.9
 """Least share, of the values that a rule would have read live, that is recorded where it counts as judged whole."""
-ASKED_FOR = COMPARING_RANKS | {BATCH_HASH}
-"""Scalars that are measured only where a rule reads them."""
 GAP = (
     "norms of parameters were not recorded at every step from step {} on (the journal was thinned, or samples them): "
     "record runs with `sinks: [journal: {{params: full, max_bytes: 0}}]`"
@@ -93,12 +90,14 @@ class _Watched(NamedTuple):
 
 @dataclass(slots=True)
 class OptimizerCoverage:
-    """The steps and values that the rules of one optimizer were judged on.
+    """The steps and values that the rules of one optimizer were judged on, in one process.
 
-    `warming_up` are the rules whose baselines have not had the samples that they need, with how many they had.
+    `warming_up` are the rules whose baselines have not had the samples that they need, with how many they had;
+    `measured` is what the process measured.
     """
 
     steps: int = 0
+    measured: Measured = field(default_factory=Measured)
     warming_up: Mapping[str, str] = field(default_factory=dict)
     _inactive: Mapping[str, str] = field(default_factory=dict)
     _dropped: dict[str, tuple[int, str]] = field(default_factory=dict)
@@ -139,8 +138,8 @@ class OptimizerCoverage:
         for rule in rules:
             self._dropped.setdefault(rule, (self.steps, why))
 
-    def of(self, rule: Rule, asked: frozenset[str]) -> RuleCoverage:
-        """The coverage of one rule; `asked` are the columns that the rules of the recorded run read."""
+    def of(self, rule: Rule) -> RuleCoverage:
+        """The coverage of one rule."""
         if rule.id in self._inactive:
             return RuleCoverage(rule.id, "no site", 0, self.steps, self._inactive[rule.id])
         judged, why = self._dropped.get(rule.id, (self.steps, ""))
@@ -150,7 +149,7 @@ class OptimizerCoverage:
         for one in self._by_rule.get(rule.id, ()):
             values, column = one.values, one.column
             if not values.recorded:
-                if is_known(column, asked):
+                if self.measured.knows(column):
                     reason = NEVER_CAME.get(column, NEVER.format(shown(column)))
                     return RuleCoverage(rule.id, "no data", 0, self.steps, reason)
                 return RuleCoverage(rule.id, "not recorded", 0, self.steps, NOT_ASKED.format(shown(column)))
@@ -186,24 +185,17 @@ def _take_whole(one: _Watched, snapshot: Snapshot) -> None:
         one.values.recorded += int(column.present[here].sum())
 
 
-def is_known(column: str, asked: frozenset[str]) -> bool:
-    """True if the recorded run would have had this column, had there been a value of it."""
-    return column in asked or (is_scalar(column) and column not in ASKED_FOR)
-
-
 def shown(column: str) -> str:
     """A column as a sentence names it."""
     return f"`{scalar_name(column)}`" if column.startswith(OBSERVED) else f"`{column}`"
 
 
-def joined(
-    ruleset: RuleSet, optimizers: Sequence[OptimizerCoverage], asked: frozenset[str]
-) -> list[RuleCoverage]:
+def joined(ruleset: RuleSet, optimizers: Sequence[OptimizerCoverage]) -> list[RuleCoverage]:
     """The coverage of each enabled rule over all optimizers of a run, in the order of the file."""
     found: dict[str, RuleCoverage] = {}
     for rule in ruleset.rules:
         if rule.enabled:
-            one = _sum([one.of(rule, asked) for one in optimizers], rule)
+            one = _sum([one.of(rule) for one in optimizers], rule)
             found[rule.id] = replace(one, optional=rule.optional)
     partly = {rule for rule, one in found.items() if one.extent in ("part", "not recorded")}
     for rule in ruleset.rules:

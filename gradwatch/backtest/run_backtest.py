@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from gradwatch.backtest.measured import Measured
 from gradwatch.backtest.outcome import OutcomeTotals, RulesOutcome, RunBacktest
 from gradwatch.backtest.recorded_run import MeasuredStep, RecordedRun
 from gradwatch.backtest.rule_coverage import (
@@ -67,7 +68,7 @@ def backtest_run(
                 one.take(block)
             progress(recorded.steps)
         for one in sides:
-            one.end()
+            one.end(recorded.measured)
     if not recorded.steps:
         raise GradwatchError(f"no step is recorded in {where}")
     return RunBacktest(
@@ -75,8 +76,8 @@ def backtest_run(
         str(where),
         journals.rank,
         recorded.steps,
-        new.outcome(recorded.asked),
-        None if old is None else old.outcome(recorded.asked),
+        new.outcome(),
+        None if old is None else old.outcome(),
         recorded.outcome(),
         tuple(recorded.notes),
     )
@@ -161,16 +162,20 @@ class RulesOnRun:
         if any(event.kind == "rebaselined" for event in judged.verdict.events):
             self._restarted.add(snapshot.optimizer)
 
-    def end(self) -> None:
-        """Note which rules have not had the samples that they need; unless the script had them begin anew."""
+    def end(self, measured: Measured) -> None:
+        """End with a process, which has `measured` what its own rules asked for.
+
+        Rules that have not had the samples that they need are noted, unless the script had them begin anew.
+        """
         for optimizer, coverage in self._of.items():
+            coverage.measured = measured
             if optimizer not in self._restarted:
                 coverage.warming_up = self._judge.warming_up(optimizer)
         self._coverage += self._of.values()
 
-    def outcome(self, asked: frozenset[str]) -> RulesOutcome:
+    def outcome(self) -> RulesOutcome:
         """Outcome of these rules on the run."""
-        return self._totals.outcome(joined(self._ruleset, self._coverage, asked), on_elements(self._ruleset))
+        return self._totals.outcome(joined(self._ruleset, self._coverage), on_elements(self._ruleset))
 
 
 def without_factors(decision: Decision) -> Decision:

@@ -10,8 +10,9 @@ import numpy as np
 from gradwatch.backtest.run_backtest import backtest_run
 from gradwatch.records.record import Record
 from gradwatch.records.run_info import RuleInfo
+from gradwatch.records.snapshot import Column
 from gradwatch.rules.files import parse_rules
-from tests.report.runs import broken, recorded, steps
+from tests.report.runs import SITES, broken, recorded, steps
 from tests.support.sink_records import make_record, make_sites
 
 SEVERAL = """
@@ -35,6 +36,13 @@ def coverage(folder: Path, rules: str = SEVERAL) -> dict[str, tuple[str, int, st
     """By rule: how far it was judged, on how many steps, and why no further."""
     found = backtest_run(folder, parse_rules(rules)).outcome.coverage
     return {one.rule: (one.extent, one.judged, one.why) for one in found}
+
+
+def of_two_processes(root: Path, first: Path, second: Path) -> Path:
+    """The folder of a run that a second process, recorded as attempt 1, went on with."""
+    for journal in second.glob("*.gwj"):
+        journal.rename(first / journal.name)
+    return first.rename(root / "run")
 
 
 def thinned(folder: Path) -> Path:
@@ -143,3 +151,15 @@ def test_of_two_optimizers_one_is_enough(tmp_path: Path) -> None:
     assert found["reward"] == ("whole", 30, "")
     assert found["loss"][0] == "no data"
     assert found["total"] == ("whole", 60, "")
+
+
+def test_what_one_process_measured_says_nothing_of_another(tmp_path: Path) -> None:
+    """The second process of a run, under other rules, did not measure what those of the first read."""
+    asked = (RuleInfo("w", "above", "info", of="weight_norm"),)
+    every = np.ones(len(SITES), np.bool_)
+    weights = {"weight_norm": Column(np.full(len(SITES), 0.5, np.float32), every)}
+    first = recorded(tmp_path / "first", steps(30, columns=weights), rules=asked)
+    second = recorded(tmp_path / "second", steps(50), attempt=1)
+    extent, judged, why = coverage(of_two_processes(tmp_path, first, second))["weight"]
+    assert (extent, judged) == ("part", 30)
+    assert "no rule of the run read it" in why
