@@ -110,12 +110,14 @@ class RecordedRun:
     def _restarts(self, process: int, step: RecordedStep) -> tuple[Restart, ...]:
         """What the script had begin anew before a step."""
         snapshot, events = step.record.snapshot, step.record.verdict.events
-        before = self._sites.get(snapshot.optimizer, snapshot.sites)
-        self._sites[snapshot.optimizer] = snapshot.sites
+        known = self._sites.get(snapshot.optimizer)
+        if known is not snapshot.sites:
+            self._sites[snapshot.optimizer] = snapshot.sites
+            self.measured = self.measured.with_sites(snapshot.sites)
         if not events:
             return ()
         # Those of other parameters than before follow from these, here as live.
-        own = changed_parameters(before, snapshot.sites)
+        own = "" if known is None else changed_parameters(known, snapshot.sites)
         asked = [event for event in events if event.kind == "rebaselined" and event.summary != own]
         partly = [event for event in asked if not of_all(event, snapshot)]
         self.notes += [PARTLY_REBASELINED.format(process, event.step) for event in partly]

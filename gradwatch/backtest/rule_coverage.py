@@ -138,9 +138,12 @@ class OptimizerCoverage:
         for rule in rules:
             self._dropped.setdefault(rule, (self.steps, why))
 
-    def of(self, rule: Rule) -> RuleCoverage:
-        """The coverage of one rule."""
+    def of(self, rule: Rule, ruleset: RuleSet) -> RuleCoverage:
+        """The coverage of one rule of a file."""
         if rule.id in self._inactive:
+            missing = self.measured.without_sites(rule, ruleset)
+            if missing:
+                return RuleCoverage(rule.id, "not recorded", 0, self.steps, missing)
             return RuleCoverage(rule.id, "no site", 0, self.steps, self._inactive[rule.id])
         judged, why = self._dropped.get(rule.id, (self.steps, ""))
         extent: Extent = "not recorded" if not judged else "part" if rule.id in self._dropped else "whole"
@@ -195,14 +198,21 @@ def joined(ruleset: RuleSet, optimizers: Sequence[OptimizerCoverage]) -> list[Ru
     found: dict[str, RuleCoverage] = {}
     for rule in ruleset.rules:
         if rule.enabled:
-            one = _sum([one.of(rule) for one in optimizers], rule)
+            one = _sum([one.of(rule, ruleset) for one in optimizers], rule)
             found[rule.id] = replace(one, optional=rule.optional)
-    partly = {rule for rule, one in found.items() if one.extent in ("part", "not recorded")}
+    partly = with_dependents(
+        ruleset, (rule for rule, one in found.items() if one.extent in ("part", "not recorded"))
+    )
     for rule in ruleset.rules:
         others = [other for other in named_by(rule) if other in partly]
-        if rule.enabled and others and found[rule.id].extent == "whole":
-            names = ", ".join(f"`{other}`" for other in others)
-            found[rule.id] = replace(found[rule.id], extent="part", why=DEPENDS.format(names))
+        if not (rule.enabled and others):
+            continue
+        names = ", ".join(f"`{other}`" for other in others)
+        one, why = found[rule.id], DEPENDS.format(names)
+        if one.extent == "whole":
+            found[rule.id] = replace(one, extent="part", why=why)
+        elif isinstance(rule.detect, When) and one.extent in ("no data", "no site"):
+            found[rule.id] = replace(one, extent="not recorded", why=why)
     return list(found.values())
 
 

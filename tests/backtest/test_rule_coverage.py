@@ -31,6 +31,24 @@ rules:
 groups: {heads: {params: [nowhere.*], optional: true}}
 """
 
+MODULES = """
+version: 1
+modules: {tap: output}
+rules:
+  outputs: {detect: {kind: above, of: activation_near_zero, threshold: 0.4}}
+  perhaps: {detect: {kind: above, of: activation_near_zero, threshold: 0.4}, optional: true}
+  large: {detect: {kind: above, of: total_norm, threshold: 100}}
+  unless: {detect: {kind: above, of: total_norm, threshold: 100}, unless: [outputs]}
+  both: {when: {all: [outputs, large]}}
+  either: {when: {any: [outputs, large]}}
+  of-it: {when: {all: [both]}}
+"""
+RANKS = """
+version: 1
+rules:
+  outlier: {detect: {kind: rank_outlier}, every: 1, warmup: 20}
+"""
+
 
 def coverage(folder: Path, rules: str = SEVERAL) -> dict[str, tuple[str, int, str]]:
     """By rule: how far it was judged, on how many steps, and why no further."""
@@ -163,3 +181,37 @@ def test_what_one_process_measured_says_nothing_of_another(tmp_path: Path) -> No
     extent, judged, why = coverage(of_two_processes(tmp_path, first, second))["weight"]
     assert (extent, judged) == ("part", 30)
     assert "no rule of the run read it" in why
+
+
+def test_modules_that_no_rule_of_the_run_had_tapped_are_not_recorded(tmp_path: Path) -> None:
+    """Whether the model has such modules is not known, also of a rule that may be about none, or that needs another."""
+    found = coverage(recorded(tmp_path, steps(40)), MODULES)
+    for rule in ("outputs", "perhaps"):
+        extent, judged, why = found[rule]
+        assert (extent, judged) == ("not recorded", 0), rule
+        assert why.startswith("the run tapped no module")
+    for rule in ("both", "of-it"):
+        assert found[rule][:2] == ("not recorded", 0), rule
+    assert found["both"][2] == "it depends on `outputs`, not judged on the whole run"
+    for rule in ("unless", "either"):
+        assert found[rule][0] == "part", rule
+    assert found["large"] == ("whole", 40, "")
+
+
+def test_modules_that_the_rules_of_the_run_found_none_of_are_no_gap(tmp_path: Path) -> None:
+    """Judged by the very rules that it was recorded under, a run has all that these would have had measured."""
+    folder = recorded(tmp_path, steps(40), rules_digest=parse_rules(MODULES).digest)
+    found = coverage(folder, MODULES)
+    assert {rule: found[rule][0] for rule in ("outputs", "both")} == {"outputs": "no site", "both": "no site"}
+
+
+def test_ranks_that_no_rule_of_the_run_compared_are_not_recorded(tmp_path: Path) -> None:
+    """A process alone has nothing to compare; nor had those of a run whose own rule of this kind found no ranks."""
+    several = recorded(tmp_path / "several", steps(40), world_size=2)
+    extent, _, why = coverage(several, RANKS)["outlier"]
+    assert extent == "not recorded"
+    assert why.startswith("the run compared no ranks")
+    own = (RuleInfo("o", "rank_outlier", "info", of="norm_local"),)
+    alone = recorded(tmp_path / "alone", steps(40))
+    sharded = recorded(tmp_path / "sharded", steps(40), world_size=2, rules=own)
+    assert coverage(alone, RANKS)["outlier"][0] == coverage(sharded, RANKS)["outlier"][0] == "no site"

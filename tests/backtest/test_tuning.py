@@ -61,6 +61,15 @@ def test_as_few_alarms_as_the_budget_says(runs: list[Path]) -> None:
     assert tuned.held_out is not None
 
 
+def test_rules_on_modules_that_were_not_tapped_are_named(runs: list[Path]) -> None:
+    """That they give no alarm says nothing of their thresholds."""
+    rules = parse_rules(
+        "version: 1\nmodules: {tap: output}\n"
+        "rules: {dead: {detect: {kind: above, of: activation_near_zero, threshold: 0.9}, optional: true}}"
+    )
+    assert tune(rules, 2, 3.0, judge_of(runs)).not_judged.keys() == {"dead"}
+
+
 def test_a_rule_within_its_share_of_the_budget_stays(runs: list[Path]) -> None:
     """Of ten alarms allowed, three of one rule are left to it, and the other has to give."""
     rules = parse_rules(

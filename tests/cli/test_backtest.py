@@ -77,6 +77,13 @@ def test_what_was_not_judged_in_several_runs(runs: Path, capsys: Captured) -> No
     assert "warm-up" not in out
 
 
+def test_modules_that_were_not_tapped(runs: Path, capsys: Captured) -> None:
+    """Rules on them are named, also those that may be about none, and the status says that they were not judged."""
+    out = printed([runs / "healthy-run", "--rules", "activations"], 1, capsys)
+    assert "dead-activations, saturated-activations, running-statistics-broken, " in out
+    assert ": the run tapped no module: " in out
+
+
 def test_json_has_everything(runs: Path, capsys: Captured) -> None:
     """Every event of both sides, actions, coverage; one object."""
     names = [runs / "broken-run", runs / "healthy-run"]
