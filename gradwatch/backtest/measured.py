@@ -17,6 +17,10 @@ NO_MODULES = (
 NO_RANKS = (
     "the run compared no ranks: record a run under these rules (`mode: shadow` has them act on nothing)"
 )
+TAPPED = (
+    "rules on modules are judged at the {} that the run tapped; whether these rules would tap others, which are not "
+    "recorded, is not known"
+)
 
 
 class Measured(NamedTuple):
@@ -49,6 +53,11 @@ class Measured(NamedTuple):
         if column in RANK_COLUMNS and self.ranks > 1 and not self.ranked and rule.kind not in self.kinds:
             return NO_RANKS
         return ""
+
+    def tapped(self, ruleset: RuleSet) -> frozenset[str]:
+        """The modules that other rules of a file, on modules, are judged at; those of the run itself tap no others."""
+        asks = any(rule.enabled and rule.detect.columns[0] in MODULE_COLUMNS for rule in ruleset.rules)
+        return self.modules if asks and ruleset.digest != self.digest else frozenset()
 
     def with_sites(self, sites: Sites) -> Measured:
         """With modules and ranks that are among these sites."""

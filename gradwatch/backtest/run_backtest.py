@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from gradwatch.backtest.measured import Measured
+from gradwatch.backtest.measured import TAPPED, Measured
 from gradwatch.backtest.outcome import OutcomeTotals, RulesOutcome, RunBacktest
 from gradwatch.backtest.recorded_run import MeasuredStep, RecordedRun
 from gradwatch.backtest.rule_coverage import (
@@ -33,6 +33,7 @@ from gradwatch.policies import ElementwisePolicy, find_policy
 from gradwatch.records.decision import Decision
 from gradwatch.rules.action_kinds import changing_gradients
 from gradwatch.rules.rule_set import RuleSet
+from gradwatch.runtime.printable import plural
 
 CHANGING = changing_gradients()
 UNKNOWN_SKIP = (
@@ -59,8 +60,8 @@ def backtest_run(
     new = RulesOnRun(ruleset)
     old = None if against is None else RulesOnRun(against)
     recorded = RecordedRun()
+    sides = [new] if old is None else [new, old]
     for journal in journals.own:
-        sides = [new] if old is None else [new, old]
         for one in sides:
             one.begin(journal)
         for block in recorded.blocks(journal):
@@ -71,6 +72,9 @@ def backtest_run(
             one.end(recorded.measured)
     if not recorded.steps:
         raise GradwatchError(f"no step is recorded in {where}")
+    tapped = frozenset[str]().union(*(one.tapped for one in sides))
+    if tapped:
+        recorded.notes.append(TAPPED.format(plural(len(tapped), "module")))
     return RunBacktest(
         recorded.run_id or where.name,
         str(where),
@@ -84,7 +88,7 @@ def backtest_run(
 
 
 class RulesOnRun:
-    """The rules of one file on one run, process after process."""
+    """The rules of one file on one run, process after process; `tapped` are the modules if these may lack some."""
 
     def __init__(self, ruleset: RuleSet) -> None:
         self._ruleset = ruleset
@@ -95,6 +99,7 @@ class RulesOnRun:
         self._kept: dict[int, frozenset[str]] = {}  # by optimizer, the rules that still judge
         self._of: dict[int, OptimizerCoverage] = {}
         self._restarted: set[int] = set()
+        self.tapped: frozenset[str] = frozenset()
         self._skips = any(map(skips_by_sites, ruleset.rules))
 
     def begin(self, journal: JournalReader) -> None:
@@ -172,6 +177,7 @@ class RulesOnRun:
             if optimizer not in self._restarted:
                 coverage.warming_up = self._judge.warming_up(optimizer)
         self._coverage += self._of.values()
+        self.tapped |= measured.tapped(self._ruleset)
 
     def outcome(self) -> RulesOutcome:
         """Outcome of these rules on the run."""

@@ -215,3 +215,18 @@ def test_ranks_that_no_rule_of_the_run_compared_are_not_recorded(tmp_path: Path)
     alone = recorded(tmp_path / "alone", steps(40))
     sharded = recorded(tmp_path / "sharded", steps(40), world_size=2, rules=own)
     assert coverage(alone, RANKS)["outlier"][0] == coverage(sharded, RANKS)["outlier"][0] == "no site"
+
+
+def test_the_modules_that_the_run_measured_are_noted(tmp_path: Path) -> None:
+    """Other rules might tap more of them; those of the run itself tap these, and rules on none have no use for it."""
+    sites = replace(make_sites(3), kinds=("param", "param", "module"))
+    near_zero = Column(np.full(3, 0.1, np.float32), np.array([False, False, True]))
+    made = steps(40, sites, columns={"activation_near_zero": near_zero})
+    folder = recorded(tmp_path / "others", made)
+    own = recorded(tmp_path / "own", made, rules_digest=parse_rules(MODULES).digest)
+    (note,) = backtest_run(folder, parse_rules(MODULES)).notes
+    assert note.startswith("rules on modules are judged at the 1 module that the run tapped")
+    assert backtest_run(folder, parse_rules(RANKS), parse_rules(MODULES)).notes == (note,)
+    assert (
+        backtest_run(own, parse_rules(MODULES)).notes == backtest_run(folder, parse_rules(RANKS)).notes == ()
+    )
