@@ -38,6 +38,8 @@ class Measured(NamedTuple):
 
     def knows(self, column: str) -> bool:
         """True if the process would have had this column, had there been a value of it."""
+        if column in RANK_COLUMNS:
+            return self.ranked
         return column in self.columns or (is_scalar(column) and column not in ASKED_FOR)
 
     def without_sites(self, rule: Rule, ruleset: RuleSet) -> str:

@@ -5,12 +5,13 @@ Axes: S sites.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from gradwatch.account.rules_without_data import NEVER_CAME
-from gradwatch.backtest.measured import Measured
+from gradwatch.backtest.measured import ASKED_FOR, Measured
 from gradwatch.engine.bound_engine import BoundEngine
 from gradwatch.engine.columns_needed import first_step
 from gradwatch.engine.series import Series
@@ -19,6 +20,7 @@ from gradwatch.records.columns import (
     ALWAYS,
     OBSERVED,
     OTHER_RULES,
+    RANK_COLUMNS,
     is_scalar,
     scalar_name,
 )
@@ -72,10 +74,15 @@ class RuleCoverage:
 
 @dataclass(slots=True)
 class _Values:
-    """Values of one column that a rule would have read live, and those of them that are recorded."""
+    """Values of one column that a rule would have read live, and those of them that are recorded.
+
+    `cadence`: what all steps with a value are multiples of, whether the rule would have read it there or not; None
+    where there was none.
+    """
 
     due: int = 0
     recorded: int = 0
+    cadence: int | None = None
 
 
 class _Watched(NamedTuple):
@@ -113,6 +120,8 @@ class OptimizerCoverage:
         if snapshot.provisional or snapshot.scalars.get("scaler_skip"):
             return
         for one in self._watched.values():
+            if one.column in ASKED_FOR and (one.column in snapshot.columns or one.column in snapshot.scalars):
+                one.values.cadence = math.gcd(one.values.cadence or 0, snapshot.step)
             if one.staggered:
                 _take_turns(one, snapshot, engine, in_turn)
             elif snapshot.step % one.every == 0 and snapshot.step >= first_step(one.column):
@@ -124,11 +133,12 @@ class OptimizerCoverage:
         for plan in engine.plan.rules:
             mine = []
             first, *beside = plan.rule.detect.columns
+            every = math.lcm(plan.rule.every, getattr(plan.rule.detect, "one_in", 1))
             for column in (first, *(each for each in beside if not is_scalar(each))):
                 if column not in ALWAYS and column != OTHER_RULES:
-                    key = f"{plan.series.key}|{column}|{plan.rule.every}"
+                    key = f"{plan.series.key}|{column}|{every}"
                     values = before[key].values if key in before else _Values()
-                    one = _Watched(plan.series, column, plan.rule.staggered, plan.rule.every, values)
+                    one = _Watched(plan.series, column, plan.rule.staggered, every, values)
                     mine.append(self._watched.setdefault(key, one))
             self._by_rule[plan.rule.id] = tuple(mine)
         self._inactive = {rule: why for rule, why in engine.inactive.items() if rule not in self._by_rule}
@@ -151,17 +161,27 @@ class OptimizerCoverage:
             return RuleCoverage(rule.id, extent, 0, self.steps, why)
         for one in self._by_rule.get(rule.id, ()):
             values, column = one.values, one.column
-            if not values.recorded:
-                if self.measured.knows(column):
-                    reason = NEVER_CAME.get(column, NEVER.format(shown(column)))
-                    return RuleCoverage(rule.id, "no data", 0, self.steps, reason)
-                return RuleCoverage(rule.id, "not recorded", 0, self.steps, NOT_ASKED.format(shown(column)))
-            if values.recorded < ENOUGH * values.due and not is_scalar(column):
+            if values.recorded < ENOUGH * values.due and _looked_at_elsewhere(one):
                 said = RARELY.format(shown(column), values.recorded, values.due)
+                if not values.recorded:
+                    return RuleCoverage(rule.id, "not recorded", 0, self.steps, said)
                 extent, why = "part", f"{why}; {said}" if why else said
+            elif not values.recorded and (self.measured.knows(column) or not values.due):
+                reason = NEVER_CAME.get(column, NEVER.format(shown(column)))
+                return RuleCoverage(rule.id, "no data", 0, self.steps, reason)
+            elif not values.recorded:
+                return RuleCoverage(rule.id, "not recorded", 0, self.steps, NOT_ASKED.format(shown(column)))
         if rule.id in self.warming_up and not why:
             return RuleCoverage(rule.id, "no data", 0, self.steps, self.warming_up[rule.id])
         return RuleCoverage(rule.id, extent, judged, self.steps, why)
+
+
+def _looked_at_elsewhere(one: _Watched) -> bool:
+    """True if values are absent because the run looked for them at other steps, and not because there were none."""
+    values = one.values
+    if one.column in ASKED_FOR:
+        return values.cadence is not None and (not values.cadence or one.every % values.cadence != 0)
+    return values.recorded > 0 and not is_scalar(one.column)
 
 
 def _take_turns(one: _Watched, snapshot: Snapshot, engine: BoundEngine, in_turn: InTurn) -> None:
@@ -182,7 +202,8 @@ def _take_whole(one: _Watched, snapshot: Snapshot) -> None:
         one.values.recorded += snapshot.scalar(one.column) is not None
         return
     here = slice(None) if one.series.index is None else one.series.index
-    one.values.due += int((snapshot.calls[here] > 0).sum())
+    of_ranks = one.column in RANK_COLUMNS  # which are called by nobody
+    one.values.due += len(one.series) if of_ranks else int((snapshot.calls[here] > 0).sum())
     column = snapshot.columns.get(one.column)
     if column is not None:
         one.values.recorded += int(column.present[here].sum())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -230,3 +231,70 @@ def test_the_modules_that_the_run_measured_are_noted(tmp_path: Path) -> None:
     assert (
         backtest_run(own, parse_rules(MODULES)).notes == backtest_run(folder, parse_rules(RANKS)).notes == ()
     )
+
+
+ON_REQUEST = """
+version: 1
+rules:
+  batch: {{detect: {{kind: same_batch, one_in: {every}}}}}
+  noise: {{detect: {{kind: above, of: noise_scale, threshold: 1e9}}, every: {every}}}
+  outlier: {{detect: {{kind: rank_outlier}}, every: {every}, warmup: {warmup}}}
+"""
+
+
+def on_request(measured: Iterable[int], count: int = 400) -> list[Record]:
+    """Steps of two ranks, at some of which the batch was hashed and ranks were compared."""
+    sites = replace(make_sites(4), kinds=("param", "param", "rank", "rank"))
+    own, compared = np.array([1, 1, 0, 0]), np.array([False, False, True, True])
+    found = {"columns": {"rank_norm": Column(np.ones(4, np.float32), compared)}}
+    return [
+        make_record(
+            sites,
+            own,
+            calls=own,
+            step=step,
+            wall_time=1e9 + step,
+            **({"scalars": {"batch_hash": step, "noise_scale": 1.0}, **found} if step in measured else {}),
+        )
+        for step in range(1, count)
+    ]
+
+
+def test_what_is_measured_on_request_was_measured_at_other_steps(tmp_path: Path) -> None:
+    """Batches and ranks, at every tenth step: rules that would have looked at them more often are not judged whole."""
+    folder = recorded(tmp_path, on_request(range(0, 400, 10)))
+    often = coverage(folder, ON_REQUEST.format(every=5, warmup=50))
+    for rule, column, times in (
+        ("batch", "batch_hash", "39 times of the 79"),
+        ("noise", "noise_scale", "39 times of the 79"),
+        ("outlier", "rank_norm", "78 times of the 158"),
+    ):
+        extent, _, why = often[rule]
+        assert extent == "part", rule
+        assert why.startswith(f"`{column}` was recorded {times} that the rule would have read it")
+    seldom = coverage(folder, ON_REQUEST.format(every=20, warmup=5))
+    assert {one[0] for one in seldom.values()} == {"whole"}
+
+
+def test_what_is_measured_on_request_was_measured_at_none_of_the_steps(tmp_path: Path) -> None:
+    """At every tenth step of the first sixty, and the rules look at each seventh."""
+    found = coverage(
+        recorded(tmp_path, on_request(range(0, 60, 10), 60)), ON_REQUEST.format(every=7, warmup=5)
+    )
+    for rule in ("batch", "noise", "outlier"):
+        extent, judged, why = found[rule]
+        assert (extent, judged) == ("not recorded", 0), rule
+        assert "was recorded 0 times of the " in why
+
+
+def test_a_value_that_is_not_there_at_some_steps_is_no_gap(tmp_path: Path) -> None:
+    """Noise that hides the gradient has none, here at every other step and a few more: live there was none either."""
+    measured = [step for step in range(400) if step % 2 or step % 30 == 0]
+    found = coverage(recorded(tmp_path, on_request(measured)), ON_REQUEST.format(every=1, warmup=5))
+    assert {one[0] for one in found.values()} == {"whole"}
+
+
+def test_a_rule_that_had_no_step_to_look_at_is_without_data(tmp_path: Path) -> None:
+    """None of nine steps is one at which it would have looked: no recording would have more."""
+    found = coverage(recorded(tmp_path, on_request([], 10)), ON_REQUEST.format(every=10, warmup=5))
+    assert {one[0] for one in found.values()} == {"no data"}
