@@ -49,6 +49,7 @@ NEVER = "the run had no value of {}"
 RARELY = (
     "{} was recorded {:,} times of the {:,} that the rule would have read it: the run read it at other steps"
 )
+WENT_ON = "a process went on with what it had learned before, which is in no journal: learned anew, {}"
 CLIPPED = (
     "from step {} on {} holds what gradwatch itself did to the gradients of the run, and what it was before is not "
     "recorded"
@@ -99,11 +100,12 @@ class _Watched(NamedTuple):
 class OptimizerCoverage:
     """The steps and values that the rules of one optimizer were judged on, in one process.
 
-    `warming_up` are the rules whose baselines have not had the samples that they need, with how many they had;
-    `measured` is what the process measured.
+    `went_on`: the process began with what others had learned; `warming_up` are the rules whose baselines have not had
+    the samples that they need, with how many they had; `measured` is what the process measured.
     """
 
     steps: int = 0
+    went_on: bool = False
     measured: Measured = field(default_factory=Measured)
     warming_up: Mapping[str, str] = field(default_factory=dict)
     _inactive: Mapping[str, str] = field(default_factory=dict)
@@ -172,7 +174,10 @@ class OptimizerCoverage:
             elif not values.recorded:
                 return RuleCoverage(rule.id, "not recorded", 0, self.steps, NOT_ASKED.format(shown(column)))
         if rule.id in self.warming_up and not why:
-            return RuleCoverage(rule.id, "no data", 0, self.steps, self.warming_up[rule.id])
+            lacking = self.warming_up[rule.id]
+            if self.went_on:
+                return RuleCoverage(rule.id, "not recorded", 0, self.steps, WENT_ON.format(lacking))
+            return RuleCoverage(rule.id, "no data", 0, self.steps, lacking)
         return RuleCoverage(rule.id, extent, judged, self.steps, why)
 
 

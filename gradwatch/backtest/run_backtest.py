@@ -114,7 +114,7 @@ class RulesOnRun:
         snapshot = first.record.snapshot
         optimizer = snapshot.optimizer
         if optimizer not in self._of:
-            self._of[optimizer] = OptimizerCoverage()
+            self._of[optimizer] = OptimizerCoverage(went_on=snapshot.step > 0)
             self._kept[optimizer] = frozenset(rule.id for rule in self._ruleset.rules if rule.enabled)
         if first.norms is None and len(snapshot.sites):
             self._drop(optimizer, self._of_sites(optimizer), GAP.format(f"{snapshot.step:,}"))

@@ -298,3 +298,24 @@ def test_a_rule_that_had_no_step_to_look_at_is_without_data(tmp_path: Path) -> N
     """None of nine steps is one at which it would have looked: no recording would have more."""
     found = coverage(recorded(tmp_path, on_request([], 10)), ON_REQUEST.format(every=10, warmup=5))
     assert {one[0] for one in found.values()} == {"no data"}
+
+
+def test_a_rule_that_learns_anew_where_a_process_went_on_is_not_judged(tmp_path: Path) -> None:
+    """Live it went on with what it had learned; one that has learned enough by the end is judged, and so noted."""
+    rules = """
+version: 1
+rules:
+  long: {detect: {kind: spike, of: total_norm}, warmup: 50}
+  short: {detect: {kind: spike, of: total_norm}, warmup: 20}
+  after: {when: {all: [long]}}
+"""
+    first = recorded(tmp_path / "first", steps(40))
+    made = [replace(one, snapshot=replace(one.snapshot, step=one.snapshot.step + 40)) for one in steps(30)]
+    second = recorded(tmp_path / "second", made, attempt=1)
+    found = coverage(of_two_processes(tmp_path, first, second), rules)
+    assert found["short"] == ("whole", 70, "")
+    for rule in ("long", "after"):
+        extent, judged, why = found[rule]
+        assert (extent, judged) == ("not recorded", 0), rule
+        assert why.startswith("a process went on with what it had learned before")
+        assert "warm-up not over: 30 of 50 samples" in why
