@@ -45,6 +45,7 @@ def _run(one: RunBacktest) -> dict[str, Any]:
         "run": one.run,
         "folder": one.folder,
         "rank": one.rank,
+        "ranks": list(one.ranks),
         "steps": one.steps,
         "same_events": found.same,
         "only_new": list(map(_event, found.only_new)),

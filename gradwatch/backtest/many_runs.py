@@ -5,11 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 from gradwatch.backtest.outcome import RunBacktest
 from gradwatch.backtest.run_backtest import backtest_run
 from gradwatch.errors import GradwatchError
+from gradwatch.journal.rank_journals import rank_journals
 from gradwatch.rules.rule_set import RuleSet
 from gradwatch.runtime.optional_dependencies import require
 
@@ -31,8 +33,9 @@ def backtest_runs(
 
     `backend` is one of joblib's: "loky" (processes, where there are several jobs and none is named), "threading",
     "dask". The last takes the scheduler that DASK_SCHEDULER_ADDRESS names, whose workers need gradwatch and must see
-    the same files, else it starts one on this machine. Raises `GradwatchError`.
+    the same files, else it starts one on this machine. Raises `GradwatchError`, also where a run is named twice.
     """
+    refuse_twice(runs, rank)
     if jobs == 1 and backend is None:
         return [backtest_run(run, ruleset, against, rank, progress) for run in runs]
     require("joblib", "parallel")
@@ -41,6 +44,16 @@ def backtest_runs(
     with _backend(backend or "loky", jobs):
         calls = (joblib.delayed(backtest_run)(os.fspath(run), ruleset, against, rank) for run in runs)
         return list(joblib.Parallel()(calls))
+
+
+def refuse_twice(runs: Sequence[Run], rank: int | None) -> None:
+    """Raise `GradwatchError` where two names are of the same journals: their steps and alarms would count twice."""
+    known: dict[Path, Run] = {}
+    for run in runs:
+        files = {file.resolve() for journal in rank_journals(run, rank).own for file in journal.files}
+        for file in files & known.keys():
+            raise GradwatchError(f"{known[file]} and {run} are the same run: name it once")
+        known |= dict.fromkeys(files, run)
 
 
 @contextmanager

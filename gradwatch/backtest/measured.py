@@ -1,4 +1,4 @@
-"""What a process of a recorded run measured because its rules asked for it, and others may miss."""
+"""Columns, modules and ranks that a process of a recorded run measured since its rules asked; others may miss them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TAPPED = (
 
 
 class Measured(NamedTuple):
-    """What one process measured: `columns` are those that its rules read, `modules` those that it tapped.
+    """Measurements of one process: `columns` are those that its rules read, `modules` those that it tapped.
 
     `ranked` says that it compared `ranks`, the number of its launch. `digest` and `kinds` are of its rules.
     """
@@ -69,7 +69,7 @@ class Measured(NamedTuple):
 
 
 def measured_by(run: RunInfo | None) -> Measured:
-    """What a process measured by what it said of itself; None where nothing is left of that."""
+    """Measurements of a process by what it said of itself; None where nothing is left of that."""
     if run is None:
         return Measured()
     columns, kinds = frozenset(rule.of for rule in run.rules), frozenset(rule.kind for rule in run.rules)

@@ -42,11 +42,15 @@ class RulesOutcome:
 
 @dataclass(frozen=True, slots=True)
 class RunBacktest:
-    """One run judged by rules, compared with other rules, or (`against` None) with what fired in the run."""
+    """One run judged by rules, compared with other rules, or (`against` None) with what fired in the run.
+
+    It is judged as `rank` recorded it, of all the `ranks` that have a journal.
+    """
 
     run: str
     folder: str
     rank: int
+    ranks: Sequence[int]
     steps: int
     outcome: RulesOutcome
     against: RulesOutcome | None

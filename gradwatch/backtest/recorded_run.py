@@ -108,7 +108,7 @@ class RecordedRun:
         return expected is not None and snapshot.step > expected
 
     def _restarts(self, process: int, step: RecordedStep) -> tuple[Restart, ...]:
-        """What the script had begin anew before a step."""
+        """Baselines that the script had begin anew before a step."""
         snapshot, events = step.record.snapshot, step.record.verdict.events
         known = self._sites.get(snapshot.optimizer)
         if known is not snapshot.sites:

@@ -207,7 +207,7 @@ def _take_whole(one: _Watched, snapshot: Snapshot) -> None:
         one.values.recorded += snapshot.scalar(one.column) is not None
         return
     here = slice(None) if one.series.index is None else one.series.index
-    of_ranks = one.column in RANK_COLUMNS  # which are called by nobody
+    of_ranks = one.column in RANK_COLUMNS  # their sites are never called
     one.values.due += len(one.series) if of_ranks else int((snapshot.calls[here] > 0).sum())
     column = snapshot.columns.get(one.column)
     if column is not None:

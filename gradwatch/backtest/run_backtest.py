@@ -79,6 +79,7 @@ def backtest_run(
         recorded.run_id or where.name,
         str(where),
         journals.rank,
+        journals.ranks,
         recorded.steps,
         new.outcome(),
         None if old is None else old.outcome(),

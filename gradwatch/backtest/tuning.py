@@ -12,6 +12,7 @@ from typing import Any
 
 from gradwatch.backtest.firings import firings
 from gradwatch.backtest.outcome import PlacedEvent, RunBacktest
+from gradwatch.backtest.rule_coverage import with_dependents
 from gradwatch.detectors.detector import Detector
 from gradwatch.errors import GradwatchError
 from gradwatch.rules.rule_set import Rule, RuleSet
@@ -21,9 +22,10 @@ MARGIN, LEAST_MOVE = 1.02, 1.05
 """A threshold is put so much beyond the score it is to hold back, and moved by this factor at least; by its square the
 second time, and so on: the score is that at which an alarm began, and a value that grows slowly goes far beyond it."""
 MOST_ROUNDS = 24
-NO_LEVEL = "it states a fact, and has no threshold to move"
+NO_LEVEL = "it states a fact, or has no threshold above 0 to move"
 NOT_FINITE = "no finite threshold would hold it back: its score was {}"
 NOT_TAKEN = "no threshold would hold it back that a rule file may have: `{}: {:g}` it may not"
+HALF = "no thresholds could be made of one half of the runs alone"
 Judge = Callable[[RuleSet, Sequence[int]], list[RunBacktest]]
 """Judges some of the runs, by their numbers."""
 
@@ -46,7 +48,7 @@ class Tuned:
     """Rules with moved thresholds, and the evidence: false alarms before, after, and where none was chosen by.
 
     `before` and `after` are counts by rule. `held_out` counts the alarms on each half of the runs by thresholds that
-    were chosen on the other half; None where there is one run only.
+    were chosen on the other half; None where there is one run only, or none could be chosen on a half.
     """
 
     ruleset: RuleSet
@@ -73,15 +75,7 @@ def tune(ruleset: RuleSet, count: int, budget: float, judge: Judge) -> Tuned:
         raise GradwatchError(too_few(steps, budget))
     tuned, thresholds = loosened(ruleset, everything, allowed, judge, first)
     after = by_rule(judge(tuned, everything))
-    held_out = None
-    if count > 1:
-        held_out = 0
-        for part in (everything[::2], everything[1::2]):
-            rest = [run for run in everything if run not in part]
-            some = judge(ruleset, part)
-            share = allowed * sum(one.steps for one in some) // steps
-            other, _ = loosened(ruleset, part, share, judge, some)
-            held_out += sum(by_rule(judge(other, rest)).values())
+    held_out = _held_out(ruleset, everything, steps, allowed, judge) if count > 1 else None
     return Tuned(
         tuned,
         tuple(thresholds.values()),
@@ -100,6 +94,23 @@ def tune(ruleset: RuleSet, count: int, budget: float, judge: Judge) -> Tuned:
     )
 
 
+def _held_out(ruleset: RuleSet, runs: Sequence[int], steps: int, allowed: int, judge: Judge) -> int | None:
+    """The alarms on each half of the runs by thresholds that are made of the other half; None where none can be made.
+
+    An alarm that no threshold holds back may be within what is allowed of all runs, and not of the half that has it.
+    """
+    count = 0
+    for part, rest in ((runs[::2], runs[1::2]), (runs[1::2], runs[::2])):
+        found = judge(ruleset, part)
+        share = allowed * sum(one.steps for one in found) // steps
+        try:
+            other, _ = loosened(ruleset, part, share, judge, found)
+        except GradwatchError:
+            return None
+        count += sum(by_rule(judge(other, rest)).values())
+    return count
+
+
 def loosened(
     ruleset: RuleSet, runs: Sequence[int], allowed: int, judge: Judge, found: Sequence[RunBacktest]
 ) -> tuple[RuleSet, dict[str, Threshold]]:
@@ -111,6 +122,7 @@ def loosened(
             return ruleset, moved
         share = allowed // len(alarms)
         stuck: dict[str, str] = {}
+        loose: set[str] = set()
         for rule, events in alarms.items():
             if len(events) > share:
                 try:
@@ -120,6 +132,11 @@ def loosened(
                     continue
                 moved[f"{rule}.{threshold.key}"] = threshold
                 ruleset = with_threshold(ruleset, threshold)
+                loose.add(rule)
+        for rule in with_dependents(ruleset, loose):
+            stuck.pop(
+                rule, None
+            )  # what depends on a rule that was moved right now may give no alarms any more
         if sum(len(alarms[rule]) for rule in stuck) > allowed:
             raise GradwatchError(_not_healthy(stuck, alarms))
         found = judge(ruleset, runs)

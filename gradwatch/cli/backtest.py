@@ -90,7 +90,10 @@ def _heading(runs: Sequence[RunBacktest], new: str, old: str, healthy: bool) -> 
     from gradwatch.backtest.firings import alarms, per_thousand
 
     steps = sum(one.steps for one in runs)
-    which = printable(runs[0].folder) if len(runs) == 1 else plural(len(runs), "run")
+    which = plural(len(runs), "run")
+    if len(runs) == 1:
+        another = " that have a journal (another: --rank N)" if len(runs[0].ranks) > 1 else ""
+        which = f"{_with_rank(runs[0].folder, runs[0])}{another}"
     sides = (new, sum(alarms(one.outcome) for one in runs)), (old, sum(alarms(one.compared) for one in runs))
     rates = (
         f"{printable(name)} {count:,} ({per_thousand(count, steps):.2f} per 1,000 steps)"
@@ -100,10 +103,16 @@ def _heading(runs: Sequence[RunBacktest], new: str, old: str, healthy: bool) -> 
     yield f"  {'false alarms' if healthy else 'alarms (warning, critical)'}: {', '.join(rates)}"
     if len(runs) > 1:
         rows = [
-            (printable(one.run), f"{one.steps:,}", str(alarms(one.outcome)), str(alarms(one.compared)))
+            (_with_rank(one.run, one), f"{one.steps:,}", str(alarms(one.outcome)), str(alarms(one.compared)))
             for one in runs
         ]
         yield table(("run", "steps", printable(new), printable(old)), rows, indent="  ")
+
+
+def _with_rank(name: str, one: RunBacktest) -> str:
+    """The name of a run; with the rank whose journal is judged, where others have one."""
+    several = len(one.ranks) > 1
+    return printable(name) + (f", rank {one.rank} of {len(one.ranks):,}" if several else "")
 
 
 def _fired(runs: Sequence[RunBacktest], new: str, old: str) -> Iterator[str]:

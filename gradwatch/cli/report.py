@@ -122,9 +122,7 @@ def save(path: Path, content: str) -> None:
     try:
         write_whole(path, content.encode("utf-8", "replace"), 0o644)
     except OSError as error:
-        raise GradwatchError(
-            f"cannot write {path}: {error.strerror}; name another file: gradwatch report -o FILE.html"
-        ) from None
+        raise GradwatchError(f"cannot write {path}: {error.strerror}; name another file: -o FILE") from None
 
 
 def size(count: int) -> str:

@@ -105,7 +105,7 @@ def handle(arguments: argparse.Namespace) -> int:
 
 
 def base_of(rules: str, output: Path) -> str:
-    """What a file that is to be written extends: the pack, or the rule file by its path from there.
+    """Base that a file extends which is to be written: the pack, or the rule file by its path from there.
 
     Raises `GradwatchError`, before minutes of work, where it cannot be written, or the rules are read from it.
     """
@@ -135,7 +135,7 @@ def document(tuned: Tuned, arguments: argparse.Namespace) -> dict[str, Any]:
             "key": one.key,
             "was": one.was,
             "now": one.now,
-            "highest_score": one.worst.event.score,
+            "extreme_score": one.worst.event.score,
         }
         for one in tuned.thresholds
     ]
@@ -156,6 +156,7 @@ def document(tuned: Tuned, arguments: argparse.Namespace) -> dict[str, Any]:
 def shown(tuned: Tuned, output: Path) -> Iterator[str]:
     """The result for a person."""
     from gradwatch.backtest.firings import per_thousand
+    from gradwatch.backtest.tuning import HALF
 
     def rate(count: int) -> str:
         return f"{count:,} ({per_thousand(count, tuned.steps):.2f} per 1,000 steps)"
@@ -163,8 +164,10 @@ def shown(tuned: Tuned, output: Path) -> Iterator[str]:
     before, after = sum(tuned.before.values()), sum(tuned.after.values())
     yield f"{plural(tuned.runs, 'healthy run')}, {tuned.steps:,} steps"
     yield f"  false alarms before {rate(before)}, now {rate(after)}"
-    if tuned.held_out is None:
+    if tuned.runs == 1:
         yield "  one run only: how these thresholds do on another is not known"
+    elif tuned.held_out is None:
+        yield f"  how these thresholds do on another run is not known: {HALF}"
     else:
         yield f"  thresholds made of one half of the runs, alarms counted on the other: {rate(tuned.held_out)}"
     rows = [
@@ -183,6 +186,7 @@ def shown(tuned: Tuned, output: Path) -> Iterator[str]:
     else:
         yield "  no rule alarms too often: no threshold was moved"
     if tuned.not_judged:
-        yield f"  not tuned, for they were not judged on all of it: {', '.join(map(printable, tuned.not_judged))}"
+        rules = ", ".join(map(printable, tuned.not_judged))
+        yield f"  not judged on all of it, and so may alarm more often: {rules}"
     path = printable(str(output))
     yield f"{path} (look at it, then: gradwatch run --rules {path} -- python train.py)"

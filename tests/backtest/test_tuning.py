@@ -12,6 +12,7 @@ import pytest
 from gradwatch.backtest.firings import firings
 from gradwatch.backtest.outcome import RunBacktest
 from gradwatch.backtest.run_backtest import backtest_run
+from gradwatch.backtest.tuned_file import text
 from gradwatch.backtest.tuning import LEAST_MOVE, Judge, key_of, most_alarms, rounded, takes, tune
 from gradwatch.errors import GradwatchError
 from gradwatch.records.snapshot import Column
@@ -96,6 +97,42 @@ def test_a_lower_bound_goes_down(tmp_path: Path) -> None:
     assert tuned.held_out is None
 
 
+def test_the_file_says_which_score_lies_furthest_out(tmp_path: Path) -> None:
+    """The lowest of a rule that fires below its threshold; a value of the whole step is named, and is no total."""
+    made = [
+        make_record(SITES, step=step, scalars={"loss": 0.1 if step % 100 == 50 else 2.0})
+        for step in range(1_000)
+    ]
+    rules = parse_rules("version: 1\nrules: {low: {detect: {kind: below, of: loss, threshold: 0.5}}}")
+    tuned = tune(rules, 1, 3.0, judge_of([recorded(tmp_path, made)]))
+    assert "threshold was 0.5; the lowest score was 0.1, at step 50 of run-1 (loss)" in text(tuned, "x", 3.0)
+
+
+def test_a_half_that_cannot_be_made_leaves_the_other_numbers(tmp_path: Path) -> None:
+    """One alarm of a fact is within the budget of all runs, and beyond that of the half that has it."""
+    quiet = [make_record(SITES, step=step) for step in range(1_660)]
+    broken_once = [make_record(SITES, np.nan if step == 50 else 1.0, step=step) for step in range(1_660)]
+    runs = [
+        recorded(tmp_path / name, made, run_id=name)
+        for name, made in (("quiet", quiet), ("once", broken_once))
+    ]
+    rules = parse_rules("version: 1\nrules: {nan: {detect: {kind: nonfinite}}}")
+    tuned = tune(rules, 2, 1.5, judge_of(runs))
+    assert (tuned.allowed, tuned.before, tuned.held_out) == (1, {"nan": 1}, None)
+    assert "no thresholds could be made of one half of the runs alone" in text(tuned, "x", 1.5)
+
+
+def test_a_condition_follows_the_rules_that_it_is_about(runs: list[Path]) -> None:
+    """It has no threshold of its own, and gives fewer alarms where theirs is loosened."""
+    rules = parse_rules(
+        "version: 1\nrules:\n  large: {detect: {kind: above, of: norm, threshold: 2.0}}\n"
+        "  again: {when: {all: [large]}, severity: critical}\n"
+    )
+    tuned = tune(rules, 2, 3.0, judge_of(runs))
+    assert tuned.before["again"] > tuned.allowed >= sum(tuned.after.values())
+    assert [one.rule for one in tuned.thresholds] == ["large"]
+
+
 def test_too_few_steps_are_refused_with_what_would_do(runs: list[Path]) -> None:
     """Even where no rule alarms at all."""
     quiet = replace(RULES, rules=(RULES.rule("quiet"),))
@@ -108,7 +145,10 @@ def test_what_no_threshold_holds_back_is_refused(tmp_path: Path) -> None:
     """A NaN is no matter of degree: that run is not healthy."""
     run = recorded(tmp_path, broken(), run_id="broken")
     rules = parse_rules("version: 1\nrules: {nan: {detect: {kind: nonfinite}}}")
-    with pytest.raises(GradwatchError, match=r"nan fires at step 40 of broken \(it states a fact.*healthy\?"):
+    with pytest.raises(
+        GradwatchError,
+        match=r"nan fires at step 40 of broken \(it states a fact, or has no threshold above 0 to move.*healthy\?",
+    ):
         tune(rules, 1, 60.0, judge_of([run]))
 
 

@@ -98,6 +98,33 @@ def test_json_has_everything(runs: Path, capsys: Captured) -> None:
     assert ratio["extent"] == "not recorded"
 
 
+def test_the_rank_that_is_judged_of_several(tmp_path: Path, capsys: Captured) -> None:
+    """It is named, with the number of those that have a journal; in the table of several runs, too."""
+    folder = recorded(tmp_path / "made", steps(40), world_size=2, run_id="two").rename(tmp_path / "two")
+    for journal in recorded(tmp_path / "other", steps(40), world_size=2, rank=1).glob("*.gwj"):
+        journal.rename(folder / journal.name)
+    alone = recorded(tmp_path / "alone", steps(40), run_id="alone")
+    (tmp_path / "loud.yaml").write_text(LOUD % "", encoding="utf-8")
+    words = ["--rules", tmp_path / "loud.yaml"]
+    heading = "two, rank 1 of 2 that have a journal (another: --rank N): 40 steps judged by loud.yaml\n"
+    assert heading in printed([folder, "--rank", 1, *words], 0, capsys)
+    assert "  two, rank 0 of 2  40 " in printed([folder, alone, *words], 0, capsys)
+    found = json.loads(printed([folder, "--json", *words], 0, capsys))
+    assert (found["runs"][0]["rank"], found["runs"][0]["ranks"]) == (0, [0, 1])
+
+
+def test_a_run_that_is_named_twice_is_refused(runs: Path, capsys: Captured) -> None:
+    """Also by its journal, or by a link: its steps and alarms would count twice."""
+    run = runs / "healthy-run"
+    link = runs / "link"
+    link.symlink_to(run)
+    for other in (run, link, run / "rank0-attempt0.gwj"):
+        words = [str(run), str(runs / "broken-run"), str(other), "--rules", str(runs / "loud.yaml")]
+        assert main(["backtest", *words]) == 2
+        assert f"{run} and {other} are the same run" in capsys.readouterr().err
+    link.unlink()
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [

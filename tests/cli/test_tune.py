@@ -63,6 +63,7 @@ def test_json(runs: list[str], capsys: Captured) -> None:
     (threshold,) = found["thresholds"]
     assert threshold["was"] == 6
     assert threshold["now"] > 6
+    assert threshold["extreme_score"] > 6
     assert found["after"]["spike"] <= found["allowed"] < found["before"]["spike"]
 
 
@@ -74,6 +75,7 @@ def test_json(runs: list[str], capsys: Captured) -> None:
         (["--healthy"], "say --budget 0.999"),
         (["--healthy", "--budget", "2", "-o", "nowhere/x.yaml"], "cannot write nowhere/x.yaml"),
         (["--healthy", "--budget", "inf"], "--budget inf: "),
+        (["--healthy", "--budget", "2", "-o", "rules"], "Is a directory; name another file: -o FILE\n"),
     ],
 )
 def test_the_way_out_of_an_error(runs: list[str], capsys: Captured, words: list[str], said: str) -> None:
@@ -81,6 +83,13 @@ def test_the_way_out_of_an_error(runs: list[str], capsys: Captured, words: list[
     assert main(["tune", *runs, "--rules", "rules/mine.yaml", *words]) == 2
     assert said in capsys.readouterr().err
     assert not Path("tuned.gradwatch.yaml").exists()
+
+
+def test_a_run_that_is_named_twice_is_refused(runs: list[str], capsys: Captured) -> None:
+    """One run is no evidence for another, and its steps do not count twice."""
+    again = "b/rank0-attempt0.gwj"
+    assert main(["tune", *runs, again, "--healthy", "--budget", "2", "--rules", "rules/mine.yaml"]) == 2
+    assert f"b and {again} are the same run" in capsys.readouterr().err
 
 
 def test_no_run_at_a_time_is_refused(runs: list[str], capsys: Captured) -> None:
