@@ -13,6 +13,7 @@ from gradwatch.cli.run_argument import add_directory, add_rank, chosen_run
 from gradwatch.cli.terminal import Counter, paint, table
 
 if TYPE_CHECKING:
+    from gradwatch.account.launch_total import Part
     from gradwatch.journal import JournalReader
     from gradwatch.journal.audit import Audit, Line
 
@@ -64,19 +65,35 @@ def handle(arguments: argparse.Namespace) -> int:
 
 
 def unlike(audit: Audit, journals: Iterable[JournalReader]) -> dict[int, dict[str, dict[str, int]]]:
-    """Counts of firings and actions of each other rank on which other rules fired than on the one audited."""
+    """Counts of firings and actions of each other rank that did something else than the one audited.
+
+    On it other rules fired, or an action was done more or less often; the latter is asked of processes that have ended
+    alone, since one that was killed has not recorded all of its last steps.
+    """
     from gradwatch.journal.process_account import part_of
 
-    did: dict[int, dict[str, dict[str, int]]] = {}
+    by_rank: dict[int, list[Part]] = {}
     for journal in journals:
         part = part_of(journal, _SECONDS_PER_RANK)
         if part is not None:
-            one = did.setdefault(journal.rank, {"fired": {}, "actions": {}})
-            for name, counts in (("fired", part.account.fired), ("actions", part.account.actions)):
-                for key, count in counts.items():
-                    one[name][key] = one[name].get(key, 0) + count
-    own = {one.rule for one in audit.fired()}
-    return {rank: one for rank, one in sorted(did.items()) if one["fired"].keys() != own}
+            by_rank.setdefault(journal.rank, []).append(part)
+    own = done_in(audit.parts)
+    found = {}
+    for rank, parts in sorted(by_rank.items()):
+        did, ended = done_in(parts), all(part.ended for part in (*parts, *audit.parts))
+        if did["fired"].keys() != own["fired"].keys() or (ended and did["actions"] != own["actions"]):
+            found[rank] = did
+    return found
+
+
+def done_in(parts: Iterable[Part]) -> dict[str, dict[str, int]]:
+    """Counts of firings by rule and of actions by name, in several processes together."""
+    done: dict[str, dict[str, int]] = {"fired": {}, "actions": {}}
+    for part in parts:
+        for name, counts in (("fired", part.account.fired), ("actions", part.account.actions)):
+            for key, count in counts.items():
+                done[name][key] = done[name].get(key, 0) + count
+    return done
 
 
 def of_other_ranks(others: Mapping[int, Mapping[str, Mapping[str, int]]], where: Path) -> Iterable[str]:

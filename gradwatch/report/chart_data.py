@@ -112,7 +112,7 @@ def table(parameters: Parameters) -> dict[str, list[Any]]:
         "usual": numbers(usual),
         "low": numbers(smallest),
         "high": numbers(largest),
-        "high_step": parameters.largest_step.tolist(),
+        "high_step": [None if step < 0 else step for step in parameters.largest_step.tolist()],
         "rise": _ratios(largest, usual),
         "fall": _ratios(usual, smallest),
         "last": numbers(parameters.last),

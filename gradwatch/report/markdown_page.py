@@ -72,7 +72,8 @@ def _parameters(track: Track) -> Iterator[str]:
     yield from _head("parameter", "smallest", "usual norm", "largest", "at step", "not finite")
     for one in rows[:ROWS]:
         norms = (_number(one[name]) for name in ("low", "usual", "high"))
-        yield _row(f"`{one['name']}`", *norms, f"{one['high_step']:,}", "yes" if one["bad"] else "")
+        at = "" if one["high_step"] is None else f"{one['high_step']:,}"
+        yield _row(f"`{one['name']}`", *norms, at, "yes" if one["bad"] else "")
     yield ""
 
 

@@ -74,6 +74,19 @@ def test_no_spike_is_lost(tmp_path: Path) -> None:
     assert track.curves["total_norm"].high[1217 // track.axis.width] == pytest.approx(777, 1e-3)
 
 
+def test_a_norm_that_was_never_finite_has_no_largest_step(tmp_path: Path) -> None:
+    """The cell is empty, as that of the norm is; in JSON it is null."""
+    norm = np.array([1.0, np.nan], np.float32)
+    run = recorded(tmp_path, [make_record(make_sites(2), norm, step=step) for step in range(30)])
+    report = read_run(run)
+    found = chart_data.table(report.tracks[0].parameters)
+    assert (found["high"], found["high_step"]) == ([1.0, None], [0, None])
+    (row,) = (
+        line for line in markdown_page.page([report]).splitlines() if line.startswith("| `layers.1.weight`")
+    )
+    assert row == "| `layers.1.weight` |  |  |  |  | yes |"
+
+
 def test_killed(tmp_path: Path) -> None:
     """A process that left no end: the steps are there, and that it broke off is said first."""
     report = read_run(recorded(tmp_path, steps(30), closed=False))

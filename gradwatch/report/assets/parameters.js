@@ -65,7 +65,7 @@ gw.parameters = (place, track, grids, zoom) => {
 gw.cell = (name, value) => {
   if (name === "name" || name === "group") return value;
   if (name === "bad") return value ? `${value.toLocaleString("en")} ×` : "";
-  if (["numel", "high_step", "place"].includes(name)) return value.toLocaleString("en");
+  if (["numel", "high_step", "place"].includes(name)) return value === null ? "" : value.toLocaleString("en");
   return gw.shown(value);
 };
 
