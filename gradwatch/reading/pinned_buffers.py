@@ -81,7 +81,10 @@ class Sending:
         if buffer is not None:
             if buffer.event is not None:
                 buffer.event.synchronize()
-            self._taken = buffer.host[: self._count].numpy().copy()  # sync: after the event, on the host
+            arrived = buffer.host[: self._count]
+            if arrived.dtype == torch.bfloat16:  # which numpy has not
+                arrived = arrived.float()
+            self._taken = arrived.numpy().copy()  # sync: after the event, on the host
             self._buffer = None
             self._free.append(buffer)
         assert self._taken is not None

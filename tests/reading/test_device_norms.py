@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import gradwatch
 from gradwatch.capture.weights.weight_health import Weights
 from gradwatch.reading import device_norms
+from gradwatch.reading.pinned_buffers import PinnedPool
 from gradwatch.taps import dispatch_modes
 from tests.support.on_device import gradients_on_device, losses_on_device
 from tests.support.recorder import Recorder, norms_of, seen
@@ -186,3 +187,13 @@ def test_a_number_that_is_sent_together_with_norms_is_none_of_them(
         assert device_norms.host_value(reading.loss) == 5.0
         assert device_norms.host_value(reading.divided(2.0).loss.divided(4.0)) == 1.25  # type: ignore[union-attr]
         assert reading.divided(2.0).norms().tolist() == pytest.approx([1.5, 0.0, last / 2], nan_ok=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64])
+def test_numbers_of_any_type_arrive(dtype: torch.dtype) -> None:
+    """The loss of a model in bfloat16, which numpy has not, is one of them."""
+    sent = PinnedPool().send(
+        torch.tensor([1.5, -2.0, math.inf] if dtype.is_floating_point else [1, -2, 9]).to(dtype)
+    )
+    expected = [1.5, -2.0, math.inf] if dtype.is_floating_point else [1, -2, 9]
+    assert sent.numbers().tolist() == expected

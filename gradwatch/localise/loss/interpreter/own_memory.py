@@ -105,7 +105,7 @@ class OwnMemory:
         self._unknown.pop((id(owner), name), None)
         self._attributes[id(owner), name] = owner, value
 
-    def forget_attribute(self, owner: Any, name: str) -> None:
+    def release_attribute(self, owner: Any, name: str) -> None:
         """`owner.name += …`, of the script's own: the first run has added to it already."""
         if (id(owner), name) in self._read:
             raise Refused(READ_BEFORE.format(name=name))

@@ -94,7 +94,7 @@ class Statements:
             owner = self._expressions.value(node.target.value, scope)
             if not isinstance(owner, Tensor) and not self._memory.attribute(owner, node.target.attr):
                 self._expressions.value(node.value, scope)
-                self._memory.forget_attribute(owner, node.target.attr)
+                self._memory.release_attribute(owner, node.target.attr)
                 return
         before = self._expressions.value(as_load(node.target), scope)
         value = self._expressions.value(node.value, scope)
