@@ -121,6 +121,7 @@ class Account:
     had a value when their turn came; `rules` how many are enabled. `reasons` are what is known to have kept steps from
     being watched (a watch that failed, or that was closed). `directory` is the run's folder, "" without one.
 
+    `rank` is the one in torch's process group, if the process was `in_group`, else the one by its launcher's word.
     `told_by` is the process whose printed account includes this one, 0 where it is its own. Where it includes others,
     `processes` is how many of all trained and gave an account; of those that gave none `lost` are gone, `running` run
     on, and `unknown` were on another machine. These are in `fired` and `actions` as far as they were recorded, and
@@ -142,6 +143,7 @@ class Account:
     reasons: tuple[str, ...] = ()
     directory: str = ""
     rank: int = 0
+    in_group: bool = False
     told_by: int = 0
     processes: int = 1
     lost: int = 0
@@ -196,6 +198,7 @@ class Account:
                 str(rule): tuple(map(str, names)) for rule, names in document.get("never_judged", {}).items()
             }
             known["reasons"] = tuple(map(str, document.get("reasons", ())))
+            known["in_group"] = bool(document.get("in_group", False))
             for name in ("ended", "directory"):
                 known[name] = str(document.get(name, ""))
             for name in NUMBERS:
@@ -231,6 +234,7 @@ def merged(accounts: Iterable[Account], taken: Taken = NOTHING_TAKEN) -> Account
         reasons=tuple(dict.fromkeys(reason for one in found for reason in one.reasons)),
         directory=next((one.directory for one in reversed(found) if one.directory), ""),
         rank=min(one.rank for one in found),
+        in_group=any(one.in_group for one in found),
         told_by=min(one.told_by for one in found),
     )
 

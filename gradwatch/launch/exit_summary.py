@@ -81,23 +81,28 @@ def say(account: Account | None = None, write: Callable[[str], None] = stderr.sa
 
 
 def _lines(own: Account) -> Iterator[str]:
-    if not _prints(own):
+    rank = group_rank()
+    if rank:
         return
     if alive(own.told_by, began()) and (not own.trained_or_watched or handed_over()):
         return
     account = with_children(own)
+    if rank is None and not (own.trained_or_watched or _is_first(own) or _trained_apart(account)):
+        return
     if account.trained_or_watched:
         yield from lines(account, shown(account.directory))
     elif launched() and not recorded():
         yield nothing_seen(account) if "torch" in sys.modules else NO_TORCH
 
 
-def _prints(own: Account) -> bool:
-    """True of rank 0 of a process group; in none, of rank 0 by its launcher's word, and where it has trained."""
-    rank = group_rank()
-    if rank is not None:
-        return rank == 0
-    return own.trained_or_watched or (not own.rank and os.environ.get("RANK", "0") in ("", "0"))
+def _is_first(own: Account) -> bool:
+    """True of rank 0, by its launcher's word."""
+    return not own.rank and os.environ.get("RANK", "0") in ("", "0")
+
+
+def _trained_apart(account: Account) -> bool:
+    """True if processes that this one has started trained, and no rank 0 of a group elsewhere prints for them."""
+    return account.counted and not (account.in_group and account.rank)
 
 
 def account_of_process() -> Account:

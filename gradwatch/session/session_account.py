@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 from gradwatch.account import Account, Ending, Taken, merged
 from gradwatch.account.session_counts import SessionCounts
 from gradwatch.records.run_info import RunInfo
+from gradwatch.runtime.process_identity import group_rank
 from gradwatch.session.settings import told_by
 from gradwatch.taps.process_totals import TOTALS
 
@@ -92,6 +93,7 @@ class Accounting:
             reasons=(PAUSED.format(counted.pauses),) if counted.pauses else (),
             directory=self._run.directory if os.path.isdir(self._run.directory) else "",
             rank=self._run.rank,
+            in_group=group_rank() is not None,
             told_by=self._run.told_by,
         )
 

@@ -96,6 +96,27 @@ def test_the_rank_in_the_process_group_says_who_prints(tmp_path: Path) -> None:
     assert "3 of 3 steps watched" in done.stderr.splitlines()[-1]
 
 
+@pytest.mark.parametrize("grouped", [False, True], ids=["alone", "in a group"])
+def test_a_process_that_is_called_rank_1_speaks_for_what_it_has_started(
+    grouped: bool, tmp_path: Path
+) -> None:
+    """RANK may be the number of a pod; what it starts is in no group, or in one whose rank 0 it has started, too."""
+    script = tmp_path / "train.py"
+    ranks = "rank=int(os.environ['AS']), world_size=2"
+    join = f"torch.distributed.init_process_group('gloo', init_method='file://{tmp_path}/s', {ranks})"
+    script.write_text(TRAIN.replace("import torch\n", f"import os, torch\n{join if grouped else ''}\n", 1))
+    starting = (
+        "import os, subprocess, sys\n"
+        "both = [subprocess.Popen([sys.executable, 'train.py'], env={**os.environ, 'AS': str(rank)})"
+        f" for rank in range(1, {0 - grouped}, -1)]\n"
+        "sys.exit(max(one.wait() for one in both))\n"
+    )
+    done = run(tmp_path, starting, RANK="1", WORLD_SIZE="2")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.splitlines()[-1].startswith("gradwatch: 3 of 3 steps watched")
+    assert done.stderr.count(" steps watched") == 1
+
+
 @pytest.mark.parametrize(
     "command",
     [
