@@ -5,6 +5,8 @@ bytecode is that of a gradwatch hook, so a `TimeoutError` or `Preempted` that th
 arrives inside our guards: what is swallowed there never stops the script. The same holds for an exception that
 another thread of the script sends with `PyThreadState_SetAsyncExc` (a timeout, a notebook's interrupt).
 
+A trace or profile function of the script's (`sys.settrace`: debuggers, deadlines) runs between any two lines, too.
+
 An exception sent so has a traceback that ends at an instruction which raises nothing. It is recognised where its class
 is none of those that such an instruction may raise by itself: those of Python and its standard library, of torch, of
 gradwatch, and of the compiled libraries that gradwatch calls. So a `TimeoutError` of Python's that another thread
@@ -19,11 +21,13 @@ import signal
 import sys
 from collections.abc import Iterator
 from functools import partial
-from types import CodeType, FunctionType, MethodType
+from itertools import pairwise
+from types import CodeType, FrameType, FunctionType, MethodType
 from typing import Any
 
 _RAISES = {dis.opmap[name] for name in ("RAISE_VARARGS", "RERAISE") if name in dis.opmap}
 _PACKAGE = os.path.dirname(os.path.dirname(__file__)) + os.sep
+_EVENTS = ("call", "line", "return", "exception", "opcode", "c_call", "c_return", "c_exception")
 _MAY_RAISE = {
     "builtins",
     "torch",
@@ -37,8 +41,11 @@ _MAY_RAISE = {
 
 
 def not_ours(error: BaseException) -> bool:
-    """True if an exception that arrived in code of gradwatch is the script's: its signal handler's, or sent by it."""
-    return sent(error) or by_signal_handler(error)
+    """True if an exception that arrived in code of gradwatch is the script's: sent by it, or of code that it had run.
+
+    That is of a signal handler, or of a trace function.
+    """
+    return sent(error) or by_trace_function(error) or by_signal_handler(error)
 
 
 def sent(error: BaseException) -> bool:
@@ -61,8 +68,28 @@ def by_signal_handler(error: BaseException) -> bool:
     (a C function) is not recognised.
     """
     # First, for handlers take a tenth of a millisecond to list: none is among what raised an error of ours.
-    foreign = {code for code in _raised_through(error) if not code.co_filename.startswith(_PACKAGE)}
+    foreign = {one.f_code for one in _raised_through(error) if not _is_own(one)}
     return bool(foreign) and not foreign.isdisjoint(_handlers())
+
+
+def by_trace_function(error: BaseException) -> bool:
+    """True if a trace or profile function in Python was running when `error` was raised.
+
+    It is known by what it was called with, for it may have uninstalled itself: a frame, and the name of an event.
+    """
+    return any(_traces(one) for one in _raised_through(error) if not _is_own(one))
+
+
+def _traces(frame: FrameType) -> bool:
+    given = [frame.f_locals.get(name) for name in frame.f_code.co_varnames[: frame.f_code.co_argcount]]
+    return any(
+        isinstance(one, FrameType) and isinstance(event, str) and event in _EVENTS
+        for one, event in pairwise(given)
+    )
+
+
+def _is_own(frame: FrameType) -> bool:
+    return frame.f_code.co_filename.startswith(_PACKAGE)
 
 
 def _handlers() -> Iterator[CodeType]:
@@ -85,13 +112,13 @@ def _call_of(kind: type) -> Any:
     return next((vars(base)["__call__"] for base in kind.__mro__ if "__call__" in vars(base)), None)
 
 
-def _raised_through(error: BaseException) -> Iterator[CodeType]:
+def _raised_through(error: BaseException) -> Iterator[FrameType]:
     cause: BaseException | None = error
     seen: set[int] = set()
     while cause is not None and id(cause) not in seen:
         seen.add(id(cause))
         trace = cause.__traceback__
         while trace is not None:
-            yield trace.tb_frame.f_code
+            yield trace.tb_frame
             trace = trace.tb_next
         cause = cause.__cause__

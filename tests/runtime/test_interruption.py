@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -185,3 +186,42 @@ def test_an_exception_sent_during_a_step_reaches_the_loop() -> None:
             with pytest.raises(SentError):
                 optimizer.step()
         assert gw.health.errors() == {}
+
+
+class Deadline:
+    """A trace function, installed and uninstalled by itself, that raises an error at the `limit`th line of gradwatch."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+
+    def __call__(self, frame: FrameType, event: str, value: object) -> Deadline:
+        if event == "line" and "/gradwatch/" in frame.f_code.co_filename:
+            self.limit -= 1
+            if not self.limit:
+                sys.settrace(None)
+                raise ValueError("time is up")
+        return self
+
+
+@pytest.mark.parametrize("limit", [1, 10, 40, 100, 200])
+def test_what_a_trace_function_raises_arrives(limit: int) -> None:
+    """A deadline, or a debugger that is left: of any class, and nothing of it is counted as a fault."""
+    model, before = nn.Linear(2, 1), sys.gettrace()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with gradwatch.watch(model, optimizer, sinks=[Kept()]) as gw:
+        for _ in range(3):
+            step(model, optimizer)
+        sys.settrace(Deadline(limit))
+        try:
+            with pytest.raises(ValueError, match="time is up"):
+                for _ in range(20):
+                    step(model, optimizer)
+        finally:
+            sys.settrace(before)
+        assert gw.health.errors() == {}
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
