@@ -18,7 +18,7 @@ from gradwatch.errors import GradwatchError, RuleFileError
 from gradwatch.runtime import stdout
 
 COMMANDS = (
-    *("run", "rules", "report", "backtest", "tune", "audit", "explain", "replay", "serve"),
+    *("run", "top", "rules", "report", "backtest", "tune", "audit", "explain", "replay", "serve"),
     *("deploy", "doctor", "demo", "completion", "version"),
 )
 
@@ -27,6 +27,7 @@ EPILOG = """examples:
   gradwatch run -- python train.py --lr 3e-4           watch a script as it is
   gradwatch run --rules my.gradwatch.yaml -- torchrun --nproc-per-node 8 train.py
   gradwatch rules check my.gradwatch.yaml
+  gradwatch top                                        the last run as it goes on, in this terminal
   gradwatch report                                     what happened in the last run, as a page to open in a browser
   gradwatch backtest --rules my.gradwatch.yaml          what these rules would have said of the last run
   gradwatch tune gradwatch-runs/* --healthy            thresholds for few false alarms, as a rule file

@@ -64,6 +64,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         action="store_true",
         help="no account on stderr when the script ends (it is in the journal: gradwatch audit)",
     )
+    parser.add_argument(
+        "--live",
+        action="store_true",
+        help="show gradwatch top meanwhile: on this terminal if both streams of the script are redirected, else in a "
+        "pane of tmux; where there is neither, say what to type in another terminal",
+    )
     parser.add_argument("command", nargs=argparse.REMAINDER, metavar="COMMAND", help="what to run")
     parser.set_defaults(handler=handle)
 
@@ -93,6 +99,10 @@ def handle(arguments: argparse.Namespace) -> int:
     launch = prepare(command, {**settings(arguments), ROOT: root}, os.environ)
     if launch.note:
         complain(paint(f"gradwatch: {launch.note}", "yellow", sys.stderr))
+    if arguments.live:
+        from gradwatch.cli.top.beside_script import show
+
+        show(root)
     return exec_command(launch.argv, launch.env)
 
 

@@ -10,7 +10,7 @@ import re
 import stat
 import time
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -137,21 +137,33 @@ class JournalReader:
         A journal whose process was killed has no end: give a `stop`. Moves on to the next file when the
         writer does. `stop` is asked whenever there is nothing to read.
         """
+        with closing(self.incoming()) as entries:
+            for entry in entries:
+                if entry is not None:
+                    yield entry
+                elif stop():
+                    return
+                else:
+                    time.sleep(poll_seconds)
+
+    def incoming(self) -> Generator[Entry | None, None, None]:
+        """Every entry as `follow` yields them, and None instead of a wait where there is nothing to read yet.
+
+        For readers that follow several journals, or do something else meanwhile. Ends with the journal; close it.
+        """
         self._begin()
         done: set[Path] = set()
         while not self.complete:
             path = next((path for path in self.files if path not in done), None)
-            if path is not None:
-                yield from self._follow_file(path, poll_seconds, stop)
-                done.add(path)
-            if not self.complete and path is None:
-                if stop():
-                    return
-                time.sleep(poll_seconds)
+            if path is None:
+                yield None
+                continue
+            yield from self._incoming_in(path)
+            done.add(path)
 
-    def _follow_file(self, path: Path, poll_seconds: float, stop: Callable[[], bool]) -> Iterator[Entry]:
-        with opened(path) as scanner:
-            sealed = False
+    def _incoming_in(self, path: Path) -> Iterator[Entry | None]:
+        sealed = False
+        with suppress(FileNotFoundError), opened(path) as scanner:  # rotated away meanwhile
             while True:
                 found = self._next(scanner, live=not sealed)
                 if found is not None:
@@ -161,10 +173,8 @@ class JournalReader:
                     break
                 elif path not in self.files[-1:]:
                     sealed = True  # a later file exists: nothing more is coming here
-                elif stop():
-                    break
                 else:
-                    time.sleep(poll_seconds)
+                    yield None
             self.missing += scanner.missing
 
     def _next(self, scanner: FrameScanner, live: bool) -> Sequence[Entry] | Damage | None:

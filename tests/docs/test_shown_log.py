@@ -113,3 +113,18 @@ def test_the_backtest_is_as_printed(
     monkeypatch.chdir(printed.runs.parent)
     assert main(["backtest", "--rules", str(tmp_path / "strict.gradwatch.yaml")]) == 1
     assert re.sub(r"\d{8}-\d{6}-\w{4}", "RUN", capsys.readouterr().out) == shown
+
+
+def test_the_live_view_is_as_printed(
+    printed: Printed, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """All that report.md shows, but for the speed and the cost."""
+    text = (ROOT / "gradwatch/docs/report.md").read_text(encoding="utf-8")
+    (shown,) = [one for one in fences(text, "") if one.startswith("gradwatch top")]
+
+    def timeless(text: str) -> str:
+        return re.sub(r"\d{8}-\d{6}-\w{4}|\S+ steps/s|own cost \S+", "RUN", text)
+
+    monkeypatch.chdir(printed.runs.parent)
+    assert main(["top"]) == 0
+    assert timeless(capsys.readouterr().out) == timeless(shown)

@@ -1,0 +1,136 @@
+"""The live view of a run from its journals, as they are written: that of one rank, and the firings of the others."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Generator
+from pathlib import Path
+
+from gradwatch.errors import GradwatchError
+from gradwatch.journal import Entry, JournalReader
+from gradwatch.journal.rank_journals import rank_journals
+from gradwatch.report.live.live_state import LiveState
+from gradwatch.report.live.live_view import Firing, LiveView
+
+MOST_OTHER_RANKS = 15
+"""Ranks beside the one shown whose firings are followed."""
+_LOOK_SECONDS = 2.0
+"""Seconds between looks at the folder for journals that have come since."""
+
+
+class _Followed:
+    """One journal that is followed; `waiting`: everything written so far has been read."""
+
+    def __init__(self, journal: JournalReader) -> None:
+        self.journal = journal
+        self.state = LiveState()
+        self.waiting = False
+        self._entries: Generator[Entry | None, None, None] = journal.incoming()
+
+    def read(self, deadline: float) -> None:
+        """Take in what is there, until `deadline` (monotonic) at most."""
+        self.waiting = False
+        for entry in self._entries:
+            if entry is None:
+                self.waiting = True
+                return
+            self.state.take(entry)
+            if time.monotonic() >= deadline:
+                return
+        self.waiting = True
+
+    def close(self) -> None:
+        self._entries.close()
+
+
+class JournalSource:
+    """Follows a run on disk: its folder, or one of its journal files. A context manager.
+
+    `rank` None is the lowest that has a journal. Raises GradwatchError where there is no journal of that rank.
+    """
+
+    def __init__(self, run: Path, rank: int | None = None) -> None:
+        self._run, self._asked = run, rank
+        self._own: _Followed | None = None
+        self._others: dict[tuple[int, int], _Followed] = {}
+        self._unfollowed = 0
+        self._looked = -_LOOK_SECONDS
+        self._look()
+
+    def __enter__(self) -> JournalSource:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the journals. Idempotent."""
+        for each in (self._own, *self._others.values()):
+            if each is not None:
+                each.close()
+
+    def view(self, seconds: float) -> LiveView:
+        """The run as of now; what was recorded before is read for at most so many seconds."""
+        now = time.monotonic()
+        if now - self._looked >= _LOOK_SECONDS:
+            self._look()
+        own = self._own
+        assert own is not None  # the first look raises where there is none
+        own.read(now + seconds)
+        for each in self._others.values():
+            each.read(now + seconds)
+        return own.state.view(
+            str(self._run),
+            time.time(),
+            self._firing_elsewhere(own),
+            notes=self._notes(own),
+            reading=not own.waiting,
+        )
+
+    def _look(self) -> None:
+        """Follow the last process of each rank, and whatever has begun since."""
+        self._looked = time.monotonic()
+        try:
+            found = rank_journals(self._run, self._asked)
+        except GradwatchError:
+            if self._own is None:
+                raise
+            return  # removed under the view: what was read stays
+        self._asked = found.rank
+        newest = max(found.own, key=lambda journal: journal.attempt)
+        if self._own is None or self._own.journal.attempt < newest.attempt:
+            if self._own is not None:
+                self._own.close()
+            self._own = _Followed(newest)
+        latest = {journal.rank: journal for journal in sorted(found.others, key=lambda one: one.attempt)}
+        followed = dict(sorted(latest.items())[:MOST_OTHER_RANKS])
+        self._unfollowed = len(latest) - len(followed)
+        keys = {(rank, journal.attempt) for rank, journal in followed.items()}
+        for key in self._others.keys() - keys:
+            self._others.pop(key).close()
+        for rank, journal in followed.items():
+            if (rank, journal.attempt) not in self._others:
+                self._others[rank, journal.attempt] = _Followed(journal)
+
+    def _firing_elsewhere(self, own: _Followed) -> list[Firing]:
+        """The rules that fire on another rank and not on the one shown, each once."""
+        here = {one.rule for one in own.state.firing.values()}
+        found: dict[str, Firing] = {}
+        for (rank, _), each in sorted(self._others.items()):
+            for one in each.state.firing.values():
+                if one.rule not in here and one.rule not in found:
+                    found[one.rule] = Firing(
+                        one.rule, one.severity, one.since, one.sites, one.count, one.actions, rank
+                    )
+        return list(found.values())
+
+    def _notes(self, own: _Followed) -> list[str]:
+        notes = []
+        damaged = [one for one in own.journal.damage if own.journal.complete or one.reason != "torn"]
+        if damaged:
+            notes.append("part of the journal cannot be read")
+        if own.state.lost:
+            notes.append(f"{own.state.lost:,} steps could not be written")
+        if self._unfollowed:
+            notes.append(f"{self._unfollowed:,} more ranks are not followed")
+        return notes

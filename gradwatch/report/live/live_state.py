@@ -1,0 +1,265 @@
+"""State of one process by its journal so far, kept small: the last steps, norms and events.
+
+Axes: K recorded steps, S sites.
+"""
+
+from __future__ import annotations
+
+import math
+import platform
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from gradwatch.incidents.explanation import sentence
+from gradwatch.journal import Entry, EventsEntry, LostEntry, NormsEntry, RunEntry, SitesEntry, StepsEntry
+from gradwatch.journal.columnar_steps import StepRow
+from gradwatch.journal.entries import EndEntry
+from gradwatch.records.columns import OBSERVED_ONLY
+from gradwatch.records.event import Event
+from gradwatch.records.run_info import RunInfo
+from gradwatch.records.snapshot import Sites
+from gradwatch.report.live.live_view import (
+    Firing,
+    Happened,
+    LiveView,
+    OptimizerLine,
+    ParameterLine,
+    Process,
+)
+from gradwatch.report.live.parameter_ranking import ranked
+from gradwatch.runtime.process_identity import alive
+
+STEPS_KEPT = 600
+NORMS_KEPT = 64
+LATELY_KEPT = 32
+MOST_PARAMETERS = 64
+PACE_STEPS = 100
+"""Steps over which the speed is averaged."""
+STALL_FACTOR, STALL_SECONDS = 20.0, 30.0
+"""A run without a step for so many average steps, and at least so long, is said to be stalled."""
+SEVERITIES = ("critical", "warning", "info")
+TRANSITIONS = ("firing", "resolved", "escalated", "failed", "rebaselined")
+
+
+@dataclass(slots=True)
+class _Optimizer:
+    """The last steps of one optimizer; `names`, `present_KS` and `norms_KS` are of the sites in force."""
+
+    rows: deque[StepRow] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
+    sites: Sites | None = None
+    norms: deque[tuple[int, NDArray[np.float32], NDArray[np.bool_]]] = field(
+        default_factory=lambda: deque(maxlen=NORMS_KEPT)
+    )
+    firing: dict[str, NDArray[np.bool_]] = field(default_factory=dict)
+
+    def take_norms(self, entry: NormsEntry, sites: Sites) -> None:
+        if self.sites is not sites:
+            self.norms.clear()
+            self.sites = sites
+        if len(entry.norm) == len(sites):
+            self.norms.append((entry.step, entry.norm, entry.calls > 0))
+            self.firing = dict(entry.firing)
+
+    def line(self, number: int) -> OptimizerLine:
+        rows = list(self.rows)
+        last = rows[-1]
+        return OptimizerLine(
+            number,
+            last.step,
+            pace(rows),
+            last.total_norm,
+            last.total_norm_applied,
+            [row.total_norm for row in rows],
+            last.scalars.get("loss"),
+            [row.scalars["loss"] for row in rows if "loss" in row.scalars],
+            last.scalars.get("lr"),
+            last.loss_scale,
+        )
+
+    def parameters(self, firing: Iterable[str]) -> list[ParameterLine]:
+        if self.sites is None or not self.norms:
+            return []
+        kinds = self.sites.kinds
+        now = set(firing)
+        return ranked(
+            self.sites.names,
+            np.stack([norm for _, norm, _ in self.norms]),
+            np.stack([present for _, _, present in self.norms]),
+            {rule: sites for rule, sites in self.firing.items() if rule in now},
+            [at for at, kind in enumerate(kinds) if kind == "param"],
+            MOST_PARAMETERS,
+        )
+
+
+def pace(rows: Sequence[StepRow]) -> float:
+    """Steps per second over the last PACE_STEPS rows; 0 where that cannot be said."""
+    near = rows[-PACE_STEPS:]
+    seconds = near[-1].wall_time - near[0].wall_time
+    return (near[-1].step - near[0].step) / seconds if seconds > 0 else 0.0
+
+
+class LiveState:
+    """Takes in the entries of one journal in the order written; `view` is what they amount to."""
+
+    def __init__(self) -> None:
+        self.run: RunInfo | None = None
+        self.ended = ""
+        self.steps = 0
+        self.firing: dict[tuple[int, str], Firing] = {}
+        self._optimizers: dict[int, _Optimizer] = {}
+        self._sites: dict[int, Sites] = {}
+        self._known: set[int] = set()
+        self._fired: Counter[str] = Counter()
+        self._worst: tuple[int, int, str] | None = None
+        self._lately: deque[Happened] = deque(maxlen=LATELY_KEPT)
+        self._actions: Counter[str] = Counter()
+        self._skipped = self._clipped = 0
+        self._lost = 0
+        self._coverage: float | None = None
+
+    def take(self, entry: Entry) -> None:
+        """Add one entry."""
+        if isinstance(entry, StepsEntry):
+            for row in entry.rows:
+                self._take_row(entry.optimizer, row)
+        elif isinstance(entry, NormsEntry):
+            if entry.sites_id in self._sites:
+                self._optimizer(entry.optimizer).take_norms(entry, self._sites[entry.sites_id])
+        elif isinstance(entry, SitesEntry):
+            self._take_sites(entry)
+        elif isinstance(entry, EventsEntry):
+            self._take_events(entry)
+        elif isinstance(entry, RunEntry):
+            self.run = entry.run
+        elif isinstance(entry, LostEntry):
+            self._lost += entry.queue + entry.scalars
+        elif isinstance(entry, EndEntry):
+            self.ended = entry.ended or "finished"
+
+    def _take_sites(self, entry: SitesEntry) -> None:
+        """A file after the first brings the same sites again: they are not taken for others."""
+        held = self._optimizer(entry.optimizer).sites
+        same = held is not None and held.names == entry.sites.names
+        self._sites[entry.sites_id] = held if same and held is not None else entry.sites
+
+    def _optimizer(self, number: int) -> _Optimizer:
+        return self._optimizers.setdefault(number, _Optimizer())
+
+    def _take_row(self, optimizer: int, row: StepRow) -> None:
+        if OBSERVED_ONLY in row.scalars:
+            return
+        self._optimizer(optimizer).rows.append(row)
+        self.steps += 1
+        self._coverage = row.coverage
+        self._skipped += row.decision.skip
+        self._clipped += any(one.coefficient is not None and not one.shadow for one in row.decision.orders)
+        for action in {order.action for order in row.decision.orders if not order.shadow}:
+            self._actions[action] += 1
+
+    def _take_events(self, entry: EventsEntry) -> None:
+        if entry.number in self._known:  # written again where a disk failed
+            return
+        self._known.add(entry.number)
+        for event in entry.events:
+            self._take_event(event)
+        for finding in entry.findings:
+            self._lately.append(Happened(finding.step, "cause", finding.rule, text=sentence(finding)))
+
+    def _take_event(self, event: Event) -> None:
+        key = event.optimizer, event.rule
+        if event.kind == "firing":
+            self._fired[event.rule] += 1
+            rank = SEVERITIES.index(event.severity) if event.severity in SEVERITIES else len(SEVERITIES)
+            first = rank, event.step, event.rule
+            self._worst = first if self._worst is None else min(self._worst, first)
+            self.firing[key] = Firing(
+                event.rule, event.severity, event.step, event.sites, event.count, event.actions
+            )
+        elif event.kind == "resolved":
+            self.firing.pop(key, None)
+        if event.kind in TRANSITIONS:
+            text = event.summary or ", ".join(event.sites[:1])
+            self._lately.append(Happened(event.step, event.kind, event.rule, event.severity, text))
+
+    def process(self, now: float) -> Process:
+        """State of the process, as far as it is known."""
+        if self.ended:
+            return (
+                "stopped" if self.ended == "stopped" else "failed" if self.ended == "failed" else "finished"
+            )
+        run = self.run
+        if run is not None and run.host == platform.node() and not alive(run.pid, run.start_time):
+            return "killed"
+        return "running" if self.steps else "waiting"
+
+    def view(self, where: str, now: float, others: Iterable[Firing] = (), **fields: object) -> LiveView:
+        """Everything so far, at a Unix time; `others` are rules that fire on other ranks."""
+        run, process = self.run, self.process(now)
+        lines = [each.line(number) for number, each in sorted(self._optimizers.items()) if each.rows]
+        last = max((each.rows[-1].wall_time for each in self._optimizers.values() if each.rows), default=None)
+        quiet = None if last is None or process not in ("running", "waiting") else max(0.0, now - last)
+        usual = max((1 / line.steps_per_second for line in lines if line.steps_per_second > 0), default=0.0)
+        firing = sorted(
+            [*self.firing.values(), *others],
+            key=lambda one: (SEVERITIES.index(one.severity) if one.severity in SEVERITIES else 3, one.since),
+        )
+        worst = self._worst
+        return LiveView(
+            where=where,
+            run_id=run.run_id if run else "",
+            script=run.script if run else "",
+            rank=run.rank if run else 0,
+            world_size=run.world_size if run else 1,
+            process=process,
+            started=run.start_time if run else 0.0,
+            steps=self.steps,
+            quiet_seconds=quiet,
+            stalled=quiet is not None and bool(lines) and quiet > max(STALL_FACTOR * usual, STALL_SECONDS),
+            optimizers=lines,
+            coverage=self._coverage,
+            own_share=self._own_share(),
+            parameters=self._parameters(),
+            norms_step=max(
+                (each.norms[-1][0] for each in self._optimizers.values() if each.norms), default=-1
+            ),
+            firing=firing,
+            fired=dict(self._fired),
+            worst=worst[2] if worst else "",
+            worst_severity=SEVERITIES[min(worst[0], 2)] if worst else "",
+            worst_step=worst[1] if worst else -1,
+            lately=tuple(self._lately),
+            actions=dict(self._actions),
+            skipped=self._skipped,
+            clipped=self._clipped,
+            **fields,  # type: ignore[arg-type]
+        )
+
+    @property
+    def lost(self) -> int:
+        """Steps that could not be written."""
+        return self._lost
+
+    def _own_share(self) -> float | None:
+        rows = [row for each in self._optimizers.values() for row in each.rows if row.step_seconds]
+        seconds = math.fsum(row.step_seconds or 0.0 for row in rows)
+        return math.fsum(row.overhead_seconds for row in rows) / seconds if seconds > 0 else None
+
+    def _parameters(self) -> list[ParameterLine]:
+        found = [
+            line
+            for number, each in self._optimizers.items()
+            for line in each.parameters(rule for optimizer, rule in self.firing if optimizer == number)
+        ]
+        if len(self._optimizers) > 1:
+            found.sort(key=_badness)
+        return found[:MOST_PARAMETERS]
+
+
+def _badness(line: ParameterLine) -> tuple[bool, bool, float]:
+    ratio = line.ratio
+    off = 1.0 if math.isnan(ratio) else max(ratio, 1 / ratio) if ratio > 0 else math.inf
+    return math.isfinite(line.norm), not line.firing, -off

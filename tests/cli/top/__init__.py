@@ -1,0 +1,1 @@
+"""`gradwatch top` in pipes and on terminals."""

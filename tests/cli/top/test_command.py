@@ -1,0 +1,175 @@
+"""`gradwatch top` on real terminals, in pipes, as JSON; and `gradwatch run --live`."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from gradwatch.cli import main
+from gradwatch.records.record import Record
+from tests.cli.terminal_session import TerminalSession
+from tests.report.live.test_journal_source import Writing
+from tests.report.runs import HOSTILE, SITES, broken, finished, recorded, steps
+from tests.support.launch_cases import GRADWATCH, TRAIN
+from tests.support.sink_records import make_event, make_record, make_sites
+
+ALTERNATE, NORMAL = "\x1b[?1049h", "\x1b[?1049l"
+ENV = {**os.environ, "LANG": "C.UTF-8", "LC_ALL": "C.UTF-8"}
+for name in ("NO_COLOR", "COLUMNS", "TMUX", "TMUX_PANE"):
+    ENV.pop(name, None)
+
+
+def test_a_pipe_gets_it_once_without_colours(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The newest run, no escape codes, no line wider than a page, and what to type next; the exit status is 0."""
+    recorded(tmp_path, broken(), account=finished(60, fired={"non-finite": 1}))
+    assert main(["top", "--dir", str(tmp_path)]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert max(map(len, out.splitlines()[:-1])) <= 100
+    assert "still firing when the process ended: non-finite" in out
+    assert out.splitlines()[-1] == f"next: gradwatch explain --run {tmp_path / 'run-1'}"
+
+
+def test_json_has_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """One document, in which a norm that is NaN is a string."""
+    recorded(tmp_path, broken(), account=finished(60))
+    assert main(["top", str(tmp_path / "run-1"), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["process"], found["worst"], found["skipped"]) == ("finished", "non-finite", 1)
+    assert found["optimizers"][0]["total_norms"][40] == "NaN"
+
+
+def test_what_cannot_be_shown_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """No run, no such rank, no such address, a wrong interval: exit 2 and a way out."""
+    recorded(tmp_path / "runs", steps(3))
+    for words, said in (
+        (["--dir", str(tmp_path / "none")], "gradwatch run -- python train.py"),
+        ([str(tmp_path / "runs" / "run-1"), "--rank", "3"], "no journal of rank 3"),
+        (["127.0.0.1:1"], "cannot read http://127.0.0.1:1/metrics"),
+        (["--interval", "0"], "from 0.1 to 3600"),
+    ):
+        assert main(["top", *words]) == 2
+        assert said in capsys.readouterr().err
+
+
+def test_no_name_reaches_the_terminal_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Neither a parameter, nor a rule, nor a run can send an escape sequence or begin a line."""
+    name = f"\x1b[31m\n{HOSTILE}"
+    event = make_event(rule=name, severity="critical", sites=(name,), count=1, summary=name)
+    records = [
+        make_record(make_sites(names=[name, "b"]), step=step, events=(event,) * (step == 1))
+        for step in range(3)
+    ]
+    recorded(tmp_path, records, run_id="\x1b[32mrun", script=name).rename(tmp_path / "run")
+    assert main(["top", str(tmp_path / "run")]) == 0
+    out = capsys.readouterr().out
+    assert "\x1b" not in out
+    assert not any(line.startswith("</script") for line in out.splitlines())
+    assert "firing now" in out
+
+
+def test_a_terminal_without_blocks_gets_letters(tmp_path: Path) -> None:
+    """Where the encoding has no block characters, bars are ASCII."""
+    recorded(tmp_path, steps(30))
+    env = {**ENV, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(
+        [*GRADWATCH, "top", "--dir", str(tmp_path)], capture_output=True, env=env, check=True
+    )
+    assert "total norm" in done.stdout.decode("ascii")
+    assert b"\\u2581" not in done.stdout
+
+
+def test_q_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
+    """The second screen is left, the last picture stays, typing is shown again; the run goes on."""
+    writing = Writing(tmp_path, pid=os.getpid(), host=platform.node())
+    writing.write(*now(5))
+    with TerminalSession(
+        [*GRADWATCH, "top", "--dir", str(tmp_path), "--interval", "0.1"], tmp_path, ENV
+    ) as session:
+        session.wait_for("healthy: no rule has fired in 5 steps")
+        event = make_event(step=5, sites=SITES.names[:1], count=1)
+        writing.write(make_record(SITES, step=5, events=(event,), wall_time=time.time()))
+        session.wait_for("firing: non-finite")
+        assert not session.echoes()
+        session.press("q")
+        assert session.process.wait(60) == 0
+        assert session.echoes()
+        shown = session.wait_for(NORMAL)
+        assert shown.count(ALTERNATE) == 1
+        assert "firing: non-finite" in session.wait_for("done: ").rpartition(NORMAL)[2]
+
+
+@pytest.mark.parametrize(
+    ("number", "status"), [(signal.SIGINT, 0), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
+def test_signals_leave_the_terminal_as_it_was(tmp_path: Path, number: signal.Signals, status: int) -> None:
+    """Ctrl-C is a way to leave; SIGTERM and SIGHUP end it, with the screen and the echo given back."""
+    writing = Writing(tmp_path, pid=os.getpid(), host=platform.node())
+    writing.write(*now(5))
+    with TerminalSession([*GRADWATCH, "top", "--dir", str(tmp_path)], tmp_path, ENV) as session:
+        session.wait_for("healthy")
+        os.kill(session.process.pid, number)
+        assert session.process.wait(60) == status
+        session.wait_for(NORMAL)
+        assert session.echoes()
+        assert "Traceback" not in session.text
+
+
+def test_the_end_of_the_run_ends_it(tmp_path: Path) -> None:
+    """With the last picture, and the command that says more."""
+    recorded(tmp_path, broken(), account=finished(60, fired={"non-finite": 1}))
+    with TerminalSession([*GRADWATCH, "top", "--dir", str(tmp_path)], tmp_path, ENV) as session:
+        assert session.process.wait(60) == 0
+        assert "next: gradwatch explain --run" in session.wait_for("next: ").rpartition(NORMAL)[2]
+
+
+def test_no_color_is_respected(tmp_path: Path) -> None:
+    """On a terminal, too, the picture has no colours then."""
+    recorded(tmp_path, broken(), account=finished(60))
+    for env, coloured in ((ENV, True), ({**ENV, "NO_COLOR": "1"}, False)):
+        with TerminalSession([*GRADWATCH, "top", "--dir", str(tmp_path)], tmp_path, env) as session:
+            assert session.process.wait(60) == 0
+            assert ("\x1b[31m" in session.wait_for("next: ") or "\x1b[1" in session.text) == coloured
+
+
+def now(count: int) -> list[Record]:
+    """Steps of the last seconds: none for long would be a stall."""
+    return [replace(record, wall_time=time.time()) for record in steps(count)]
+
+
+def live(tmp_path: Path, **streams: object) -> TerminalSession:
+    (tmp_path / "train.py").write_text(TRAIN)
+    command = [*GRADWATCH, "run", "--live", "--", sys.executable, "train.py"]
+    return TerminalSession(command, tmp_path, ENV, **streams)
+
+
+def test_live_is_shown_where_the_script_writes_elsewhere(tmp_path: Path) -> None:
+    """Both streams redirected: the view is drawn on the terminal until the script has ended; the output is its own."""
+    with (tmp_path / "log").open("wb") as log:
+        session = live(tmp_path, stdout=log, stderr=log)
+    with session:
+        assert session.process.wait(120) == 0
+        last = session.wait_for("next: gradwatch").rpartition(NORMAL)[2]
+        assert "train.py · finished" in last
+    written = (tmp_path / "log").read_text()
+    assert written.startswith("loss ")
+    assert "gradwatch: 3 of 3 steps watched" in written
+    assert "gradwatch top" not in written
+
+
+def test_live_says_what_to_type_where_it_cannot_be_shown(tmp_path: Path) -> None:
+    """A script that writes to the terminal keeps it; one line more says what to type."""
+    with live(tmp_path) as session:
+        assert session.process.wait(120) == 0
+        text = session.wait_for("3 of 3 steps watched")
+        assert f"type in another terminal: gradwatch top --dir {tmp_path / 'gradwatch-runs'}" in text
+        assert ALTERNATE not in text

@@ -1,0 +1,121 @@
+"""The live view from journals, finished ones and ones that are being written."""
+
+from __future__ import annotations
+
+import os
+import platform
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from gradwatch.errors import GradwatchError
+from gradwatch.journal.writer import Recorder
+from gradwatch.records.record import Record
+from gradwatch.report.live import JournalSource, LiveView
+from tests.report.runs import SITES, broken, finished, recorded, steps
+from tests.support.sink_records import make_event, make_record, make_run
+
+
+def view_of(run: Path, rank: int | None = None) -> LiveView:
+    with JournalSource(run, rank) as source:
+        return source.view(60.0)
+
+
+class Writing:
+    """A journal of this process that grows record by record."""
+
+    def __init__(self, root: Path, **run: Any) -> None:
+        self.info = replace(make_run(root, **{"host": platform.node(), "start_time": 4e9, **run}))
+        self.folder = Path(self.info.directory)
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.recorder = Recorder(self.info, "full", 0, lambda error: None, lambda events: None)
+        self.recorder.begin()
+
+    def write(self, *records: Record) -> None:
+        self.recorder.record(list(records))
+        self.recorder.commit(durable=True)
+
+
+def test_a_run_that_went_wrong(tmp_path: Path) -> None:
+    """What fired and is over, the step that was skipped, the last norms, and how the process ended."""
+    view = view_of(recorded(tmp_path, broken(), account=finished(60)))
+    assert (view.process, view.over, view.steps) == ("finished", True, 60)
+    assert (view.worst, view.worst_severity, view.worst_step) == ("non-finite", "critical", 40)
+    assert view.fired == {"non-finite": 1}
+    assert (view.skipped, view.clipped) == (1, 10)
+    (line,) = view.optimizers
+    assert (line.step, line.steps_per_second, line.lr) == (59, 1.0, 0.1)
+    assert line.total_norms[40] != line.total_norms[40]  # NaN
+    assert {one.name for one in view.parameters} == set(SITES.names)
+    assert [one.kind for one in view.lately if one.step == 40] == ["firing", "cause"]
+
+
+def test_a_run_that_goes_on_is_followed(tmp_path: Path) -> None:
+    """Each look has what was written since: a rule that begins to fire, and its end."""
+    writing = Writing(tmp_path)
+    writing.write(*steps(5))
+    with JournalSource(writing.folder) as source:
+        first = source.view(60.0)
+        assert (first.process, first.steps, list(first.firing)) == ("running", 5, [])
+        event = make_event(step=5, sites=(SITES.names[1],), count=3, actions=("skip_step",))
+        writing.write(make_record(SITES, step=5, events=(event,), wall_time=1e9 + 5))
+        (firing,) = source.view(60.0).firing
+        assert (firing.rule, firing.since, firing.count, firing.actions) == (
+            "non-finite",
+            5,
+            3,
+            ("skip_step",),
+        )
+        writing.write(make_record(SITES, step=6, events=(make_event("resolved", step=6),), wall_time=1e9 + 6))
+        last = source.view(60.0)
+        assert (last.steps, list(last.firing), last.fired) == (7, [], {"non-finite": 1})
+
+
+def test_a_later_process_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
+    """A job that was started again is shown from its new journal on, not the dead one's."""
+    Writing(tmp_path).write(*steps(5))
+    with JournalSource(tmp_path / "run-1") as source:
+        assert source.view(60.0).steps == 5
+        Writing(tmp_path, attempt=1).write(*steps(2))
+        source._looked = 0.0
+        assert source.view(60.0).steps == 2
+
+
+def test_a_killed_process_is_said_to_be_gone(tmp_path: Path) -> None:
+    """A journal without an end, of a process of this machine that is not there, was of one that was killed."""
+    gone = {"pid": 2**22 - 1, "host": platform.node()}
+    assert view_of(recorded(tmp_path, steps(5), closed=False, **gone)).process == "killed"
+    here = {"pid": os.getpid(), "host": platform.node(), "start_time": 4e9}
+    assert view_of(recorded(tmp_path / "two", steps(5), closed=False, **here)).process == "running"
+
+
+def test_rules_that_fire_on_another_rank_are_shown(tmp_path: Path) -> None:
+    """With the rank; what fires on the one shown is not said twice."""
+    event = make_event("firing", "exploding", 3)
+    Writing(tmp_path, world_size=2).write(*steps(5))
+    Writing(tmp_path, world_size=2, rank=1, local_rank=1).write(make_record(SITES, step=3, events=(event,)))
+    assert [(one.rule, one.rank) for one in view_of(tmp_path / "run-1").firing] == [("exploding", 1)]
+    assert [(one.rule, one.rank) for one in view_of(tmp_path / "run-1", 1).firing] == [("exploding", None)]
+
+
+def test_no_step_for_long_is_a_stall(tmp_path: Path) -> None:
+    """The time since the last step, against the pace of those before."""
+    writing = Writing(tmp_path)
+    writing.write(*steps(5))  # their clock says 2001
+    assert view_of(writing.folder).stalled
+
+
+def test_several_optimizers_have_a_line_each(tmp_path: Path) -> None:
+    """In the order of their numbers."""
+    both = [make_record(SITES, optimizer=number, step=step) for step in range(3) for number in (0, 1)]
+    view = view_of(recorded(tmp_path, both))
+    assert [one.optimizer for one in view.optimizers] == [0, 1]
+    assert view.steps == 6
+
+
+def test_no_run_is_refused(tmp_path: Path) -> None:
+    """With the folder that was looked at."""
+    with pytest.raises(GradwatchError, match=str(tmp_path)):
+        JournalSource(tmp_path)
