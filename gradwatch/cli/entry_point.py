@@ -18,7 +18,7 @@ from gradwatch.errors import GradwatchError, RuleFileError
 from gradwatch.runtime import stdout
 
 COMMANDS = (
-    *("run", "top", "rules", "report", "backtest", "tune", "audit", "explain", "replay", "serve"),
+    *("run", "top", "init", "rules", "report", "backtest", "tune", "audit", "explain", "replay", "serve"),
     *("deploy", "doctor", "demo", "completion", "version"),
 )
 
@@ -26,6 +26,7 @@ EPILOG = """examples:
   gradwatch demo                                       see it find three faults, in a minute
   gradwatch run -- python train.py --lr 3e-4           watch a script as it is
   gradwatch run --rules my.gradwatch.yaml -- torchrun --nproc-per-node 8 train.py
+  gradwatch init                                       a rule file to begin with
   gradwatch rules check my.gradwatch.yaml
   gradwatch top                                        the last run as it goes on, in this terminal
   gradwatch report                                     what happened in the last run, as a page to open in a browser

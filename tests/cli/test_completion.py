@@ -22,7 +22,7 @@ completed() {{
 }}
 """
 LINES = {
-    "completed gradwatch ''": "run top rules report backtest tune audit explain replay serve deploy doctor demo "
+    "completed gradwatch ''": "run top init rules report backtest tune audit explain replay serve deploy doctor demo "
     "completion version",
     "completed gradwatch ru": "run rules",
     "completed gradwatch rules ''": "check test kinds columns actions policies sinks explain list schema",

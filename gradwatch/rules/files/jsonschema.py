@@ -64,7 +64,7 @@ def json_schema() -> Schema:
     }
     schema["if"] = {"not": {"required": ["extends"]}}
     schema["then"] = {"properties": complete}
-    head = {"$schema": DIALECT, "title": "gradwatch rule file, version 1"}
+    head = {"$schema": DIALECT, "$id": "urn:gradwatch:rule-file:1", "title": "gradwatch rule file, version 1"}
     return {**head, **schema, "definitions": dict(sorted(definitions.items()))}
 
 
