@@ -19,7 +19,7 @@ from gradwatch.runtime import stdout
 
 COMMANDS = (
     *("run", "top", "init", "rules", "report", "backtest", "tune", "audit", "explain", "replay", "serve"),
-    *("deploy", "doctor", "demo", "completion", "version"),
+    *("deploy", "doctor", "selftest", "demo", "completion", "version"),
 )
 
 EPILOG = """examples:
@@ -37,6 +37,7 @@ EPILOG = """examples:
   gradwatch replay gradwatch-runs/RUN/bundles/INCIDENT --script train:build
   gradwatch serve --dir gradwatch-runs                 one address for many runs
   gradwatch deploy export monitoring                   Prometheus, alerts and dashboards
+  gradwatch selftest -- python train.py                faults in its own first steps: do the rules find them?
   gradwatch doctor
 """
 

@@ -318,6 +318,10 @@ class Agent:
             self._baselines = Baselines(made)
             _greet(made, optimizers)
             self._forwards.handed_over(made)
+            if "GRADWATCH_SELFTEST" in os.environ:
+                from gradwatch.launch import fault_injection
+
+                fault_injection.begin(made)
             return made
         except BaseException:
             if made in _watches:

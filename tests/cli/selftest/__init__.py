@@ -1,0 +1,1 @@
+"""`gradwatch selftest` on real scripts."""

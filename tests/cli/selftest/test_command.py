@@ -1,0 +1,176 @@
+"""`gradwatch selftest` on real scripts: what is found, what is missed, and what stays as it was."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import gradwatch
+from gradwatch.launch.fault_injection import SavedState
+from tests.support.launch_cases import GRADWATCH
+
+TRAIN = """import pathlib, sys, torch
+from torch import nn
+torch.set_num_threads(1)
+torch.manual_seed(0)
+model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+print(pathlib.Path("config").read_text())
+pathlib.Path("config").write_text("overwritten")
+for step in range(int(sys.argv[1])):
+    x = torch.randn(16, 8)
+    optimizer.zero_grad()
+    (model(x) - x.norm(dim=1, keepdim=True)).square().mean().backward()
+    optimizer.step()
+torch.save(model.state_dict(), "last.pt")
+"""
+NONFINITE = "version: 1\nrules:\n  bad: {detect: {kind: nonfinite}, severity: critical, do: [DOES]}\n"
+FAULTS = ["nan", "inf", "spike", "vanishing", "freeze"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "train.py").write_text(TRAIN)
+    (tmp_path / "config").write_text("mine")
+    return tmp_path
+
+
+def selftest(folder: Path, *options: str, steps: int = 100_000) -> subprocess.CompletedProcess[str]:
+    command = [*GRADWATCH, "selftest", *options, "--", sys.executable, "train.py", str(steps)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280, check=False)
+
+
+def faults(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any]]:
+    return {one["fault"]: one for one in json.loads(done.stdout)["faults"]}
+
+
+def test_the_default_pack_finds_every_fault(folder: Path) -> None:
+    """Rule, action, counter and alert of each; nothing of the folder is changed."""
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    done = selftest(folder, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = faults(done)
+    assert [name for name, one in found.items() if one["rules"]] == FAULTS
+    assert found["nan"]["actions"] == ["localise", "skip_step"]
+    assert found["rank"]["why"] == "one rank only"
+    assert all(one["metric"] for name, one in found.items() if name in FAULTS)
+    if shutil.which("promtool"):
+        assert all(all(one["alerts"].values()) for one in found.values())
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+
+
+def test_what_rules_miss_is_said(folder: Path) -> None:
+    """A file that knows only NaN: the exit status is 1, and the table has what was missed."""
+    (folder / "rules.yaml").write_text(NONFINITE.replace("DOES", "skip_step"))
+    done = selftest(folder, "--rules", "rules.yaml")
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert done.stdout.count("MISSED") == 3
+    assert "2 of 5 faults found" in done.stdout
+    assert "\x1b" not in done.stdout
+
+
+def test_a_rule_that_stops_is_proven_and_the_rest_goes_on(folder: Path) -> None:
+    """The training ends at the fault, as the rule says; the script is started again for the faults after it."""
+    (folder / "rules.yaml").write_text(NONFINITE.replace("DOES", "stop"))
+    found = faults(selftest(folder, "--rules", "rules.yaml", "--json"))
+    for name in ("nan", "inf"):
+        assert (found[name]["rules"], found[name]["actions"], found[name]["stopped"]) == (
+            ["bad"],
+            ["stop"],
+            True,
+        )
+    assert found["spike"]["why"] == ""
+    assert not found["spike"]["rules"]
+
+
+def test_a_short_script_leaves_faults_unproven(folder: Path) -> None:
+    """What was not reached is not called found."""
+    done = selftest(folder, steps=20)
+    assert done.returncode == 1
+    assert "the script ended after 20 steps; let it take more" in done.stdout
+    assert "2 of 5 faults found" in done.stdout
+
+
+def test_a_script_that_fails_is_shown(folder: Path) -> None:
+    """Exit 2, with the last lines of its own output."""
+    (folder / "config").unlink()
+    done = selftest(folder)
+    assert done.returncode == 2
+    assert "FileNotFoundError" in done.stderr
+    assert "no fault was injected: no step was taken (exit status 1)" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "write: gradwatch selftest -- python train.py"),
+        (("--seconds", "0", "--", "x"), "above 0"),
+        (("--link", "none", "--", "x"), "--link none: there is no such file"),
+        (("--", "no-such-program"), "cannot run no-such-program"),
+        (("--rules", "none.yaml", "--", "x"), "none.yaml"),
+    ],
+)
+def test_what_cannot_be_run_is_refused(
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...],
+    said: str,
+) -> None:
+    """Exit 2, with the way out, before anything is started."""
+    from gradwatch.cli import main
+
+    monkeypatch.chdir(folder)
+    assert main(["selftest", *words]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_ranks_are_tested_together(folder: Path) -> None:
+    """Two ranks under torchrun take every fault at the same step; one that is wrong alone is found, too."""
+    ranks = TRAIN.replace(
+        "torch.manual_seed(0)", "torch.distributed.init_process_group('gloo')\ntorch.manual_seed(0)"
+    )
+    ranks = ranks.replace("optimizer = ", "model = nn.parallel.DistributedDataParallel(model)\noptimizer = ")
+    (folder / "train.py").write_text(
+        ranks.replace("for step", "torch.manual_seed(int(os.environ['RANK']))\nfor step")
+    )
+    (folder / "train.py").write_text("import os\n" + (folder / "train.py").read_text())
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*GRADWATCH, "selftest", "--seconds", "120", "--json", "--", *launch, "train.py", "100000"]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(one["rules"] and not one["why"] for one in faults(done).values())
+
+
+def test_weights_and_state_are_put_back(tmp_path: Path) -> None:
+    """Bit for bit, buffers too, into the very tensors that were there."""
+    model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+    optimizer = torch.optim.Adam(model.parameters(), 0.1)
+    with gradwatch.watch(model, optimizer, run_dir=tmp_path, sinks=[]) as gw:
+
+        def step() -> None:
+            optimizer.zero_grad()
+            model(torch.randn(8, 4)).square().sum().backward()
+            optimizer.step()
+
+        step()
+        held = [tensor.clone() for tensor in (*model.state_dict().values(), *_state(optimizer))]
+        saved = SavedState(gw._session, optimizer)
+        step()
+        now = [*model.state_dict().values(), *_state(optimizer)]
+        assert not all(map(torch.equal, held, now))
+        saved.restore()
+        assert all(map(torch.equal, held, [*model.state_dict().values(), *_state(optimizer)]))
+        assert [id(one) for one in now[-3:]] == [id(one) for one in _state(optimizer)[-3:]]
+
+
+def _state(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    return [value for state in optimizer.state.values() for value in state.values()]
