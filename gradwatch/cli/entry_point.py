@@ -19,7 +19,7 @@ from gradwatch.runtime import stdout
 
 COMMANDS = (
     *("run", "top", "init", "rules", "report", "backtest", "tune", "audit", "explain", "replay", "serve"),
-    *("deploy", "doctor", "selftest", "demo", "completion", "version"),
+    *("deploy", "doctor", "selftest", "demo", "docs", "completion", "version"),
 )
 
 EPILOG = """examples:

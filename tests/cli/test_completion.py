@@ -23,7 +23,7 @@ completed() {{
 """
 LINES = {
     "completed gradwatch ''": "run top init rules report backtest tune audit explain replay serve deploy doctor "
-    "selftest demo completion version",
+    "selftest demo docs completion version",
     "completed gradwatch ru": "run rules",
     "completed gradwatch rules ''": "check test kinds columns actions policies sinks explain list schema",
     "completed gradwatch run --strict": "--strict --strict-rules",

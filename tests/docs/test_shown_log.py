@@ -70,7 +70,7 @@ def printed(tmp_path_factory: pytest.TempPathFactory) -> Printed:
     return Printed(lines, message, folder / "gradwatch-runs")
 
 
-@pytest.mark.parametrize("path", ["README.md", "gradwatch/docs/using.md"])
+@pytest.mark.parametrize("path", ["README.md", "gradwatch/docs/using.md", "gradwatch/docs/start.md"])
 def test_the_account_is_as_printed(path: str, printed: Printed) -> None:
     """All of the line but its cost and the name of the folder."""
     text = " ".join((ROOT / path).read_text(encoding="utf-8").split())
@@ -128,3 +128,21 @@ def test_the_live_view_is_as_printed(
     monkeypatch.chdir(printed.runs.parent)
     assert main(["top"]) == 0
     assert timeless(capsys.readouterr().out) == timeless(shown)
+
+
+def test_the_first_five_minutes_are_as_printed(
+    printed: Printed, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """start.md has that very script, the report's sentence, and lines of the cause."""
+    text = (ROOT / "gradwatch/docs/start.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, re.M | re.S)
+    shown = [block for language, block in blocks if not language]
+    assert [block for language, block in blocks if language == "python"] == [TRAIN]
+    monkeypatch.chdir(printed.runs.parent)
+    assert main(["report"]) == 0
+    (sentence,) = [one for one in shown if one.startswith("Went wrong")]
+    assert capsys.readouterr().out.splitlines()[0].replace(f"{printed.runs.parent}/", "") == sentence.strip()
+    assert main(["explain"]) == 0
+    explained = capsys.readouterr().out.replace(f"{printed.runs.parent}/", "")
+    (cause,) = [one for one in shown if "train.py:12 in forward" in one]
+    assert all(part in explained for part in cause.rstrip().split("\n\n"))

@@ -51,18 +51,21 @@ class _Optimizer:
 
     rows: deque[StepRow] = field(default_factory=lambda: deque(maxlen=STEPS_KEPT))
     sites: Sites | None = None
-    norms: deque[tuple[int, NDArray[np.float32], NDArray[np.bool_]]] = field(
-        default_factory=lambda: deque(maxlen=NORMS_KEPT)
-    )
+    norms: list[tuple[int, NDArray[np.float32], NDArray[np.bool_]]] = field(default_factory=list)
     firing: dict[str, NDArray[np.bool_]] = field(default_factory=dict)
 
     def take_norms(self, entry: NormsEntry, sites: Sites) -> None:
         if self.sites is not sites:
             self.norms.clear()
             self.sites = sites
-        if len(entry.norm) == len(sites):
-            self.norms.append((entry.step, entry.norm, entry.calls > 0))
+        if len(entry.norm) != len(sites):
+            return
+        # Steps that have the same columns are written together: those of several blocks come out of order.
+        if not self.norms or entry.step >= self.norms[-1][0]:
             self.firing = dict(entry.firing)
+        self.norms.append((entry.step, entry.norm, entry.calls > 0))
+        self.norms.sort(key=lambda one: one[0])
+        del self.norms[:-NORMS_KEPT]
 
     def line(self, number: int) -> OptimizerLine:
         rows = list(self.rows)

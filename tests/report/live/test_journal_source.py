@@ -8,12 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from gradwatch.errors import GradwatchError
+from gradwatch.journal import NormsEntry, SitesEntry
 from gradwatch.journal.writer import Recorder
 from gradwatch.records.record import Record
 from gradwatch.report.live import JournalSource, LiveView
+from gradwatch.report.live.live_state import LiveState
 from tests.report.runs import SITES, broken, finished, recorded, steps
 from tests.support.sink_records import make_event, make_record, make_run
 
@@ -119,3 +122,15 @@ def test_no_run_is_refused(tmp_path: Path) -> None:
     """With the folder that was looked at."""
     with pytest.raises(GradwatchError, match=str(tmp_path)):
         JournalSource(tmp_path)
+
+
+def test_norms_that_come_out_of_order_are_put_in_order() -> None:
+    """Steps with the same columns are written together, so that a later step may stand before an earlier one."""
+    state = LiveState()
+    state.take(SitesEntry(0, 0, SITES))
+    for step in (0, 1, 3, 2):
+        norm, one = np.full(len(SITES), float(step + 1), np.float32), np.ones(len(SITES), np.int32)
+        state.take(NormsEntry(0, step, 0, "full", 1, norm, one, one.astype(np.float32)))
+    view = state.view("", 0.0)
+    assert view.norms_step == 3
+    assert list(view.parameters[0].norms) == [1.0, 2.0, 3.0, 4.0]
