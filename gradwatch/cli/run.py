@@ -65,6 +65,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="no account on stderr when the script ends (it is in the journal: gradwatch audit)",
     )
     parser.add_argument(
+        "--reload",
+        action="store_true",
+        help="take up a rule file that changes meanwhile, between two steps (not with several ranks); what is wrong "
+        "with it leaves the old rules in force, with a line and a metric",
+    )
+    parser.add_argument(
         "--live",
         action="store_true",
         help="show gradwatch top meanwhile: on this terminal if both streams of the script are redirected, else in a "
@@ -163,6 +169,8 @@ def settings(arguments: argparse.Namespace) -> dict[str, str]:
         given["GRADWATCH_STRICT"] = "1"
     if arguments.strict_rules:
         given["GRADWATCH_STRICT_RULES"] = "1"
+    if arguments.reload:
+        given["GRADWATCH_RELOAD"] = "1"
     if arguments.quiet:
         given["GRADWATCH_QUIET"] = "1"
     return given

@@ -42,6 +42,8 @@ from gradwatch.taps.process_totals import TOTALS
 
 if TYPE_CHECKING:
     from gradwatch.launch.resumed_baselines import Baselines
+    from gradwatch.launch.rules_reload import RulesReload
+    from gradwatch.rules.rule_set import RuleSet
     from gradwatch.session.session import Session
     from gradwatch.taps.backward_entry import BackwardCall
 
@@ -83,6 +85,8 @@ class Agent:
         self._printed: set[str] = set()  # why nothing is watched
         self._reached = 0  # backwards that reached something watched, when the last one began
         self._baselines: Baselines | None = None
+        self._reload: RulesReload | None = None
+        self._new_rules: RuleSet | None = None  # of a rule file that has changed: for the next session
         self._forwards = FirstForwards(self.registered, self._lock, _calls_wanted)
         self._without_optimizer = ModelsWithoutOptimizer(self.registered)
         optimizer_init.listen(self._made)
@@ -104,9 +108,13 @@ class Agent:
             self._baselines.before_step(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Save the baselines when it is time."""
+        """Save the baselines when it is time; take up a rule file that has changed."""
         if self._baselines is not None:
             self._baselines.after_step()
+        if self._reload is not None and not self._inherited:
+            self._new_rules = self._reload.new_rules()
+            if self._new_rules is not None:
+                self._begin_anew()
 
     def _made(self, optimizer: Optimizer | None) -> None:
         for watch in _watches:
@@ -172,6 +180,24 @@ class Agent:
         self._reached = 0
         self._without_optimizer.begin()
         self._attaching = threading.Lock()
+
+    def _begin_anew(self) -> None:
+        """Have the next backward begin a new watch: the one before is closed just before, its baselines go on."""
+        self._inherited += _watches
+        _watches.clear()
+        now = self.registered.clock
+        for key, ref in self._seen.items():
+            self._waiting.setdefault(key, (ref, now))
+        self._seen.clear()
+
+    def close_former(self) -> None:
+        """Close the sessions that another one takes the place of: of the parent, or by rules that have changed."""
+        if self._new_rules is not None and self._baselines is not None:
+            self._baselines.save()  # here: the step after which the file had changed is concluded by now
+            self._baselines.leave_to_parent()
+            self._baselines = None
+        while self._inherited:
+            self._inherited.pop().close()
 
     def save(self) -> None:
         """Save the baselines for a job that is started again."""
@@ -270,8 +296,8 @@ class Agent:
                 importlib.import_module("gradwatch.session.live_sessions")
         from gradwatch.session.live_sessions import LIVE
 
-        while self._inherited:
-            self._inherited.pop().close()
+        if self._inherited:
+            self.close_former()
         own, others = None, []
         for watch in LIVE.all():
             if watch.idle():
@@ -310,9 +336,8 @@ class Agent:
         try:
             with filters_kept():
                 from gradwatch.launch.resumed_baselines import Baselines
-                from gradwatch.session.watch_function import watch_optimizers
 
-                made = watch_optimizers(roots, optimizers, loose)
+                made = self._session(roots, optimizers, loose)
             _watches.append(made)
             _close_at_exit()
             self._baselines = Baselines(made)
@@ -331,11 +356,52 @@ class Agent:
                 made.close()
             raise
 
+    def _session(
+        self, roots: list[nn.Module], optimizers: list[Optimizer], loose: list[tuple[str, nn.Parameter]]
+    ) -> Session:
+        """A session by the rules of the environment, or by those read anew; where these fail, by the former."""
+        from gradwatch.session.watch_function import watch_optimizers
+
+        reload, new = self._reload, self._new_rules
+        if reload is None or new is None:
+            made = watch_optimizers(roots, optimizers, loose)
+            self._reload = _reload_of(made)
+            return made
+        from gradwatch.session.session import Session
+        from gradwatch.session.settings import Settings
+
+        self._new_rules = None
+        settings = Settings.resolve()
+        try:
+            made = Session(roots, optimizers, new, settings, None, "launcher", loose=loose)
+        except Exception as error:
+            if not_ours(error):
+                raise
+            made = Session(roots, optimizers, reload.ruleset, settings, None, "launcher", loose=loose)
+            reload.taken(made, reload.ruleset)
+            reload.refused(str(error))
+            return made
+        reload.taken(made, new)
+        stderr.say(
+            f"gradwatch: {settings.rules} has changed, and is in force: {len(made.ruleset.rules)} rules"
+        )
+        return made
+
     def _are_named(self, own: Session | None, ready: list[tuple[Optimizer, int]]) -> bool:
         """True if all parameters of these optimizers are watched, and no module was given anything since."""
         if own is None or self._named_at != self.registered.registrations:
             return False
         return all(own.knows_all(map(id, params_of(optimizer))) for optimizer, _ in ready)
+
+
+def _reload_of(session: Session) -> RulesReload | None:
+    """A look at the session's rule file now and then, where that was asked for; packs do not change."""
+    source = os.environ.get("GRADWATCH_RULES", "")
+    if os.environ.get("GRADWATCH_RELOAD", "0") in ("", "0") or not os.path.isfile(source):
+        return None
+    from gradwatch.launch.rules_reload import RulesReload
+
+    return RulesReload(session, source)
 
 
 def _calls_wanted() -> bool:
@@ -382,6 +448,7 @@ def close_all(pid: int) -> None:
         conclude_all()
         for agent in _agents:
             agent.save()
+            agent.close_former()
         while _watches:
             _watches.pop().close()
 

@@ -28,6 +28,7 @@ class Health:
         self._noticed: set[tuple[str, str]] = set()
         self._process: Callable[[], Mapping[str, int]] = dict
         self._without_data: Callable[[], Mapping[str, str]] = dict
+        self.last_reload_successful = True  # of the rule file: False while a changed one is not taken up
 
     def report(self, component: str, error: BaseException) -> None:
         """Count one internal error of `component`; raise it again if it is the script's own."""
@@ -62,6 +63,10 @@ class Health:
         """Say whether a component works at present."""
         with self._lock.held:
             self._up[component] = up
+
+    def reloaded(self, successful: bool) -> None:
+        """Say whether the last attempt to load the rule file succeeded."""
+        self.last_reload_successful = successful
 
     def errors(self) -> dict[str, int]:
         """Internal errors so far by component; a copy."""

@@ -56,6 +56,7 @@ def test_a_browser_gets_a_page_without_scripts() -> None:
     assert "<table>" in page_html("spike", topics()["kinds/spike"])
     assert "<code" in html
     assert "<script" not in html
+    assert "Made by" not in page_html("spike", topics()["kinds/spike"])
     assert f'<base href="{topics()["start"].parent.as_uri()}/">' in html
 
 

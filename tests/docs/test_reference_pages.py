@@ -41,7 +41,7 @@ def test_docstrings_become_markdown() -> None:
     """What is in backticks is markup, nothing else; errors that are raised are a list; cells keep their pipes."""
     assert escaped("a*b < `c*d` [x]") == r"a\*b \< `c*d` \[x\]"
     raises = "One.\n\nRaises:\n    KeyError: none.\n    more of it."
-    assert prose(raises) == "One.\n\nRaises:\n\n- KeyError: none.\n  more of it."
+    assert prose(raises) == "One.\n\nRaises:\n\n- KeyError: none. more of it."
     assert table(("a", "b"), [("x | y", "z\nw")]) == "| a | b |\n|---|---|\n| x \\| y | z w |"
     assert (
         linked("`drift` `x` [`drift`](y)", {"drift": "drift.md"}.get)

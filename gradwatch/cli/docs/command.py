@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -20,10 +21,10 @@ WIDEST = 110
 _FIRST = ("start", "concepts", "howto", "using")
 _STYLE = """
 :root{color-scheme:light dark}body{font:16px/1.55 system-ui,sans-serif;max-width:56em;margin:2em auto;padding:0 1em}
-pre,code{font:14px/1.45 ui-monospace,monospace}pre{overflow-x:auto;padding:.8em;border:1px solid #8886}
+pre,code{font:14px/1.45 ui-monospace,monospace}pre{white-space:pre-wrap;padding:.8em;border:1px solid #8886}
 table{border-collapse:collapse;display:block;overflow-x:auto}
 td,th{padding:.25em .8em;border:1px solid #8886;text-align:left}
-img{max-width:100%}
+img{max-width:100%}h1 code,h2 code{font:inherit}
 """
 
 
@@ -69,7 +70,7 @@ def handle(arguments: argparse.Namespace) -> int:
 
     screen = console(sys.stdout, min(console(sys.stdout).width, WIDEST))
     with screen.pager(styles=colourful(sys.stdout)):
-        screen.print(Markdown(text, hyperlinks=False))
+        screen.print(Markdown(without_comments(text), hyperlinks=False))
     return 0
 
 
@@ -108,6 +109,11 @@ def title(path: Path) -> str:
         )
 
 
+def without_comments(text: str) -> str:
+    """A page without its comments, which are for those who change it."""
+    return re.sub(r"<!--.*?-->\n*", "", text, flags=re.S)
+
+
 def browse(topic: str, path: Path) -> int:
     """Open the page in a browser, as a file of its own; 1 where there is no browser, and the file is named."""
     import webbrowser
@@ -127,7 +133,11 @@ def page_html(topic: str, path: Path) -> str:
 
     from markdown_it import MarkdownIt
 
-    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(path.read_text(encoding="utf-8"))
+    body = (
+        MarkdownIt("commonmark", {"html": False})
+        .enable("table")
+        .render(without_comments(path.read_text(encoding="utf-8")))
+    )
     base = html.escape(path.parent.as_uri() + "/")
     return (
         f'<!doctype html><html lang="en"><meta charset="utf-8"><base href="{base}">'

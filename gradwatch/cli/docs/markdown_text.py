@@ -10,18 +10,24 @@ _CODE = re.compile(r"(`[^`]*`)")
 
 
 def prose(docstring: str | None) -> str:
-    """A docstring as paragraphs; indented lines, as below `Raises:`, as a list."""
-    lines: list[str] = []
-    for line in inspect.cleandoc(docstring or "").splitlines():
-        if line.startswith("    ") and lines:
-            item = line.strip()
-            begins = re.match(r"[\w., ]+: ", item)
-            if begins and lines[-1].endswith(":"):
-                lines.append("")
-            lines.append(f"- {escaped(item)}" if begins else f"  {escaped(item)}")
-        else:
-            lines.append(escaped(line))
-    return "\n".join(lines)
+    """A docstring as paragraphs, each on one line; indented lines, as below `Raises:`, as a list."""
+    blocks: list[str] = []
+    for paragraph in inspect.cleandoc(docstring or "").split("\n\n"):
+        lines: list[str] = []
+        for line in paragraph.splitlines():
+            begins = re.match(r"    [\w., ]+: ", line)
+            if begins or (line.startswith("    ") and not lines):
+                lines.append(f"- {escaped(line.strip())}")
+            elif lines:
+                lines[-1] += f" {escaped(line.strip())}"
+            else:
+                lines.append(escaped(line))
+        listed = [line for line in lines if line.startswith("- ")]
+        if len(listed) < len(lines):
+            blocks.append(lines[0])
+        if listed:
+            blocks.append("\n".join(listed))
+    return "\n\n".join(blocks)
 
 
 def escaped(text: str) -> str:

@@ -102,6 +102,8 @@ def _ended_by(one: Mapping[str, Any], ruleset: RuleSet, run: Path) -> Proof:
                 for event in entry.events:
                     if event.kind == "firing" and event.step >= one["step"]:
                         fired.setdefault(event.rule, event.step)
+    if not fired:
+        return Proof(one["fault"], why="the script ended while it lasted; let it take more steps")
     does = {action.name for rule in fired for action in ruleset.rule(rule).do}
     late = min(fired.values(), default=one["step"]) - one["step"]
     return Proof(

@@ -141,7 +141,8 @@ class LiveState:
         elif isinstance(entry, LostEntry):
             self._lost += entry.queue + entry.scalars
         elif isinstance(entry, EndEntry):
-            self.ended = entry.ended or "finished"
+            # A watch that was closed within a process that goes on says nothing of how that ended.
+            self.ended = entry.ended or ("" if self._alive() else "finished")
 
     def _take_sites(self, entry: SitesEntry) -> None:
         """A file after the first brings the same sites again: they are not taken for others."""
@@ -187,6 +188,10 @@ class LiveState:
         if event.kind in TRANSITIONS:
             text = event.summary or ", ".join(event.sites[:1])
             self._lately.append(Happened(event.step, event.kind, event.rule, event.severity, text))
+
+    def _alive(self) -> bool:
+        run = self.run
+        return run is not None and run.host == platform.node() and alive(run.pid, run.start_time)
 
     def process(self, now: float) -> Process:
         """State of the process, as far as it is known."""

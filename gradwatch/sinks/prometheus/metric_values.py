@@ -118,6 +118,7 @@ class View:
     end: RunEnd | None = None
     inactive: Mapping[str, str] = field(default_factory=dict)
     process: Mapping[str, int] = field(default_factory=dict)
+    last_reload_successful: bool = True
 
 
 def families(view: View) -> Iterator[Family]:
@@ -252,8 +253,7 @@ _OF_PROCESS: dict[str, Callable[[View], Iterable[Value]]] = {
     "gradwatch_process_grad_calls_total": lambda view: _of_process(view, "grad_calls"),
     "gradwatch_process_clips_total": lambda view: _of_process(view, "clips"),
     "gradwatch_rule_inactive": lambda view: [(pair, 1) for pair in view.inactive.items()],
-    # No session has a rule file that did not load; reloading changes this from here on.
-    "gradwatch_config_last_reload_successful": lambda _: _one(1),
+    "gradwatch_config_last_reload_successful": lambda view: _one(int(view.last_reload_successful)),
 }
 
 _HISTOGRAMS: dict[str, Callable[[RunTotals], Histogram]] = {

@@ -224,7 +224,14 @@ class PrometheusSink:
         health = self._health
         facts = health.errors(), health.up()
         inactive = {**health.without_data(), **health.inactive()}
-        return View(self._run, tuple(optimizers), *facts, inactive=inactive, process=health.process())
+        return View(
+            self._run,
+            tuple(optimizers),
+            *facts,
+            inactive=inactive,
+            process=health.process(),
+            last_reload_successful=health.last_reload_successful,
+        )
 
     def _columns(
         self, index: int, optimizer: _Optimizer, layout: Layout | None

@@ -99,6 +99,15 @@ def test_a_short_script_leaves_faults_unproven(folder: Path) -> None:
     assert "2 of 5 faults found" in done.stdout
 
 
+def test_a_script_that_ends_in_a_fault_leaves_it_unproven(folder: Path) -> None:
+    """It is not called missed: there were too few steps to find it."""
+    (folder / "rules.yaml").write_text(NONFINITE.replace("DOES", "skip_step"))
+    done = selftest(folder, "--rules", "rules.yaml", steps=120)
+    assert done.returncode == 1
+    assert "the script ended while it lasted" in done.stdout
+    assert done.stdout.count("MISSED") == 1
+
+
 def test_a_script_that_fails_is_shown(folder: Path) -> None:
     """Exit 2, with the last lines of its own output."""
     (folder / "config").unlink()
