@@ -96,11 +96,13 @@ def test_a_killed_process_is_said_to_be_gone(tmp_path: Path) -> None:
 
 def test_rules_that_fire_on_another_rank_are_shown(tmp_path: Path) -> None:
     """With the rank; what fires on the one shown is not said twice."""
-    event = make_event("firing", "exploding", 3)
-    Writing(tmp_path, world_size=2).write(*steps(5))
-    Writing(tmp_path, world_size=2, rank=1, local_rank=1).write(make_record(SITES, step=3, events=(event,)))
-    assert [(one.rule, one.rank) for one in view_of(tmp_path / "run-1").firing] == [("exploding", 1)]
-    assert [(one.rule, one.rank) for one in view_of(tmp_path / "run-1", 1).firing] == [("exploding", None)]
+    both, one = make_event("firing", "non-finite", 3), make_event("firing", "exploding", 3)
+    Writing(tmp_path, world_size=2).write(make_record(SITES, step=3, events=(both,)))
+    other = Writing(tmp_path, world_size=2, rank=1, local_rank=1)
+    other.write(make_record(SITES, step=3, events=(both, one)))
+    shown = [(each.rule, each.rank) for each in view_of(tmp_path / "run-1").firing]
+    assert shown == [("non-finite", None), ("exploding", 1)]
+    assert {each.rank for each in view_of(tmp_path / "run-1", 1).firing} == {None}
 
 
 def test_no_step_for_long_is_a_stall(tmp_path: Path) -> None:
