@@ -25,7 +25,7 @@ LINES = {
     "completed gradwatch ''": "run top init rules report backtest tune audit explain replay serve deploy doctor "
     "selftest demo docs completion version",
     "completed gradwatch ru": "run rules",
-    "completed gradwatch rules ''": "check test kinds columns actions policies sinks explain list schema",
+    "completed gradwatch rules ''": "check fmt test kinds columns actions policies sinks explain list schema",
     "completed gradwatch run --strict": "--strict --strict-rules",
     "completed gradwatch run --on-config-error ''": "exit continue",
     "completed gradwatch run --rules def": "default",

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import asdict, fields, is_dataclass
 from typing import TYPE_CHECKING, Any
 
-from gradwatch.cli.rules import reference, unit_tests
+from gradwatch.cli.rules import formatting, reference, unit_tests
 from gradwatch.cli.terminal import complain, framed, paint, table
 from gradwatch.errors import GradwatchError, RuleFileError
 from gradwatch.runtime.printable import plural
@@ -49,6 +49,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     check.add_argument("--json", action="store_true", help="print JSON")
     check.set_defaults(handler=handle_check)
 
+    formatting.add_parser(verbs)
     unit_tests.add_parser(verbs)
     reference.add_parsers(verbs)
 
