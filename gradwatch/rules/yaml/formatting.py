@@ -14,10 +14,10 @@ _WIDTH = 1 << 20  # no line is broken that was not
 
 def formatted(text: str) -> str:
     """`text`, which must have been accepted as a rule file: two columns a level, four for lists, spaces one by one."""
-    yaml = YAML(typ="rt")
-    yaml.preserve_quotes = True
-    yaml.width = _WIDTH
-    yaml.indent(mapping=2, sequence=4, offset=2)
+    round_trip = YAML(typ="rt")  # makes maps, lists and scalars alone, whatever a tag says
+    round_trip.preserve_quotes = True
+    round_trip.width = _WIDTH
+    round_trip.indent(mapping=2, sequence=4, offset=2)
     out = io.StringIO()
-    yaml.dump(yaml.load(text), out)
+    round_trip.dump(round_trip.load(text), out)
     return out.getvalue()
