@@ -27,6 +27,7 @@ from gradwatch.capture.parameter_names import named_parameters
 from gradwatch.runtime import guard
 from gradwatch.taps import module_tree
 from gradwatch.taps.dynamo import untraced
+from gradwatch.taps.hook_numbers import own_numbers
 
 Replaced = Callable[[nn.Module, str, Any], bool]
 """A module is about to get a value under a name; True where that changes no share of what is measured."""
@@ -56,10 +57,11 @@ class Registrations:
             except Exception as error:
                 guard.fault("capture", error)
 
-        self._handles = [
-            register_module_parameter_registration_hook(noticed),
-            register_module_module_registration_hook(noticed),
-        ]
+        with own_numbers:
+            self._handles = [
+                register_module_parameter_registration_hook(noticed),
+                register_module_module_registration_hook(noticed),
+            ]
 
     def announce(self, replaced: Replaced, built: Callable[[], None]) -> None:
         """Call `replaced` first, and count only what it does not take (False); neither may raise.

@@ -22,6 +22,7 @@ from torch.utils.hooks import unserializable_hook
 from gradwatch.errors import AttachError, HookError
 from gradwatch.taps import module_calls, nested_containers
 from gradwatch.taps.graph.full_backward import FullBackward, preflight
+from gradwatch.taps.hook_numbers import own_numbers
 from gradwatch.taps.muted_forwards import is_muted
 
 Kind: TypeAlias = Literal["forward", "forward_pre", "full_backward", "tensor"]
@@ -158,7 +159,8 @@ class Hook(UntilRemoved):
             replaced: Tensor | None = self._called(grad, tensor, grad)
             return replaced
 
-        handle = tensor.register_hook(arrived)
+        with own_numbers:
+            handle = tensor.register_hook(arrived)
         return lambda: handle.remove()
 
     # -- inside ------------------------------------------------------------------------------------------
@@ -219,7 +221,8 @@ class OutputGradient(Hook):
         if not is_muted():
             for leaf in nested_containers.leaves(output):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    leaf.register_hook(self._noting(module, leaf.detach()))
+                    with own_numbers:
+                        leaf.register_hook(self._noting(module, leaf.detach()))
         return None
 
     def _noting(self, module: nn.Module, output: Tensor) -> Callable[[Tensor], Tensor | None]:

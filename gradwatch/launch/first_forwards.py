@@ -22,6 +22,7 @@ from gradwatch.runtime.fork_safe_locks import ForkSafeLock
 from gradwatch.runtime.interruption import not_ours
 from gradwatch.taps import module_tree
 from gradwatch.taps.dynamo import untraced
+from gradwatch.taps.hook_numbers import own_numbers
 from gradwatch.taps.module_registry import ModuleRegistry
 
 if TYPE_CHECKING:
@@ -84,7 +85,8 @@ class FirstForwards:
 
         if self._pre_attach is None:
             self._pre_attach = PreAttachRecorder(self._failed)
-            register_module_module_registration_hook(self._wrapped)
+            with own_numbers:
+                register_module_module_registration_hook(self._wrapped)
         for model, modules in fresh[:MOST_MODELS]:
             if self._pre_attach.empty or not self._pre_attach.holds(model):
                 self._pre_attach.add(model, modules)

@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradwatch.reading.device_norms import widest
 from gradwatch.taps.dynamo import untraced
+from gradwatch.taps.hook_numbers import own_numbers
 from gradwatch.taps.swap_tensors import contents, revive
 
 COMPARED = 1024
@@ -64,9 +65,12 @@ class TensorsWithoutModule:
                     revive(leaf, "_post_accumulate_grad_hooks", then.handle.id)
             return [self._name(leaf) for leaf, _ in reversed(same)]  # nearly the order of the forward
         for leaf in leaves:
-            self._candidates.append(
-                _Candidate(leaf.register_post_accumulate_grad_hook(_nothing), contents(leaf), _values(leaf))
-            )
+            with own_numbers:
+                self._candidates.append(
+                    _Candidate(
+                        leaf.register_post_accumulate_grad_hook(_nothing), contents(leaf), _values(leaf)
+                    )
+                )
         return []
 
     def _name(self, leaf: Any) -> tuple[str, nn.Parameter]:

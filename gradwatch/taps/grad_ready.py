@@ -13,11 +13,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils.hooks import RemovableHandle
 
 from gradwatch.runtime import guard
 from gradwatch.taps.backward_end import NONE
 from gradwatch.taps.dynamo import untraced
+from gradwatch.taps.hook_numbers import own_numbers
 from gradwatch.taps.swap_tensors import contents, revive
 
 
@@ -56,12 +56,12 @@ class GradReadyHooks:
                 hooks: Any = param._post_accumulate_grad_hooks
                 if hooks is None:
                     param._post_accumulate_grad_hooks = hooks = OrderedDict()
-                number = RemovableHandle.next_id
-                RemovableHandle.next_id += 1
+                number = own_numbers.take()
                 hooks[number] = self._noting[slot]
                 self.hooked[slot] = weakref.ref(hooks), number
             else:
-                handle = param.register_post_accumulate_grad_hook(self._noting[slot])
+                with own_numbers:
+                    handle = param.register_post_accumulate_grad_hook(self._noting[slot])
                 number = handle.id
                 self.hooked[slot] = handle.hooks_dict_ref, number
             self._marked_as[slot] = now, number

@@ -189,7 +189,7 @@ def test_an_exception_sent_during_a_step_reaches_the_loop() -> None:
 
 
 class Deadline:
-    """A trace function, installed and uninstalled by itself, that raises an error at the `limit`th line of gradwatch."""
+    """A trace function that raises an error at the `limit`th line of gradwatch, and uninstalls itself before."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
@@ -209,19 +209,18 @@ def test_what_a_trace_function_raises_arrives(limit: int) -> None:
     model, before = nn.Linear(2, 1), sys.gettrace()
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     with gradwatch.watch(model, optimizer, sinks=[Kept()]) as gw:
-        for _ in range(3):
-            step(model, optimizer)
+        train(model, optimizer, 3)
         sys.settrace(Deadline(limit))
         try:
             with pytest.raises(ValueError, match="time is up"):
-                for _ in range(20):
-                    step(model, optimizer)
+                train(model, optimizer, 20)
         finally:
             sys.settrace(before)
         assert gw.health.errors() == {}
 
 
-def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    optimizer.zero_grad()
-    model(torch.ones(1, 2)).sum().backward()
-    optimizer.step()
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()

@@ -38,6 +38,7 @@ from gradwatch.reading.single_norm import exact_norm
 from gradwatch.runtime.interruption import not_ours
 from gradwatch.taps import backward_end, dispatch_modes, grad_ready
 from gradwatch.taps.dynamo import untraced
+from gradwatch.taps.hook_numbers import own_numbers
 from gradwatch.taps.swap_tensors import contents, revive
 
 Hook = Callable[[Tensor], Tensor | None]
@@ -72,7 +73,8 @@ class BackwardClipper:
         shapes = () if elementwise is None else elementwise.at
         for k, tap in enumerate(taps):
             if tap is not None and (covered[k] or k in shapes):
-                handle = tap.register_hook(_hook(k, tap, self._state, failed))
+                with own_numbers:
+                    handle = tap.register_hook(_hook(k, tap, self._state, failed))
                 self._hooks.append((tap, k, contents(tap), handle))
 
     @property

@@ -24,6 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from gradwatch.actions.skip.backup import OptimizerBackup
 from gradwatch.runtime import guard
 from gradwatch.taps import step_hooks
+from gradwatch.taps.hook_numbers import own_numbers
 from gradwatch.taps.optimizers.param_groups import params_of
 from gradwatch.taps.optimizers.wrapped_optimizers import with_inner
 
@@ -64,9 +65,10 @@ class StepSkipper:
             except Exception as error:
                 guard.fault("action", error)
 
-        self._handles.append(self.optimizer.register_step_pre_hook(last))
-        after = self.optimizer.register_step_post_hook(first)
-        self._handles.append(after)
+        with own_numbers:
+            self._handles.append(self.optimizer.register_step_pre_hook(last))
+            after = self.optimizer.register_step_post_hook(first)
+            self._handles.append(after)
         hooks: Any = self.optimizer._optimizer_step_post_hooks
         with contextlib.suppress(KeyError, AttributeError):  # else the end of the boundary restores it
             hooks.move_to_end(after.id, last=False)

@@ -20,6 +20,7 @@ from gradwatch.capture.parameter_names import named_modules
 from gradwatch.localise.diagnosis.tensor_values import tensors
 from gradwatch.reading.layouts import dense
 from gradwatch.records.finding import Layer
+from gradwatch.taps.hook_numbers import own_numbers
 
 
 class Profile:
@@ -40,10 +41,11 @@ class Profile:
         self._handles: list[Any] = []
 
     def __enter__(self) -> Profile:
-        self._handles = [
-            register_module_forward_pre_hook(self._before),
-            register_module_forward_hook(self._after),
-        ]
+        with own_numbers:
+            self._handles = [
+                register_module_forward_pre_hook(self._before),
+                register_module_forward_hook(self._after),
+            ]
         return self
 
     def __exit__(self, *exc_info: object) -> None:
@@ -73,7 +75,8 @@ class Profile:
         if not isinstance(arg, Tensor) or arg.grad_fn is None:
             return arg
         view = arg.view_as(arg)
-        view.register_hook(_listener(squares))
+        with own_numbers:
+            view.register_hook(_listener(squares))
         return view
 
     def _after(self, module: nn.Module, args: Any, output: Any) -> None:
@@ -82,7 +85,8 @@ class Profile:
         if row is not None:
             for tensor in tensors(output):
                 if tensor.grad_fn is not None:
-                    tensor.register_hook(_listener(row[2]))
+                    with own_numbers:
+                        tensor.register_hook(_listener(row[2]))
 
 
 def _listener(squares: list[Tensor]) -> Callable[[Tensor], None]:

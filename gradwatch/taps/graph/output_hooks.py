@@ -8,6 +8,8 @@ from typing import Any
 
 from torch import Tensor
 
+from gradwatch.taps.hook_numbers import own_numbers
+
 _OURS = -1  # torch numbers its own hooks from 0 on
 
 
@@ -18,7 +20,8 @@ def on_gradient(tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:
     """
     register: Any = getattr(tensor.grad_fn, "_register_hook_dict", None)
     if register is None or type(tensor) is not Tensor or tensor._backward_hooks is not None:
-        tensor.register_hook(hook)
+        with own_numbers:
+            tensor.register_hook(hook)
         return
     # Later hooks are added to this dict by torch, which refers to it weakly: a plain dict would not do.
     tensor._backward_hooks = hooks = OrderedDict()
