@@ -24,7 +24,8 @@ class _OwnNumbers:
 
     def __enter__(self) -> None:
         self._theirs.append(RemovableHandle.next_id)
-        RemovableHandle.next_id = self._next
+        if RemovableHandle.next_id < FIRST:
+            RemovableHandle.next_id = self._next
 
     def __exit__(self, *_: object) -> None:
         theirs, now = self._theirs.pop(), RemovableHandle.next_id
@@ -34,6 +35,10 @@ class _OwnNumbers:
 
     def take(self) -> int:
         """One of these numbers, for a hook that is put in its place without torch's calls."""
+        now = RemovableHandle.next_id
+        if now >= FIRST:
+            RemovableHandle.next_id = now + 1
+            return now
         self._next += 1
         return self._next - 1
 
