@@ -258,7 +258,8 @@ def _usable(reads: Reads, snapshot: Snapshot, came: Collection[str]) -> bool:
     if not (reads.always or reads.column in came):
         return False
     if snapshot.scalars.get("scaler_skip"):
-        return reads.column in OF_SCALER
+        of_loss = reads.fact and reads.column == "loss" and snapshot.loss_without_scale_known
+        return of_loss or reads.column in OF_SCALER
     return reads.fact or not snapshot.provisional
 
 

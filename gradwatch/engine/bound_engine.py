@@ -64,6 +64,7 @@ class BoundEngine:
             max_norm=self.max_norm, elementwise=bool(self.clipping.elementwise) and self.clipping.at == "step"
         )
         self._of_scaler = tuple(n for n, one in enumerate(plan.rules) if one.series.column in OF_SCALER)
+        self._of_loss = tuple(n for n in self._facts if plan.rules[n].series.column == "loss")
         self.restarts = BaselineRestarts(plan)
         self._suspending = plan.suspending
         conditions = {one.number for one in plan.conditions}
@@ -120,8 +121,8 @@ class BoundEngine:
 
         Facts (NaN, Inf, overflow) are judged first, because no baseline learns a step that is skipped
         for them. A provisional snapshot is judged for facts only. A step that the GradScaler itself rejected
-        (`scalars["scaler_skip"]` not 0) is judged only by the rules on the scaler; for all others it did not
-        happen.
+        (`scalars["scaler_skip"]` not 0) is judged only by the rules on the scaler and by those on a loss that is not
+        finite, unless it is Inf; for all others it did not happen.
         """
         if state.plan is not self.plan or len(snapshot.norm) != self._size:
             raise GradwatchError("state or snapshot belongs to other sites; use adopt()")
@@ -216,15 +217,16 @@ class BoundEngine:
     def _rejected(
         self, state: EngineState, snapshot: Snapshot, in_turn: InTurn
     ) -> tuple[Verdict, EngineState]:
-        """A step that the GradScaler rejected: its gradients are the scaler's own affair."""
-        if not self._of_scaler:
+        """A step that the GradScaler rejected: its gradients are the scaler's own affair, a loss of NaN is not."""
+        judged = (*(self._of_loss if snapshot.loss_without_scale_known else ()), *self._of_scaler)
+        if not judged:
             return Verdict(firing_now(state)), state
         step = Step(state, Reader(snapshot, in_turn, self.plan.roots), self.rank)
         step.begin_anew(state.begun_anew)
         baselines = step.learn(state.baselines, learning=True, only=OF_SCALER)
-        for number in self._of_scaler:
+        for number in judged:
             step.judge(number)
-        step.judge_conditions(self._of_scaler)
+        step.judge_conditions(judged)
         return step.finish(baselines, state.lr)
 
     def _rule_by_rule(

@@ -135,6 +135,14 @@ class Snapshot:
         """True if it is known by which gradients the weights were moved."""
         return not (math.isnan(self.total_norm_applied) and len(self.coef) and np.isnan(self.coef).all())
 
+    @property
+    def loss_without_scale_known(self) -> bool:
+        """True if the loss is what it would be without a loss scale: finite, or NaN, which no scale makes of a number.
+
+        Inf may be the scaled loss that exceeds its dtype.
+        """
+        return not math.isinf(self.scalars.get("loss", math.inf))
+
     def wide_norm(self) -> NDArray[np.float64]:
         """float64[S]: `norm`; where it only overflowed float32 the total norm, which is finite and no smaller."""
         norms = self.norm.astype(np.float64)

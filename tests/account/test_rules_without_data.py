@@ -77,6 +77,23 @@ def test_a_rule_is_without_data_where_the_engine_never_evaluated_it(
     assert without_data.reasons().keys() == {rule.id for rule in RULES.rules} - evaluated
 
 
+@pytest.mark.parametrize(("loss", "missing"), [(1.0, set()), (float("nan"), set()), (float("inf"), {"loss"})])
+def test_a_rule_on_losses_that_are_not_finite_has_data_on_a_rejected_step(
+    loss: float, missing: set[str]
+) -> None:
+    """As the engine judges it there, unless the loss is Inf; a rule on the level of the loss has none."""
+    rules = parse_rules("""version: 1
+rules:
+  loss: {detect: {kind: loss_nonfinite}}
+  level: {detect: {kind: above, of: loss, threshold: 0}}
+""")
+    engine, without_data = Engine(rules).bind(SITES), RulesWithoutData()
+    without_data.bind(0, reads_of(engine))
+    scalars = {"scaler_skip": 1.0, "loss": loss}
+    without_data.observe(make_snapshot(SITES, 0, [1.0] * 4, scalars=scalars), NONE_IN_TURN)
+    assert without_data.reasons().keys() == {"level"} | missing
+
+
 def test_every_optimizer_is_asked_about_its_own_rules() -> None:
     """A rule that only the second optimizer has is not fed by the first one's steps, and is done once fed by any."""
     engine, without_data = Engine(RULES).bind(SITES), RulesWithoutData()

@@ -296,6 +296,17 @@ def test_a_rejected_step_reaches_the_rules_on_the_scaler() -> None:
     assert n == [9]
 
 
+def test_a_loss_of_nan_is_told_of_a_rejected_step_too() -> None:
+    """No scale makes a finite loss NaN; Inf can be the scaled loss beyond its dtype, and is the scaler's own affair."""
+    rules = [rule("loss", LossNonFinite(), severity="critical"), rule("nan", NonFinite())]
+    bound_rules = OptimizerRules(bound(rules))
+    rejected = {"scaler_skip": 1.0}
+    for step, loss in enumerate((math.inf, math.nan, 1.0, -math.inf)):
+        bound_rules.step(step, NAN_AT_2, scalars=rejected | {"loss": loss})
+    bound_rules.step(4, NAN_AT_2, scalars=rejected)
+    assert bound_rules.kinds == [(1, "firing", "loss"), (2, "resolved", "loss")]
+
+
 def test_one_fault_is_one_incident_with_the_deepest_as_first_cause() -> None:
     """Worst five by score, the rest counted, and who was reached first by backward."""
     bound_rules = OptimizerRules(bound([rule("big", Above(threshold=10))], size=8))

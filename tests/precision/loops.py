@@ -50,7 +50,7 @@ def norms_in(record: Record) -> dict[str, float]:
 
 @dataclass
 class ScaledLoop:
-    """A loop under a real CPU GradScaler; `bad` are the steps whose loss is multiplied by infinity.
+    """A loop under a real CPU GradScaler; `bad` are the steps whose loss is multiplied by `poison`.
 
     `unscale` calls `scaler.unscale_` and clips, as the torch tutorial does; `micro` backwards per step.
     """
@@ -62,6 +62,7 @@ class ScaledLoop:
     max_norm: float = 0.5
     init_scale: float = 1024.0
     model: nn.Sequential = field(default_factory=net)
+    poison: float = float("inf")
 
     def __post_init__(self) -> None:
         self.optimizer = self.optimizer_of(self.model.parameters())
@@ -79,7 +80,7 @@ class ScaledLoop:
                 self.model, lambda model, step=step: sum(self.loss(model, step, k) for k in range(self.micro))
             )
             for k in range(self.micro):
-                poison = float("inf") if step in self.bad else 1.0
+                poison = self.poison if step in self.bad else 1.0
                 self.scaler.scale(self.loss(self.model, step, k) * poison).backward()
             if self.unscale:
                 self.scaler.unscale_(self.optimizer)

@@ -111,6 +111,43 @@ rules:
     assert {key: rows["consecutive"] for key, rows in new["rules"].items()} == dict.fromkeys(new["rules"], 0)
 
 
+def test_a_loss_of_nan_is_critical_though_the_scaler_rejects_the_step() -> None:
+    """At its step, not when the scale has come down to 1; the weights are as the scaler left them."""
+    loop = ScaledLoop(OPTIMIZERS["adamw"], frozenset({5}), poison=float("nan"))
+    gw, sink = watched(loop.model, loop.optimizer)
+    with gw:
+        for _ in loop.run(8):
+            pass
+    told = [(event.step, event.rule, event.severity) for event in events(sink) if event.kind == "firing"]
+    assert told == [(5, "loss-non-finite", "critical"), (5, "scaler-skip", "info")]
+    assert gw.healthy
+    assert all(weight.isfinite().all() for weight in loop.weights())
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "adamw-fused"])
+def test_a_nan_that_the_scaler_no_longer_sees_is_critical_and_skipped(optimizer: str) -> None:
+    """Written to a gradient after `unscale_`: the scaler lets the step through."""
+    loop = ScaledLoop(OPTIMIZERS[optimizer], unscale=True)
+    step_of, steps = loop.scaler.step, 0
+
+    def spoilt(optimizer: torch.optim.Optimizer) -> Any:
+        nonlocal steps
+        if steps == 5:
+            loop.model[0].weight.grad.view(-1)[0] = float("nan")
+        steps += 1
+        return step_of(optimizer)
+
+    loop.scaler.step = spoilt  # type: ignore[method-assign]
+    gw, sink = watched(loop.model, loop.optimizer)
+    with gw:
+        for _ in loop.run(8):
+            pass
+    told = [(event.step, event.rule, event.sites) for event in events(sink) if event.kind == "firing"]
+    assert told == [(5, "non-finite", ("0.weight",))]
+    assert [record.decision.skip for record in sink.records] == [step == 5 for step in range(8)]
+    assert all(weight.isfinite().all() for weight in loop.weights())
+
+
 def test_the_metric_counts_rejected_steps(tmp_path: Path) -> None:
     """`gradwatch_scaler_skips_total` and `gradwatch_loss_scale`, from a real run."""
     loop = ScaledLoop(OPTIMIZERS["adamw"], BAD)

@@ -19,15 +19,22 @@ from tests.benchmarks.detection.training import Training
 
 
 class NanInGradient(BlockFault):
-    """One element of the gradients of a layer becomes NaN in the backward, once."""
+    """One element of the gradients of a layer becomes NaN, once: in the backward.
+
+    Under a GradScaler between `unscale_` and the optimizer: of a NaN of the backward it rejects the step, so that there
+    is nothing to find.
+    """
 
     transient = True
     value = math.nan
 
     def attach(self, training: Training) -> None:
-        """Spoil it in a hook."""
+        """Spoil it in a hook, or later."""
         super().attach(training)
         self.step = -1
+        self.late = training.scaler is not None and not math.isfinite(self.value)
+        if self.late and training.max_norm is None:
+            raise UnfitError("the GradScaler unscales in its own step, and rejects it")
         for parameter in self.block:
             parameter.register_hook(self._spoilt)
 
@@ -36,7 +43,14 @@ class NanInGradient(BlockFault):
         self.step = step
 
     def _spoilt(self, gradient: Tensor) -> Tensor:
-        return one_element(gradient, self.value) if self.active(self.step) else gradient
+        return one_element(gradient, self.value) if self.active(self.step) and not self.late else gradient
+
+    @torch.no_grad()
+    def before_optimizer(self, step: int) -> None:
+        """What the scaler no longer looks at."""
+        for parameter in self.block:
+            if self.late and self.active(step) and parameter.grad is not None:
+                parameter.grad.view(-1)[0] = self.value
 
 
 class InfInGradient(NanInGradient):
@@ -177,7 +191,17 @@ class AllZero(LiveFault):
         return loss * 0 if self.active(step) else loss
 
 
-class Frozen(BlockFault):
+class WithoutGradient(BlockFault):
+    """One layer gets no gradient any more."""
+
+    def attach(self, training: Training) -> None:
+        """Not in DistributedDataParallel, which ends such a training by an error, one step later."""
+        super().attach(training)
+        if isinstance(training.model, nn.parallel.DistributedDataParallel):
+            raise UnfitError("DistributedDataParallel raises an error")
+
+
+class Frozen(WithoutGradient):
     """`requires_grad_(False)` on one layer."""
 
     def start_step(self, step: int) -> None:
@@ -186,7 +210,7 @@ class Frozen(BlockFault):
             self.module.requires_grad_(False)
 
 
-class Detached(BlockFault):
+class Detached(WithoutGradient):
     """A layer is computed with detached weights: it still asks for gradients, and gets none."""
 
     kinds = (nn.Linear, nn.Conv2d)

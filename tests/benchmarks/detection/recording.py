@@ -134,11 +134,13 @@ def _record(
     torch.manual_seed(key.seed)
     fault, memory = fault or Fault(), memory or Memory()
     training = TRAININGS[key.training](key.seed)
-    loop = Loop(training, fault)
     chosen = recording_rules() if rules is None else rules
     first, error = 0, ""
-    watch = gradwatch.watch(training.model, training.optimizers, rules=chosen, sinks=[memory], strict=True)
     try:
+        loop = Loop(training, fault)
+        watch = gradwatch.watch(
+            training.model, training.optimizers, rules=chosen, sinks=[memory], strict=True
+        )
         with watch:
             for step in range(steps):
                 if step == fault.onset:

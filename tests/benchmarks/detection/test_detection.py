@@ -19,6 +19,7 @@ from tests.benchmarks.detection.__main__ import main
 from tests.benchmarks.detection.converging import LATE, alarms_of, least_squares, noise_floor
 from tests.benchmarks.detection.faults import LIVE
 from tests.benchmarks.detection.judging import RuleFile, alarms, judged
+from tests.benchmarks.detection.live import UnfitError
 from tests.benchmarks.detection.recording import Key, Memory, Recording, load, record, save
 from tests.benchmarks.detection.replayed import REPLAYED, placed
 from tests.benchmarks.detection.scores import healthy, is_alarm, live, plan, replayed, row
@@ -81,6 +82,23 @@ def test_live_recall_does_not_fall(fault: str) -> None:
     (outcome,) = live(default_pack, recording).outcomes
     assert outcome.delay is not None
     assert outcome.right in (True, None)
+
+
+def test_a_nan_has_an_effect_under_a_scaler_too() -> None:
+    """It is written where the GradScaler no longer looks: the step is not rejected, and the layer is named."""
+    made = LIVE["nan-gradient"](Random(0))
+    made.onset = 40
+    recording = record(Key("amp_scaler", 0, "nan-gradient"), 45, made, lambda: made.culprits)
+    assert recording.snapshots[40].scalars["scaler_skip"] == 0
+    (outcome,) = live(default_pack, recording).outcomes
+    assert (outcome.delay, outcome.rule, outcome.right) == (0, "non-finite", True)
+
+
+@pytest.mark.parametrize("fault", ["frozen", "detached"])
+def test_a_fault_that_torch_itself_refuses_is_none_of_the_benchmark(fault: str) -> None:
+    """A parameter without a gradient in DistributedDataParallel: its next step is an error of torch's."""
+    with pytest.raises(UnfitError, match="DistributedDataParallel"):
+        record(Key("ddp", 0, fault), 2, LIVE[fault](Random(0)))
 
 
 def test_a_recording_is_read_back_as_it_was(tmp_path: Path) -> None:
