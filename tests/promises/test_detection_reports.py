@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import gradwatch
+from gradwatch.records.event import Event
 from gradwatch.session.watch import session_of
 from tests.support.kept import Kept
 
@@ -32,6 +33,11 @@ def tenfold(loss: Tensor) -> Tensor:
     return loss * 10
 
 
+def hundredfold(loss: Tensor) -> Tensor:
+    """A batch that is worse by far."""
+    return loss * 100
+
+
 def nothing(model: nn.Sequential) -> None:
     """No fault after the backward."""
 
@@ -49,10 +55,10 @@ def one_zeroed(model: nn.Sequential) -> None:
 
 
 @functools.cache
-def fired(
+def began(
     loss_of: Callable[[Tensor], Tensor], after: Callable[[nn.Sequential], None], once: bool = False
-) -> dict[str, tuple[int, str]]:
-    """The rules that fired and when first, with the parameter named, in a small job with a fault from step 200 on."""
+) -> list[Event]:
+    """The Events of rules that began to fire, in a small job with a fault from step 200 on."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 3))
     optimizer = torch.optim.Adam(model.parameters(), 1e-3)
@@ -66,10 +72,15 @@ def fired(
             if faulty:
                 after(model)
             optimizer.step()
+    return [event for record in kept.records for event in record.verdict.events if event.kind == "firing"]
+
+
+def fired(
+    loss_of: Callable[[Tensor], Tensor], after: Callable[[nn.Sequential], None], once: bool = False
+) -> dict[str, tuple[int, str]]:
+    """The rules that fired and when first, with the parameter named."""
     found: dict[str, tuple[int, str]] = {}
-    for event in (
-        event for record in kept.records for event in record.verdict.events if event.kind == "firing"
-    ):
+    for event in began(loss_of, after, once):
         found.setdefault(event.rule, (event.step, event.sites[0] if event.sites else event.first_cause))
     return found
 
@@ -109,6 +120,13 @@ def test_the_fault_is_told(
 ) -> None:
     """By the rule that is about it, at the step at which it can be known."""
     assert fired(loss_of, after, once)[rule][0] == step
+
+
+def test_a_bad_batch_is_one_alarm() -> None:
+    """Its loss, the total norm and single norms jump at one step: one alarm, and the others are part of it."""
+    told = began(hundredfold, nothing, once=True)
+    assert {event.rule for event in told} >= {"loss-spike", "total-norm-spike-severe", "norm-spike"}
+    assert [event.rule for event in told if event.notify] == ["total-norm-spike-severe"]
 
 
 def noisy(model: nn.Sequential) -> None:
