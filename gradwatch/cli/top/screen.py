@@ -267,12 +267,21 @@ def health(view: LiveView) -> tuple[str, str]:
         return f"went wrong{at}: rule {printable(view.worst)} (critical) fired, and is over", "yellow"
     if not view.steps:
         return "waiting for the first step", "yellow"
+    # A GradScaler rejects what is not finite, and looks for its scale so.
+    if broken := [
+        one for one in view.optimizers if one.loss_scale is None and not math.isfinite(one.total_norm)
+    ]:
+        return f"gradients are not finite at step {broken[0].step:,}, and no rule says so", "bold red"
+    if view.weights_healthy is False:
+        why = f": {one_line(view.unfit, 200)}" if view.unfit else ""
+        return f"the weights are not healthy{why}", "bold red"
     if view.coverage is not None and view.coverage < 1:
         return f"{1 - view.coverage:.1%} of the parameters are not watched", "yellow"
-    if view.fired:
-        count = plural(sum(view.fired.values()), "firing")
-        return f"healthy now: {count} in {steps}, none critical", "green"
-    return f"healthy: no rule has fired in {steps}", "green"
+    count = plural(sum(view.fired.values()), "firing")
+    fired = f"{count} in {steps}, none critical" if view.fired else f"no rule has fired in {steps}"
+    if view.weights_healthy is None:
+        return f"{fired}; of the weights nothing is known", "yellow"
+    return f"healthy{' now' if view.fired else ''}: {fired}", "green"
 
 
 def _process(view: LiveView) -> str:

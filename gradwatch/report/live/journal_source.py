@@ -9,8 +9,10 @@ from pathlib import Path
 from gradwatch.errors import GradwatchError
 from gradwatch.journal import Entry, JournalReader
 from gradwatch.journal.rank_journals import rank_journals
+from gradwatch.records.record import CheckpointHealth
 from gradwatch.report.live.live_state import LiveState
 from gradwatch.report.live.live_view import Firing, LiveView
+from gradwatch.report.run_reader import checkpoint
 
 MOST_OTHER_RANKS = 15
 """Ranks beside the one shown whose firings are followed."""
@@ -54,6 +56,7 @@ class JournalSource:
         self._own: _Followed | None = None
         self._others: dict[tuple[int, int], _Followed] = {}
         self._unfollowed = 0
+        self._weights: CheckpointHealth | None = None
         self._looked = -_LOOK_SECONDS
         self._look()
 
@@ -85,6 +88,8 @@ class JournalSource:
             self._firing_elsewhere(own),
             notes=self._notes(own),
             reading=not own.waiting,
+            weights_healthy=None if self._weights is None else self._weights.healthy,
+            unfit=next(iter(self._weights.reasons), "") if self._weights is not None else "",
         )
 
     def _look(self) -> None:
@@ -97,6 +102,8 @@ class JournalSource:
                 raise
             return  # removed under the view: what was read stays
         self._asked = found.rank
+        folder = self._run if self._run.is_dir() else self._run.parent
+        self._weights, _ = checkpoint(folder)
         newest = max(found.own, key=lambda journal: journal.attempt)
         if self._own is None or self._own.journal.attempt < newest.attempt:
             if self._own is not None:

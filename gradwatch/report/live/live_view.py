@@ -82,8 +82,9 @@ class LiveView:
 
     `where` is its folder or URL. `quiet_seconds` is the time since the last step, None where the process does not run.
     `stalled`: it is longer than usual by far. `parameters` are those furthest from their usual norm, the furthest
-    first, at `norms_step`. `fired` counts firings by rule; `worst` is the most severe rule that has fired and
-    `worst_step` its first step. `reading`: steps are still being read that were recorded before.
+    first, at `norms_step`. `weights_healthy` is what the health tag of all ranks says, None where that is not known,
+    and `unfit` its first reason why they are not. `fired` counts firings by rule; `worst` is the most severe rule that
+    has fired and `worst_step` its first step. `reading`: steps are still being read that were recorded before.
     """
 
     where: str
@@ -112,6 +113,8 @@ class LiveView:
     clipped: int = 0
     notes: Sequence[str] = ()
     reading: bool = False
+    weights_healthy: bool | None = None
+    unfit: str = ""
 
     @property
     def over(self) -> bool:

@@ -126,6 +126,7 @@ class MetricsSource:
         steps = int(last.total("gradwatch_steps_total"))
         coverage = [value for _, value in last.each("gradwatch_coverage_ratio")]
         own = [value for _, value in last.each("gradwatch_overhead_ratio")]
+        healthy = [value for _, value in last.each("gradwatch_checkpoint_healthy")]
         actions: dict[str, int] = {}
         for labels, value in last.each("gradwatch_actions_total"):
             if value:
@@ -145,6 +146,7 @@ class MetricsSource:
             optimizers=[self._optimizer(each) for each in _optimizers(last)],
             coverage=min(coverage, default=None),
             own_share=max(own, default=None),
+            weights_healthy=bool(min(healthy)) if healthy else None,
             parameters=self._parameters(),
             norms_step=steps - 1,
             firing=sorted(firing, key=lambda one: _rank(one.severity)),

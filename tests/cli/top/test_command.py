@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import platform
 import signal
@@ -14,8 +15,9 @@ from pathlib import Path
 
 import pytest
 
+from gradwatch.checkpoint import write_tag
 from gradwatch.cli import main
-from gradwatch.records.record import Record
+from gradwatch.records.record import CheckpointHealth, Record
 from tests.cli.terminal_session import TerminalSession
 from tests.report.live.test_journal_source import Writing
 from tests.report.runs import HOSTILE, SITES, broken, finished, recorded, steps
@@ -37,6 +39,40 @@ def test_a_pipe_gets_it_once_without_colours(tmp_path: Path, capsys: pytest.Capt
     assert max(map(len, out.splitlines()[:-1])) <= 100
     assert "still firing when the process ended: non-finite" in out
     assert out.splitlines()[-1] == f"next: gradwatch explain --run {tmp_path / 'run-1'}"
+
+
+@pytest.mark.parametrize(
+    ("norms", "tag", "said"),
+    [
+        ([1.0, 1.0], None, "no rule has fired in 2 steps; of the weights nothing is known"),
+        ([1.0, 1.0], CheckpointHealth(True, 1), "healthy: no rule has fired in 2 steps"),
+        (
+            [1.0, 1.0],
+            CheckpointHealth(False, 0, ("a norm grew",)),
+            "the weights are not healthy: a norm grew",
+        ),
+        (
+            [1.0, math.nan],
+            CheckpointHealth(True, 1),
+            "gradients are not finite at step 1, and no rule says so",
+        ),
+    ],
+)
+def test_healthy_is_what_the_weights_are_and_not_that_no_rule_has_fired(
+    norms: list[float],
+    tag: CheckpointHealth | None,
+    said: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """A rule file that only clips has no rule that could fire."""
+    folder = recorded(
+        tmp_path, [make_record(SITES, norm, step=at) for at, norm in enumerate(norms)], account=finished(2)
+    )
+    if tag is not None:
+        write_tag(folder, 0, 1, tag)
+    assert main(["top", str(folder)]) == 0
+    assert said in capsys.readouterr().out
 
 
 def test_json_has_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -95,7 +131,7 @@ def test_q_leaves_the_terminal_as_it_was(tmp_path: Path) -> None:
     with TerminalSession(
         [*GRADWATCH, "top", "--dir", str(tmp_path), "--interval", "0.1"], tmp_path, ENV
     ) as session:
-        session.wait_for("healthy: no rule has fired in 5 steps")
+        session.wait_for("no rule has fired in 5 steps")
         event = make_event(step=5, sites=SITES.names[:1], count=1)
         writing.write(make_record(SITES, step=5, events=(event,), wall_time=time.time()))
         session.wait_for("firing: non-finite")
@@ -116,7 +152,7 @@ def test_signals_leave_the_terminal_as_it_was(tmp_path: Path, number: signal.Sig
     writing = Writing(tmp_path, pid=os.getpid(), host=platform.node())
     writing.write(*now(5))
     with TerminalSession([*GRADWATCH, "top", "--dir", str(tmp_path)], tmp_path, ENV) as session:
-        session.wait_for("healthy")
+        session.wait_for("no rule has fired")
         os.kill(session.process.pid, number)
         assert session.process.wait(60) == status
         session.wait_for(NORMAL)
