@@ -107,7 +107,7 @@ class CheckpointHealthTracker:
         self.critical = critical
         self.now = CheckpointHealth()
         self.poisoned_at: int | None = None
-        # Running statistics that are not finite; whoever looks at them sets it.
+        # Running statistics that were not finite as they were read last.
         self.nonfinite_statistics: tuple[str, ...] = ()
         self.ruin: tuple[str, ...] = ()  # what the latest look at the weights found
         # Weights that have grown since watching began, for a loss that is no lower: the reason in words.
@@ -284,6 +284,10 @@ class CheckpointHealthTracker:
 
     def _grows_to(self, largest: float) -> None:
         self._largest, self.surge_from = largest, SURGE * largest or inf
+
+    def statistics_read(self, nonfinite: tuple[str, ...]) -> None:
+        """Keep the names of the running statistics that are not finite, of those that were just read."""
+        self.nonfinite_statistics = nonfinite
 
     def _renew(self) -> CheckpointHealth:
         reasons = [*self._found, *self.ruin]

@@ -25,8 +25,7 @@ class SessionCounts:
     """Counts over all optimizers of one watch; a step adds about half a microsecond.
 
     `rebaselined` are the reasons for which baselines began anew; `without_data` are the rules that have had no data so
-    far; `own_time` is what the watch measures its cost by. `unowned` are windows of loops without an optimizer;
-    `cleared`, `cleared_nonfinite` and `unjudged` are counted by whoever notices them.
+    far; `own_time` is what the watch measures its cost by. `unowned` are windows of loops without an optimizer.
     """
 
     def __init__(self) -> None:
@@ -42,6 +41,19 @@ class SessionCounts:
         self.without_data = RulesWithoutData()
         self.never_judged = NeverJudged()
         self.without_histogram = 0  # steps whose loss scale is no power of two
+
+    def count_measured(self) -> None:
+        """Count a step or window that was measured, before it is judged."""
+        self.measured += 1
+
+    def count_without_histogram(self) -> None:
+        """Count a step whose histograms were read under a loss scale that is no power of two."""
+        self.without_histogram += 1
+
+    def count_cleared(self, nonfinite: bool) -> None:
+        """Count gradients that are gone, with no step taken by them; `nonfinite`: some were NaN or Inf."""
+        self.cleared += 1
+        self.cleared_nonfinite += nonfinite
 
     def begun_anew(self, reason: str) -> None:
         """Count that baselines began anew."""

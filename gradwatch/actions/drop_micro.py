@@ -200,9 +200,8 @@ class MicroDrop:
             window.without_micro_batches(self._kept)
         self._discard()
         if poison and isinstance(window.raw, CpuNorms):
-            raw = window.raw.with_norms({k: detail.norm for k, detail in poison.items()})
-            raw.details = {**window.raw.details, **poison}
-            window.measured_as(raw)
+            norms = {k: detail.norm for k, detail in poison.items()}
+            window.measured_as(window.raw.with_norms(norms, {**window.raw.details, **poison}))
 
 
 def _listen(k: int, param: Tensor, drop: MicroDrop) -> RemovableHandle:

@@ -59,6 +59,31 @@ class ClosureCalls:
         self.count += 1
         return True
 
+    def back_up(self, optimizer: Optimizer) -> None:
+        """Keep the weights, and LBFGS's state, as they are now, for a skip of the whole step."""
+        self.backup = WeightBackup(optimizer)
+
+    def keep_versions(self, versions: list[int]) -> None:
+        """Keep the versions of the weights as a step begins that finds gradients there already."""
+        self.versions = versions
+
+    def take_versions(self) -> list[int]:
+        """The versions that were kept, and keep them no longer."""
+        versions, self.versions = self.versions, []
+        return versions
+
+    def count_gradients_before(self) -> None:
+        """Count the gradients that were there before the first closure as the step's first evaluation."""
+        self.count = 1
+
+    def note_decision(self, skipped: bool, max_norm: float | None) -> None:
+        """Keep what was decided on the first gradient: the skip of the step, and a bound on the total for all of it."""
+        self.skipped, self.max_norm = skipped, max_norm
+
+    def note_nonfinite(self) -> None:
+        """Note that a later evaluation was not finite."""
+        self.later_nonfinite = True
+
     @property
     def must_finish(self) -> bool:
         """True if a skip is left to the end of the step: in the midst of it LBFGS must not find zeros."""

@@ -158,7 +158,7 @@ class StepActions:
         clip_section: ClipSection | None,
     ) -> None:
         if evaluations is not None:
-            evaluations.skipped, evaluations.max_norm = decision.skip, decision.max_norm
+            evaluations.note_decision(decision.skip, decision.max_norm)
         if decision.skip:
             if evaluations is None or not evaluations.must_finish:
                 self.held = True

@@ -84,6 +84,10 @@ class OutcomeTotals:
             key = order.rule, order.action, order.shadow
             self.lines.setdefault(key, Line(*key)).add(step, order)
 
+    def count_unknown(self) -> None:
+        """Count a step whose norms do not say what the actions would have made of them."""
+        self.unknown += 1
+
     def outcome(self, coverage: Sequence[RuleCoverage] = (), on_elements: Sequence[str] = ()) -> RulesOutcome:
         """All of it, Events by process and time: a journal has the steps of each optimizer together."""
         events = sorted(self.events, key=lambda one: (one.process, one.wall_time))

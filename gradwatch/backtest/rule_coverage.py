@@ -114,6 +114,10 @@ class OptimizerCoverage:
     _watched: dict[str, _Watched] = field(default_factory=dict)
     _by_rule: dict[str, tuple[_Watched, ...]] = field(default_factory=dict)
 
+    def process_ended(self, measured: Measured, warming_up: Mapping[str, str]) -> None:
+        """Keep what the process had measured, and the rules that were still `warming_up`, when it ended."""
+        self.measured, self.warming_up = measured, warming_up
+
     def take(self, snapshot: Snapshot, engine: BoundEngine, in_turn: InTurn) -> None:
         """Count one step, and the values of columns that not every step has."""
         self.steps += 1

@@ -132,7 +132,8 @@ class RulesOnRun:
                 self._drop(optimizer, rules, CLIPPED.format(f"{snapshot.step:,}", shown(column)))
             judged = self._judge.judge(snapshot, clipped=True)
             decision = without_factors(judged.decision)
-            self._totals.unknown += decision.orders != judged.decision.orders or bool(judged.decision.touches)
+            if decision.orders != judged.decision.orders or judged.decision.touches:
+                self._totals.count_unknown()
             self._add(first, judged._replace(decision=decision))
             return
         for step, judged in zip(block, self._judge.judge_all(found), strict=True):
@@ -174,9 +175,8 @@ class RulesOnRun:
         Rules that have not had the samples that they need are noted, unless the script had them begin anew.
         """
         for optimizer, coverage in self._of.items():
-            coverage.measured = measured
-            if optimizer not in self._restarted:
-                coverage.warming_up = self._judge.warming_up(optimizer)
+            restarted = optimizer in self._restarted
+            coverage.process_ended(measured, {} if restarted else self._judge.warming_up(optimizer))
         self._coverage += self._of.values()
         self.tapped |= measured.tapped(self._ruleset)
 

@@ -149,7 +149,7 @@ class ArrivedGradients(OptimizerParameters):
 
     def expect_manual_allreduce(self, expected: bool) -> None:
         """Expect that the loop's own code averages over ranks: gradients are read again at the step."""
-        self._reader.manual_allreduce = expected
+        self._reader.expect_manual_allreduce(expected)
 
     def use_hook_norms(self, norms: Callable[[Grads], Mapping[int, float]] | None) -> None:
         """Use norms, by position, that hooks inside the backward have taken; None: read all of them."""

@@ -60,6 +60,8 @@ class Captures:
         self._last_death: weakref.ref[Any] | None = None  # of those after which nothing was found freed
         self._left_to_nothing: weakref.ref[Any] | None = None  # parameters may be of a model all the same
         self.replaced = False  # a capture was replaced: some of its parameters may have no optimizer now
+        self._unowned: frozenset[int] | None = None  # slots of no living optimizer; None = to be found anew
+        self._unowned_at = 0  # `slots.changes` as they were found
         self.before_drop: Callable[[], None] = _nothing  # parameters are about to be released
         self.in_no_optimizer: int | None = None  # parameters that get gradients and are trained by nothing
         self._loops: weakref.WeakSet[OptimizerCapture] = weakref.WeakSet()  # those without an optimizer
@@ -78,8 +80,10 @@ class Captures:
         """True if an optimizer owns a parameter of the watched models, also one that joined them unseen."""
         self.release_freed()
         params = params_of(optimizer)
-        if any(id(param) in self.slots.of for param in params):
-            return True
+        known = self.slots.of
+        for param in params:
+            if id(param) in known:
+                return True
         return self.coverage.joined(optimizer, params, self.slots.models())
 
     def capture_of(self, optimizer: Optimizer) -> OptimizerCapture | None:
@@ -123,7 +127,7 @@ class Captures:
             if captured is not None and captured.optimizer is not None:
                 known = captured.sites
         index = len(self.captures) if captured is None else captured.index
-        self.slots.unowned = None
+        self._unowned = None
         sites = self.slots.sites(kept, params, known)
         if captured is not None and captured.succeeded_by(optimizer, params, fresh, sites, kept):
             self.coverage.adopted()
@@ -151,7 +155,7 @@ class Captures:
         sites = self.slots.sites(kept, params)
         captured = OptimizerCapture(index, None, params, sites, None, fresh, inside_backward=True)
         captured.hold_with({self.slots.params.owner(slot) for slot in kept.tolist()})  # sync: numpy
-        self.slots.unowned = None
+        self._unowned = None
         if before is None:
             self.captures.append(captured)
         else:
@@ -203,15 +207,16 @@ class Captures:
 
     def unowned_slots(self) -> frozenset[int]:
         """The slots of parameters that no living optimizer has, as far as one has been watched here."""
-        if self.slots.unowned is None:
+        if self._unowned is None or self._unowned_at != self.slots.changes:
+            self._unowned_at = self.slots.changes
             unowned = self.slots.of.copy()
             for captured in self.captures:
                 optimizer = None if captured.optimizer is None else captured.optimizer()
                 if captured.inside_backward or optimizer is not None:
                     for identity in (*captured.param_ids, *captured.watched_ids):
                         unowned.pop(identity, None)
-            self.slots.unowned = frozenset(unowned.values())
-        return self.slots.unowned
+            self._unowned = frozenset(unowned.values())
+        return self._unowned
 
     def trained_by_nothing(self, count: int) -> None:
         """Number of parameters that get gradients, do not move and belong to no optimizer; None until there are any."""
@@ -305,7 +310,7 @@ class Captures:
     def drop_dead(self) -> None:
         """Release parameters that belong to no living optimizer and to no model any more."""
         self.before_drop()
-        self.replaced, self.slots.unowned, self._left_to_nothing = False, None, None
+        self.replaced, self._unowned, self._left_to_nothing = False, None, None
         modules = self.slots.alive_modules()
         here = module_tree.parameters_in(modules)
         wanted = set(map(id, here))

@@ -92,7 +92,7 @@ class OptimizerCapture(ArrivedGradients):
     def follows(self, before: OptimizerCapture) -> None:
         """Stand in the place of another capture, and count on from there."""
         self.step, self.last_calls, self.scale_removed = before.step, before.last_calls, before.scale_removed
-        self.loop_events.altered = before.loop_events.altered
+        self.loop_events.go_on_from(before.loop_events)
         own = None if self.optimizer is None else self.optimizer()
         if (
             before.backwards

@@ -70,6 +70,23 @@ class Capture(Captures):
             self._about_to_run, self._uncleared, self.slots.unreduced.groups
         )
 
+    def call_when_cleared(self, call: Callable[[OptimizerCapture], None]) -> None:
+        """Call this when gradients of earlier backwards are gone, with the capture that they were of."""
+        self.cleared = call
+
+    def call_after_backward(self, call: Callable[[], None]) -> None:
+        """Call this after each backward that is no part of another: optimizers have stepped inside it."""
+        self.after_backward = call
+
+    def call_when_unowned(
+        self, arrived: Callable[[list[int], Root | None], None], before_drop: Callable[[], None]
+    ) -> None:
+        """Call `arrived` with the slots of parameters of no optimizer that a backward has reached, and its root.
+
+        `before_drop` is called when parameters are about to be released.
+        """
+        self.unowned, self.before_drop = arrived, before_drop
+
     # -- parameters --------------------------------------------------------------------------------------
 
     def join(self, optimizers: Sequence[Optimizer], loose: Sequence[tuple[str, nn.Parameter]]) -> None:
@@ -193,7 +210,7 @@ class Capture(Captures):
         if self._unhooked:
             touched += self._arrivals_without_hook(touched)
         if not self.slots.arrival:
-            self.slots.arrival = {slot: k for k, slot in enumerate(dict.fromkeys(touched))}
+            self.slots.learn_arrival(touched)
         if self._awaited:
             self.adopt_waiting(from_first_backward=True)
         # The list of an earlier backward where it is the same: it is then known to every capture.
@@ -213,8 +230,8 @@ class Capture(Captures):
         if self.after_backward is not _nothing and not backward_end.nested():
             self.after_backward()
         # Last: optimizers that have stepped inside the backward own theirs by now.
-        unowned = self.slots.unowned
-        if unowned is None:
+        unowned = self._unowned
+        if unowned is None or self._unowned_at != self.slots.changes:
             unowned = self.unowned_slots()
         if unowned and touched:
             without_owner = [slot for slot in touched if slot in unowned]

@@ -54,7 +54,7 @@ class Slots:
         self.since: list[int] = []  # by slot: how many parameters came before its own, whatever slot was free
         self.of: dict[int, int] = {}
         self.arrival: dict[int, int] = {}  # position of each slot among the first gradients to arrive
-        self.unowned: frozenset[int] | None = None  # of no living optimizer; None = to be found anew
+        self.changes = 0  # how often slots were taken or released
         # Of tensors that no module holds, trained without an optimizer. Never another set: taps look at this one.
         self.held_by_script: set[int] = set()
         self.hooks = GradReadyHooks(ready, arm)
@@ -195,7 +195,7 @@ class Slots:
             self._came += 1
             slots.append(slot)
         self.params.hold(slots, list(map(_second, new)), owner)
-        self.unowned = None
+        self.changes += 1
         return slots
 
     def exchange(self, slot: int, param: nn.Parameter) -> None:
@@ -308,6 +308,10 @@ class Slots:
             named, slots = [named[k] for k in order], [slots[k] for k in order]
         return named, np.array(slots, np.intp)
 
+    def learn_arrival(self, slots: Iterable[int]) -> None:
+        """Keep the order in which the gradients of a first backward arrived in these slots."""
+        self.arrival = {slot: k for k, slot in enumerate(dict.fromkeys(slots))}
+
     def freed(self, lost: list[int], held: Container[int]) -> list[int]:
         """Slots of parameters that were freed with their owner. `held`: `id` of those that others hold."""
         return [slot for slot in lost if self.ids[slot] not in held and not self.hooks.lives(slot)]
@@ -329,7 +333,7 @@ class Slots:
         """Release the parameters in these slots, which stay for others, so that the rest keep theirs."""
         self.hooks.free(gone)
         self.hooks.discard_arrivals(gone)
-        self.unowned = None
+        self.changes += 1
         # What replaces a parameter of a living model arrives as that did.
         for slot in self.coverage.remove(gone):
             self.arrival.pop(slot, None)

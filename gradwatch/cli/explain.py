@@ -87,12 +87,7 @@ def audited(where: Path) -> Audit:
     for journal in (*found_of.own, *found_of.others):
         found = Audit()
         follow(journal, found)
-        for rule, one in found.rules.items():
-            if one.times > getattr(everything.rules.get(rule), "times", 0):
-                everything.rules[rule] = one
-        everything.unfinished |= found.unfinished
-        everything.damage += found.damage
-        everything.take_findings(found.causes.values())
+        everything.add_rank(found)
     return everything
 
 

@@ -47,6 +47,10 @@ class BaselineRestarts:
         self.blind_anew = self._blind(self.of_lr)
         self.warm: set[str] = set()
 
+    def go_on_from(self, previous: BaselineRestarts, state: EngineState) -> None:
+        """Remember the rules that were warm in a plan whose `state` is taken over."""
+        self.warm |= previous.warm | warm(state.plan, state)
+
     def after_rate_jump(self, state: EngineState) -> tuple[State, ...]:
         """The baselines without the levels of all that is made of gradients; what is judged meanwhile is judged on."""
         touched = self._touched(np.ones(len(self._plan.sites), np.bool_), of_gradients=True)

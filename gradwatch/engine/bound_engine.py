@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from gradwatch.account.rules_without_data import of_condition
 from gradwatch.engine.actions.backward_clips import Asked, asked, bounds, module_bounds
 from gradwatch.engine.actions.rule_actions import by_rule, orders, rescaled, without_overridden
-from gradwatch.engine.baseline_restarts import BaselineRestarts, jumped, warm, warming_up
+from gradwatch.engine.baseline_restarts import BaselineRestarts, jumped, warming_up
 from gradwatch.engine.clipping.strictest import Failed
 from gradwatch.engine.columns_needed import Needs
 from gradwatch.engine.engine_state import EngineState, NewBaselines, empty_state
@@ -111,7 +111,7 @@ class BoundEngine:
     def adopt(self, state: EngineState, previous: BoundEngine | None = None) -> EngineState:
         """The state carried over to these sites and rules by name; what is new starts empty."""
         if previous is not None:
-            self.restarts.warm |= previous.restarts.warm | warm(state.plan, state)
+            self.restarts.go_on_from(previous.restarts, state)
         after = EngineState.from_dict(state.to_dict(), self.plan)
         none = tuple(np.zeros(bank.size, np.bool_) for bank in self.plan.banks)
         return replace(after, begun_anew=tuple(NewBaselines(one.reason, none) for one in state.begun_anew))

@@ -135,6 +135,19 @@ class Audit:
     causes: dict[str, Finding] = field(default_factory=dict)
     parts: list[Part] = field(default_factory=list)
 
+    def add_damage(self, journal: JournalReader) -> None:
+        """Add what could not be read of a journal, but for the last entry of a process that was killed."""
+        self.damage += [one for one in journal.damage if journal.complete or one.reason != "torn"]
+
+    def add_rank(self, other: Audit) -> None:
+        """Add the firings and causes of another rank; of one rule those of the rank on which it fired most often."""
+        for rule, one in other.rules.items():
+            if one.times > getattr(self.rules.get(rule), "times", 0):
+                self.rules[rule] = one
+        self.unfinished |= other.unfinished
+        self.damage += other.damage
+        self.take_findings(other.causes.values())
+
     def fired(self) -> list[Fired]:
         """The rules that fired, most severe first, then by their first step; each with a cause if one was found."""
         found = sorted(
@@ -261,7 +274,7 @@ def read(
     part = recorded.part()
     if part is not None and (part.ended or not journal.complete):  # earlier versions ended without an account
         audit.parts.append(part)
-    audit.damage += [one for one in journal.damage if journal.complete or one.reason != "torn"]
+    audit.add_damage(journal)
     if not journal.complete:
         audit.unfinished = True
         audit.take_unrecorded(event for event in opened if event.step > last.get(event.optimizer, -1))

@@ -100,6 +100,10 @@ class FrameScanner:
         self._buffer = b""
         self._buffer_offset = 0
 
+    def skip_to(self, offset: int) -> None:
+        """Read on from this offset in bytes, which need not be the start of a frame."""
+        self.offset = offset
+
     def read(self, live: bool = False) -> Frame | Damage | None:
         """The next frame or damage; None at the end.
 

@@ -97,4 +97,6 @@ def record_bytes(record: Record) -> int:
     size = 3 * snapshot.norm.nbytes
     for column in snapshot.columns.values():
         size += column.values.nbytes + column.present.nbytes
-    return size + sum(one.counts.nbytes for one in snapshot.histograms.values())
+    for one in snapshot.histograms.values():
+        size += one.counts.nbytes
+    return size

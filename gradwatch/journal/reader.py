@@ -92,7 +92,7 @@ class JournalReader:
         last = None
         for path in self.files[-1:]:
             with suppress(FileNotFoundError), opened(path) as scanner:
-                scanner.offset = max(0, os.path.getsize(path) - _TAIL)
+                scanner.skip_to(max(0, os.path.getsize(path) - _TAIL))
                 while (found := scanner.read()) is not None:
                     last = last if isinstance(found, Damage) else found.payload
         try:

@@ -124,9 +124,7 @@ class Localiser:
 
         Both know from then on which kinds of models are called whole.
         """
-        if self._recordings.kinds is not pre_attach.kinds:
-            pre_attach.kinds |= self._recordings.kinds
-            self._recordings.kinds = pre_attach.kinds
+        self._recordings.share_kinds(pre_attach)
         inherited = (
             pre_attach.handed_over(joining, self.models) if self.records else pre_attach.handed_over(())
         )
@@ -183,7 +181,7 @@ class Localiser:
     def set_indices(self, indices: Any) -> None:
         """Set the dataset indices of the calls that follow, until a step is taken."""
         for recording in self._recordings:
-            recording.indices = indices
+            recording.set_indices(indices)
 
     def held(self) -> list[tuple[nn.Module, Call]]:
         """(module, call) of those of this step that a gradient has reached, in the order they were made."""
@@ -426,7 +424,7 @@ class Localiser:
             self._recorded.append((self._recordings.steps, self._signed(finding, self._ask)))
             if self._agreement is None:  # else the others would not know that it is
                 self._incidents[self._ask.incident] = TRIES
-            live.left = 0
+            live.record_no_more()
         if live.left <= 0:
             self._live.clear()
 

@@ -89,14 +89,13 @@ class CpuNorms:
 
     def completed(self, known: Mapping[int, float]) -> CpuNorms:
         """The same reading with norms that were taken elsewhere, and were None here."""
-        whole = self.with_norms(known)
-        whole.details = self.details
-        return whole
+        return self.with_norms(known, self.details)
 
-    def with_norms(self, changed: Mapping[int, float]) -> CpuNorms:
-        """The same reading but for a few norms."""
+    def with_norms(self, changed: Mapping[int, float], details: dict[int, Detail] | None = None) -> CpuNorms:
+        """The same reading but for a few norms, with these `details` (None = without any)."""
         other, norms = CpuNorms(self.rows, self._floor, self.scale), self.norms().copy()
         other._norms, other.looked = norms, True
+        other.details = {} if details is None else details
         for k, norm in changed.items():
             norms[k] = norm
         return other

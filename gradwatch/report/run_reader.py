@@ -137,7 +137,7 @@ class RunCollector:
         self._others.setdefault(journal.rank, OtherRank()).take(entries())
         self._incidents.append((journal.attempt, found))
         self.audit.take_findings(one.finding for one in found.incidents() if one.finding is not None)
-        self.audit.damage += [one for one in journal.damage if journal.complete or one.reason != "torn"]
+        self.audit.add_damage(journal)
         self.audit.take_findings(one.finding for one in found.incidents() if one.finding is not None)
 
     def report(self, where: Path, rank: int, ranks: Sequence[int]) -> RunReport:

@@ -102,12 +102,12 @@ def summarise(process: Process) -> Summary | None:
             record.snapshot.optimizer, RunTotals.of(found.run.rules, rank=found.run.rank)
         )
         run_totals.observe(record, record.wall_time)
-        run_totals.record = None  # a run of many parameters would be kept alive by its last step
+        run_totals.discard_record()  # a run of many parameters would be kept alive by its last step
         stopped |= record.decision.stop
         last = max(last, record.wall_time)
     for optimizer, firings in beside.firings.items():
         run_totals = totals_by_index.setdefault(optimizer, RunTotals.of(found.run.rules, rank=found.run.rank))
-        run_totals.firings |= firings
+        run_totals.add_firings(firings)
     stopped |= beside.ended == "stopped"
     outcome: Any = "stopped" if stopped else "finished" if reader.complete else "died"
     end = RunEnd(outcome, max(last, process.sign_of_life))
@@ -256,18 +256,19 @@ def _fields(run_totals: RunTotals) -> dict[str, Any]:
 
 
 def _run_totals(fields: dict[str, Any]) -> RunTotals:
-    run_totals = RunTotals()
-    for name in _COUNTS:
-        setattr(run_totals, name, int(fields[name]))
-    run_totals.firings = {(rule, kind, severity): int(n) for rule, kind, severity, n in fields["firings"]}
-    run_totals.actions = {(rule, action): int(n) for rule, action, n in fields["actions"]}
-    run_totals.shadow_actions = {(rule, action): int(n) for rule, action, n in fields["shadow_actions"]}
-    run_totals.action_failures = {str(rule): int(n) for rule, n in fields["action_failures"].items()}
-    run_totals.escalations = {str(rule): int(n) for rule, n in fields["escalations"].items()}
-    for name in _HISTOGRAMS:
-        histogram: Histogram = getattr(run_totals, name)
-        counts, total = fields[name]
-        if len(counts) != len(histogram.counts):
-            raise ValueError("other buckets")
-        histogram.counts, histogram.sum = [int(count) for count in counts], float(total)
-    return run_totals
+    numbers: dict[str, Any] = {name: int(fields[name]) for name in _COUNTS}
+    numbers |= {name: _histogram(getattr(RunTotals(), name), *fields[name]) for name in _HISTOGRAMS}
+    return RunTotals(
+        **numbers,
+        firings={(rule, kind, severity): int(n) for rule, kind, severity, n in fields["firings"]},
+        actions={(rule, action): int(n) for rule, action, n in fields["actions"]},
+        shadow_actions={(rule, action): int(n) for rule, action, n in fields["shadow_actions"]},
+        action_failures={str(rule): int(n) for rule, n in fields["action_failures"].items()},
+        escalations={str(rule): int(n) for rule, n in fields["escalations"].items()},
+    )
+
+
+def _histogram(empty: Histogram, counts: list[Any], total: Any) -> Histogram:
+    if len(counts) != len(empty.counts):
+        raise ValueError("other buckets")
+    return Histogram(empty.bounds, [int(count) for count in counts], float(total))

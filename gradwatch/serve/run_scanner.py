@@ -101,6 +101,15 @@ class Scanner:
     _unchanged: dict[Path, tuple[int, tuple[Member, ...]]] = field(default_factory=dict)
     _owners: dict[Path, RunInfo] = field(default_factory=dict)
 
+    def report_to(self, progress: Callable[[int, int], None]) -> Callable[[int, int], None]:
+        """Call this after each folder, with the number of folders read and of all; gives what was called so far."""
+        before, self.progress = self.progress, progress
+        return before
+
+    def count_error(self) -> None:
+        """Count an error that cost the view of a run, and no more."""
+        self.errors += 1
+
     def scan(self) -> Fleet:
         """Everything there is at this moment; what cannot be read is counted and passed over."""
         began = time.perf_counter()
@@ -115,7 +124,7 @@ class Scanner:
             try:
                 found = [self._member(process, now) for process in processes(folder)]
             except (OSError, ValueError, LookupError):
-                self.errors += 1
+                self.count_error()
                 continue
             members.extend(found)
             if all(member.summary and not member.mourned for member in found):

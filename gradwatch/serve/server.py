@@ -52,7 +52,7 @@ class Server:
         self._stop = threading.Event()
         self._alive = time.monotonic()
         self._read = "nothing read yet"
-        self._outer_progress, scanner.progress = scanner.progress, self._progress
+        self._outer_progress = scanner.report_to(self._progress)
         self._answers: Mapping[str, Content] = {}
         self._places: Mapping[str, RunPlace] = {}
         self._reports = ServedReports(lambda path: self._places.get(path))
@@ -113,7 +113,7 @@ class Server:
         self._outer_progress(done, total)
 
     def _failed(self, error: BaseException) -> None:
-        self.scanner.errors += 1
+        self.scanner.count_error()
         self._on_error(error)
 
     def _routes(self) -> dict[str, Route]:

@@ -18,9 +18,8 @@ STEP_PATH = ("capture", "boundary", "engine")  # a broken tap must not blind the
 class Activity:
     """The state of one session: attached or not, paused or not, in which process and on which thread it steps.
 
-    It serves the process `pid`, 0 for none. `thread` takes the steps, None = not known; it is set by whoever is called
-    at them. `resumed` is called when a pause has ended. Three internal errors in a row on the step path pause it for a
-    minute.
+    It serves the process `pid`, 0 for none. `thread` takes the steps, None = not known. `resumed` is called when a
+    pause has ended. Three internal errors in a row on the step path pause it for a minute.
     """
 
     def __init__(self, health: Health, strict: bool, resumed: Callable[[], None]) -> None:
@@ -37,6 +36,10 @@ class Activity:
     def begin(self, pid: int) -> None:
         """Begin: everything is attached, in this process."""
         self.pid = pid
+
+    def steps_here(self) -> None:
+        """Note that the present thread takes a step."""
+        self.thread = threading.get_ident()
 
     def end(self) -> None:
         """End: nothing is watched any more."""

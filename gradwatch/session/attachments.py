@@ -175,7 +175,7 @@ class Attached:
         bounds = None
         if self.taps is not None:
             bounds = module_bounds_of(rules.ruleset, activity.failed, activity.health.report)
-            self.taps.bounds = bounds
+            self.taps.bound_by(bounds)
         self.rule_bindings.hooks.listen(local_taps(wanted, capture.slots.models()), bounds)
 
     def _hold(self, models: list[nn.Module]) -> None:
@@ -242,9 +242,9 @@ class Attached:
                 self._reset,
             )
         )
-        capture.cleared = self._cleared
-        capture.losses.refused = self._no_loss
-        capture.losses.not_finite = None if self.causes is None else self.causes.loss_not_finite
+        capture.call_when_cleared(self._cleared)
+        not_finite = None if self.causes is None else self.causes.loss_not_finite
+        capture.losses.report_to(self._no_loss, not_finite)
         self.before_clip = self._part(BeforeClip(capture, self._bind, activity.idle, activity.failed))
 
     def bind_before_backward(self) -> None:
@@ -359,9 +359,7 @@ class Attached:
         if not self._activity.idle():  # while it pauses it sees no steps, either
             unused = self.contexts.of(captured).unused_gradients
             if unused.unused(captured, self.capture.captures):
-                totals = self._services.publishing.totals
-                totals.cleared += 1
-                totals.cleared_nonfinite += captured.left_nonfinite
+                self._services.publishing.totals.count_cleared(captured.left_nonfinite)
         if self.causes is not None:
             self.causes.cleared(None if captured.optimizer is None else captured.optimizer())
 

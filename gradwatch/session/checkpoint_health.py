@@ -49,7 +49,7 @@ class Checkpoints:
             self._activity.failed("checkpoint", error)
             ruin, statistics = (f"the weights could not be checked ({type(error).__name__})",), ()
         for bound_rules in self._rule_bindings:
-            bound_rules.health_tracker.nonfinite_statistics = statistics
+            bound_rules.health_tracker.statistics_read(statistics)
         self._seen(ruin, self._steps())
         found = self.now()
         if statistics:

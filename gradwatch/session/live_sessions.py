@@ -26,7 +26,6 @@ class Lives(Protocol):
     """A session, as far as its end is concerned."""
 
     run: RunInfo
-    ended: Ending
 
     def orphaned(self) -> bool:
         """True if it ends with its models and all of them are gone."""
@@ -36,6 +35,9 @@ class Lives(Protocol):
 
     def close(self) -> None:
         """End the session."""
+
+    def ends(self, ending: Ending) -> None:
+        """Keep how it ends, for its account."""
 
     def catch_up(self) -> None:
         """Judge what was put off."""
@@ -119,7 +121,7 @@ def conclude_all() -> None:
     LIVE.close_orphans()
     for one in LIVE.all():
         if one.run.pid == here[0]:
-            one.ended = how_it_ends()
+            one.ends(how_it_ends())
             one.catch_up()
             one.conclude()
 

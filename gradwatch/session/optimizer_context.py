@@ -52,6 +52,61 @@ class OptimizerContext:
         """Note the place among the ranks that have met."""
         self.membership = membership
 
+    def step_begins(self, outer: int = 0) -> None:
+        """Note that a call of the optimizer's `step` begins, with `outer` calls of the same step around it."""
+        self.nested = outer + 1
+
+    def nested_step_begins(self) -> None:
+        """Note that a `super().step()` of the step under way begins."""
+        self.nested += 1
+
+    def nested_step_ends(self) -> None:
+        """Note that a `super().step()` has returned; the step around it is still under way."""
+        if self.nested:
+            self.nested = max(1, self.nested - 1)
+
+    def step_ends(self) -> bool:
+        """Note that a call of the optimizer's `step` has returned; True if it was the outermost.
+
+        Then what was set aside for the step is restored, and the next window opened.
+        """
+        if not self.nested:
+            return False
+        self.nested -= 1
+        if self.nested:
+            return False
+        if self.acting.held:
+            self.acting.release(finished=True)
+        captured = self.captured
+        captured.advance()
+        if captured.loop_events.uncleared.suspected:
+            captured.loop_events.uncleared.step_taken()
+        return True
+
+    def no_step_is_under_way(self) -> None:
+        """Discard the calls of `step` counted so far: they raised, or what comes next is a step of its own."""
+        self.nested = 0
+
+    def closure_step_begins(self, depth: int) -> ClosureCalls:
+        """The calls of the closure in a `step(closure)` that begins, inside the one under way if there is any.
+
+        `depth` is how many calls of the optimizer's `step` are under way, this one included.
+        """
+        self.closure_calls = ClosureCalls(None, self.closure_calls, depth)
+        return self.closure_calls
+
+    def closure_step_ends(self, calls: ClosureCalls) -> None:
+        """Go back to the `step(closure)` around the one that has returned."""
+        self.closure_calls = calls.outer
+
+    def discard_closures(self) -> None:
+        """Discard the calls of closures: the steps that they are of have raised."""
+        self.closure_calls = None
+
+    def capture_with(self, captured: OptimizerCapture) -> None:
+        """Go on with a capture that was made anew; it may have to wait for ranks again."""
+        self.captured, self.needs_no_ranks = captured, False
+
     def wait_for_ranks(self, waits: bool) -> None:
         """Wait at boundaries from now on, for ranks or for micro-batches, or no longer."""
         self.needs_no_ranks = not waits
@@ -116,5 +171,5 @@ class Contexts:
             acting = StepActions(self._failed)
             found = self._by_index[captured.index] = OptimizerContext(captured, acting, Deferral())
         elif found.captured is not captured:
-            found.captured, found.needs_no_ranks = captured, False
+            found.capture_with(captured)
         return found

@@ -46,6 +46,10 @@ class OptimizerStates:
         self._contexts = contexts
         self.waiting: Mapping[str, Any] = {}  # loaded, and not taken up by a step yet
 
+    def keep(self, states: Mapping[str, Any]) -> None:
+        """Keep loaded states until the optimizers that they are of take them up."""
+        self.waiting = dict(states)
+
     def of(self, captures: Iterable[OptimizerCapture]) -> dict[str, Any]:
         """The state of every capture, JSON-safe."""
         found = dict(self.waiting)

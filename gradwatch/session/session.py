@@ -378,6 +378,10 @@ class Session:
             and self.attached.capture.slots.watched.childless
         )
 
+    def ends(self, ending: Ending) -> None:
+        """Keep how it ends, for its account; "" = not known."""
+        self.ended = ending
+
     def catch_up(self) -> None:
         """Judge what was put off; not in a forked child, nor in a thread that may race the one that trains."""
         if self.attached is not None and here[0] == self.run.pid and self._activity.is_step_thread():

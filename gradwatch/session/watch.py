@@ -31,7 +31,7 @@ class Watch:
         return self
 
     def __exit__(self, kind: object = None, *exc_info: object) -> None:
-        self._session.ended = ended_by(kind)
+        self._session.ends(ended_by(kind))
         self.close()
 
     @property

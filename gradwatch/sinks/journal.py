@@ -168,7 +168,7 @@ class JournalSink:
     def conclude(self, account: Account) -> None:
         """Have the end of the journal carry the account of the process."""
         if self._recorder is not None:
-            self._recorder.end = EndEntry(0, account.ended or "finished", account.to_dict())
+            self._recorder.end_with(EndEntry(0, account.ended or "finished", account.to_dict()))
 
     def close(self) -> None:
         """Write what is queued and end the journal; gives up after 1.5 s where the disk hangs."""

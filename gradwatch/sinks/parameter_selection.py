@@ -72,6 +72,10 @@ class SeriesBudget:
         self.left -= 1
         return True
 
+    def give(self, count: int) -> None:
+        """Free so many series again: those of an optimizer that is shown no more."""
+        self.left += count
+
 
 class Selection:
     """The choice for one optimizer, by mode:

@@ -83,8 +83,9 @@ def _make(layer: Layer[Listener]) -> Callable[..., Any]:
         try:
             if layer.listeners and not torch.compiler.is_compiling():
                 frame = sys._getframe(1)
-                TOTALS.clips += frame.f_code is multiplies or frame.f_code is by_value
                 changing = frame if frame.f_code is multiplies or frame.f_code is by_value else None
+                if changing is not None:
+                    TOTALS.count_clip()
                 dispatch_modes.unseen(_notify, layer, args[0][0] if args else [], changing)
         except Exception as error:
             guard.fault("capture", error)

@@ -40,6 +40,14 @@ class ProcessTotals:
     stepped: int = 0
     raised: int = 0
 
+    def count_clip(self) -> None:
+        """Count a call of one of torch's `clip_grad_*`."""
+        self.clips += 1
+
+    def count_optimizer(self, optimizer: object | None) -> None:
+        """Count an optimizer that is made; None, of which it is not known which one, is not counted."""
+        self.optimizers += optimizer is not None
+
     def taken(self) -> Taken:
         """The counts as of now."""
         return Taken(**{each.name: getattr(self, each.name) for each in fields(self)})

@@ -29,9 +29,7 @@ def before_acting(window: WindowNorms, acted: dict[int, Acted]) -> CpuNorms | De
     norms = {k: float(norm) for k, norm in acted.items()}
     if window.micro > 1:
         norms = {k: max(norm, float(left[k])) for k, norm in norms.items()}
-    reading = raw.with_norms(norms)
-    reading.details = raw.details
-    return reading
+    return raw.with_norms(norms, raw.details)
 
 
 class PreClipReading(DeviceNorms):

@@ -128,8 +128,11 @@ class ColumnReader:
             self.awaiting.append(moved)
             # No optimizer moves a parameter without a gradient.
             self._weights.keep(step, params, [k for k in copied if gradients[k] is not None], moved)
-        pending.complete = not due or _has_all(pending, due, late)
-        return pending if due else None
+        if not due:
+            return None
+        if not _has_all(pending, due, late):
+            pending.lacks_values()
+        return pending
 
     def _positions(self, overdue: OverdueSites) -> list[tuple[tuple[str, ...], list[int]]]:
         if self._late[0] is not overdue:
@@ -178,8 +181,7 @@ class ColumnReader:
         while self.awaiting and step is not None and self.awaiting[0].step < step:
             self.awaiting.popleft()
         if self.awaiting and (step is None or self.awaiting[0].step == step):
-            moved = self.awaiting.popleft()
-            moved.stepped, moved.zero = stepped, zero
+            self.awaiting.popleft().step_judged(stepped, zero)
 
 
 def _has_all(

@@ -59,6 +59,13 @@ class Losses:
         self._latest: dict[int, Root] = {}  # by thread
         self.close = backward_entry.listen(self._begins)
 
+    def report_to(self, refused: Callable[[str], None], not_finite: Callable[[], None] | None) -> None:
+        """Call `refused` with each reason for which a backward has no loss, and `not_finite` before one of NaN or Inf.
+
+        With `not_finite` the loss is looked at as its backward begins, if it is on the host; None: it is not.
+        """
+        self.refused, self.not_finite = refused, not_finite
+
     def latest(self) -> Root | None:
         """The root of the backward that is running, or of the last one; None where that is not certain."""
         found = self._latest.get(threading.get_ident())

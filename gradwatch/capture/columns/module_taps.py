@@ -115,6 +115,10 @@ class ModuleTaps:
                 around = FullBackward(self._backward(m), failed)
                 self._ignore.append(module_calls.listen(module, around.before, around.after))
 
+    def bound_by(self, bounds: GradInputBounds | None) -> None:
+        """Clip what the modules pass on by these bounds, inside the backward; None: pass it on as it is."""
+        self.bounds = bounds
+
     def collect(self, step: int, scale: Number, overdue: OverdueSites = NO_SITES_OVERDUE) -> PendingColumns:
         """Measurements of the taps since the last step boundary; the loss scale is divided out of gradients.
 

@@ -64,10 +64,11 @@ class HostNumbers:
     def _spread(self) -> NDArray[Any]:
         numbers = self._by_position
         # In float32, as norms are, unless that would make 0 or infinity of a number.
-        narrow = all(
-            TINY <= size <= LARGEST or size in (0.0, math.inf) or size != size
-            for size in map(abs, numbers.values())
-        )
+        narrow = True
+        for size in map(abs, numbers.values()):
+            if not (TINY <= size <= LARGEST or size in (0.0, math.inf) or size != size):
+                narrow = False
+                break
         values: NDArray[Any] = np.zeros(self._count, np.float32 if narrow else np.float64)
         values[list(numbers)] = list(numbers.values())
         return values
@@ -94,7 +95,10 @@ class SentNumbers:
 
     def ready(self) -> bool:
         """True if `values()` would return at once."""
-        return all(self._copy.ready(place) for _, place in self._places) and is_ready(self._scale)
+        for _, place in self._places:
+            if not self._copy.ready(place):
+                return False
+        return is_ready(self._scale)
 
     def values(self) -> Floats:
         """[K], float64 if any of them is; waits for them."""
@@ -131,7 +135,7 @@ class Numbers:
         """float[K] on their way to the host with everything of `pending`, divided there by `scale`."""
         if not self._of_devices:
             return HostNumbers(self._of_host, pending.count, scale)
-        copy = pending.copy = pending.copy or JointCopy()
+        copy = pending.joint_copy()
         places = [
             ([k for k, _ in group], copy.add([number for _, number in group]))
             for group in self._of_devices.values()
@@ -154,6 +158,10 @@ class MovedParameters:
     step: int
     stepped: BoolArray | None = None
     zero: BoolArray | None = None
+
+    def step_judged(self, stepped: BoolArray, zero: BoolArray) -> None:
+        """Keep which parameters got a step, bool[K], and of which the gradient was zeros."""
+        self.stepped, self.zero = stepped, zero
 
     def of(self, changes: Floats) -> BoolArray:
         """bool[K]: those that have moved, of which these are the changes (or ratios of them)."""
@@ -180,6 +188,16 @@ class PendingColumns:
     complete: bool = True
     """Nothing that was due for the first time is without a value."""
 
+    def lacks_values(self) -> None:
+        """Note that something that was due for the first time has no value."""
+        self.complete = False
+
+    def joint_copy(self) -> JointCopy:
+        """The one copy by which the numbers of this step leave a device."""
+        if self.copy is None:
+            self.copy = JointCopy()
+        return self.copy
+
     def positions(self, name: str) -> Iterable[int]:
         """The positions of K at which a column has a value, those included that may turn out to have none."""
         present = self.present.get(name, ())
@@ -187,7 +205,10 @@ class PendingColumns:
 
     def ready(self) -> bool:
         """True if `columns()` would return at once."""
-        return all(part.ready() for part in self.parts.values())
+        for part in self.parts.values():  # noqa: SIM110 (a generator makes one Python call more for each part)
+            if not part.ready():
+                return False
+        return True
 
     def columns(self) -> dict[str, Column]:
         """The columns measured this step."""

@@ -42,6 +42,10 @@ class LoopEvents:
         self._clip_seen = False
         self._reported: set[str] = set()  # columns that had something to report
 
+    def go_on_from(self, before: LoopEvents) -> None:
+        """Go on counting the altered gradients of a capture whose place is taken."""
+        self.altered = before.altered
+
     def clipped(self, clip: Clip, arrived: bool) -> None:
         """Note a clip by the script; `arrived`: a backward has brought gradients since the last step."""
         self.clips.made(clip, arrived)
@@ -70,9 +74,9 @@ class LoopEvents:
         """
         facts: dict[str, Number] = {}
         versions, uncleared, clips = now[1], self.uncleared, self.clips
-        uncleared.suspected = False
-        if before is not None and versions != before[1]:
-            uncleared.compare(now[:2], before[:2])
+        last = None if before is None or versions == before[1] else before[:2]
+        if last is not None or uncleared.suspected:
+            uncleared.compare(now[:2], last)
         if uncleared.under_way and (number := uncleared.found(calls, read)) is not None:
             facts[UNCLEARED] = number
         if clips.used or clips.idle:

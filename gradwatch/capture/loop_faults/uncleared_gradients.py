@@ -80,9 +80,12 @@ class UnclearedGradients:
         """True if the end of the last step was noted, or anything was found before."""
         return self._used is not None or self._last is not None
 
-    def compare(self, now: Sequence[list[int]], before: Sequence[list[int]]) -> None:
-        """(ids[K], versions[K]) of the gradients at this step and at the last; the versions are not equal."""
-        self.suspected = any(
+    def compare(self, now: Sequence[list[int]], before: Sequence[list[int]] | None) -> None:
+        """Suspect gradients that were written to and not made anew, by (ids[K], versions[K]) at this step and the last.
+
+        `before` is None where the versions are equal, or the last step's are not known: then none are.
+        """
+        self.suspected = before is not None and any(
             version > version_before >= 0 and identity == identity_before
             for identity, version, identity_before, version_before in zip(*now, *before, strict=True)
         )

@@ -46,6 +46,10 @@ class GradientReader:
         # Total norm of a loop so regular that the exact read may wait.
         self.recent_total_norm: float | None = None
 
+    def expect_manual_allreduce(self, expected: bool) -> None:
+        """Read gradients again at the step, where the loop's own code averages them over ranks."""
+        self.manual_allreduce = expected
+
     def know_total(self, total: float, ordinary: bool) -> None:
         """Know the total of a step that was judged; while steps are `ordinary` a quick look at the total is enough.
 

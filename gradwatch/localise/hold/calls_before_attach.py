@@ -134,7 +134,7 @@ class PreAttachRecorder(StepRecorder):
             recording.unhook()
         self._families[:] = [one for one in self._families if one not in going_on]
         for family in self._families:
-            family.recordings = [one for one in family.recordings if one not in held]
+            family.discard(held)
         self._criteria[:] = [one for one in self._criteria if one not in held]
         self.close()
         return Inherited(going_on, criteria, [recording for recording in leaving if recording.was_called])

@@ -67,6 +67,10 @@ class Outermost:
     def __init__(self) -> None:
         self.now: ModelRecorder | None = None
 
+    def reset(self) -> None:
+        """Note that no call is under way."""
+        self.now = None
+
 
 class ModelRecorder:
     """Holds the calls of one model between two steps; `close` ends that. Never raises into the forward.
@@ -96,7 +100,7 @@ class ModelRecorder:
         self.dropped = 0
         self.twice = False  # a gradient of some call was kept with its graph, to be differentiated again
         self.parts: Sequence[ModelRecorder] = ()  # held beside it until it is called itself
-        self.indices: Any = None  # of the samples of the calls to come; whoever owns this sets it
+        self.indices: Any = None  # of the samples of the calls to come
         self._failed = failed
         self._max_bytes = max_bytes
         self._outermost = outermost or Outermost()
@@ -146,9 +150,17 @@ class ModelRecorder:
         if self._met is not None:
             self._met = met
         for call in list(self.calls):
-            call.step = steps[0]
+            call.belongs_to_step(steps[0])
         if len(self.calls) > 1:
             self._make_room()
+
+    def hold_beside(self, parts: Sequence[ModelRecorder]) -> None:
+        """Hold these parts of the model beside it, until it is called itself."""
+        self.parts = parts
+
+    def set_indices(self, indices: Any) -> None:
+        """Set the dataset indices of the calls to come; None = not known."""
+        self.indices = indices
 
     def drop(self) -> None:
         """Release every call."""
@@ -340,7 +352,7 @@ class ModelRecorder:
         if self._before_params is not None and _written(self._before_params, _versions(module)):
             self.refused = "its forward writes into its own parameters"
         elif self._before_params is not None and self._seen == LOOKED_AT:
-            self._kind.keeps_weights = not self.refused
+            self._kind.learned_weights(kept=not self.refused)
         self._before_params = None
         if not anything_compiled():  # to notice its parts would cost every forward some microseconds
             for part in self.parts:
@@ -382,7 +394,8 @@ def _gradient(recording: ModelRecorder, call: Call, position: int, grad: Tensor 
                 recording._generators.learn(call.generators)  # the loss code may have drawn too
             call.tasks.add(backward_end.current())
             if _grad_enabled():  # in a backward: `create_graph=True`
-                call.twice = recording.twice = True
+                recording.twice = True
+                call.differentiated_again()
             if position in call.gradients:
                 call.gradients[position] = call.gradients[position] + kept
                 return

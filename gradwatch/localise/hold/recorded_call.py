@@ -66,6 +66,19 @@ class Call:
         kept = sum(one.nbytes for one in (self.returned or {}).values())
         return self._given + self.seeds + kept
 
+    def belongs_to_step(self, step: int) -> None:
+        """Count the step that it belongs to as another recorder does."""
+        self.step = step
+
+    def differentiated_again(self) -> None:
+        """Note that a gradient reached it in a backward with `create_graph=True`."""
+        self.twice = True
+
+    def ends_in_loss(self, seed: Tensor) -> None:
+        """Make it the call of a module that holds the `model` and its loss, whose one gradient is this `seed`."""
+        self.outputs, self.gradients = 1, {0: seed}
+        self.buffers = {f"model.{name}": buffer for name, buffer in self.buffers.items()}
+
     def release(self, reason: str) -> None:
         """Release every tensor; the call can no longer be run again."""
         self.args, self.kwargs, self.versions = (), {}, []

@@ -43,6 +43,14 @@ class Kind:
         self.alone[caller] = count + 1
         return count % AGAIN != 0
 
+    def called_whole(self) -> None:
+        """Note that a model of this kind was called itself, and not by its parts."""
+        self.whole = True
+
+    def learned_weights(self, kept: bool) -> None:
+        """Note if the first calls of a model wrote into none of its own parameters."""
+        self.keeps_weights = kept
+
     def stood_beside(self, caller: tuple[CodeType, int], found: bool) -> None:
         """Note if something was found beside a line that called a model for the first time."""
         if len(self.alone) >= MOST_CALLERS:

@@ -8,7 +8,7 @@ before a watch began (`gradwatch.localise.hold.calls_before_attach`) counts unti
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from types import FrameType
 from typing import Any, NamedTuple, TypeAlias
 
@@ -54,7 +54,7 @@ class Family:
         if not (self._kind.whole or self._whole.refused or self._flat or anything_compiled()):
             parts = [hold(part, self.outermost, Kind(), None) for part in _within(model)]
             # One whose parameters FSDP2 gathers with those of its parent cannot be run without it, nor be called so.
-            self._whole.parts = [part for part in parts if not part.refused]
+            self._whole.hold_beside([part for part in parts if not part.refused])
         self.recordings = [self._whole, *self._whole.parts]
 
     def belongs_to(self, hold: Hold, adopt: Callable[[ModelRecorder], None]) -> None:
@@ -62,6 +62,10 @@ class Family:
         self._hold = hold
         for recording in {*self.recordings, self._whole, *self._whole.parts}:
             adopt(recording)
+
+    def discard(self, held: Container[ModelRecorder]) -> None:
+        """Go on without these."""
+        self.recordings = [one for one in self.recordings if one not in held]
 
     def step_taken(self, optimizer: Optimizer) -> None:
         """Note, after a step, if any of these was called before it, while it is sought what the loop calls."""
@@ -85,7 +89,7 @@ class Family:
             return
         if self._whole.was_called and not any(part.was_called for part in self._whole.parts):
             # The parts of the next model of this kind are held only where it is not called itself.
-            self._kind.whole = True
+            self._kind.called_whole()
         self.recordings = [recording for recording in self.recordings if not recording.is_over]
 
     def _descend(self) -> None:
@@ -152,6 +156,12 @@ class StepRecorder:
         self._criteria: list[ModelRecorder] = []
         self._former: list[ModelRecorder] = []  # that record no further call
         self._steps = [0]  # taken by optimizers: one place for all that is held, to set it at every step
+
+    def share_kinds(self, other: StepRecorder) -> None:
+        """Learn of kinds of models together with another one from now on."""
+        if self.kinds is not other.kinds:
+            other.kinds |= self.kinds
+            self.kinds = other.kinds
 
     def add(self, model: nn.Module) -> None:
         """Hold the calls of one more model, unless they are held."""
@@ -239,7 +249,8 @@ class StepRecorder:
                 if recording.calls or recording.indices is not None:
                     recording.taken(optimizer, number - OLD)
             for family in self._families:
-                family.outermost.now = None  # a forward that raised has left it set
+                if family.outermost.now is not None:  # a forward that raised has left it set
+                    family.outermost.reset()
                 if family.sought:
                     family.step_taken(optimizer)
             if self._former:

@@ -184,7 +184,7 @@ class _Run:
             with eager(), unchecked(), _unheard():
                 torch.func.functional_call(everything, self._stand_ins, ())
         self.calls.verify()
-        self._trace.stray = self._recorder.stray
+        self._trace.wrote_to(self._recorder.stray)
         return self._trace
 
     def _forward_and_backward(self) -> None:
@@ -201,7 +201,7 @@ class _Run:
                 given = torch.autograd.grad([root], leaves, allow_unused=True)
         if self._recorder.measures:
             arrived = [one for one in given if one is not None]
-            self._trace.came = max(map(length_of, (arrived, list(self.calls.gradients.values()))))
+            self._trace.gradients_came(max(map(length_of, (arrived, list(self.calls.gradients.values())))))
         blame_nodes(self._trace, self._recorder)
 
     def _nested(self, roots: Sequence[Tensor]) -> Callable[[], None]:

@@ -255,8 +255,7 @@ class Rerun:
         if self.loss_fn is None or self._has_criterion or not whole or (given and finite(given)):
             return module, call
         scale = self.document.loss_scale or 1.0
-        call.outputs, call.gradients = 1, {0: torch.tensor(scale, device=_device(module))}
-        call.buffers = {f"model.{name}": buffer for name, buffer in call.buffers.items()}
+        call.ends_in_loss(torch.tensor(scale, device=_device(module)))
         return _WithLoss(module, self.loss_fn), call
 
     def _tensor(self, name: Any, at: str) -> Tensor:

@@ -91,7 +91,7 @@ def run_again(
     everything = _Models(kept.models, closure)
     with state_restored(everything, max_bytes), _grads_aside(kept.models), eager(), unchecked(), uncounted():
         torch.func.functional_call(everything, given, ())
-    trace.stray = recorder.stray
+    trace.wrote_to(recorder.stray)
     return trace
 
 

@@ -112,6 +112,11 @@ class ForwardTracer(DispatchMode):
             guard.fault("localise", error)
         return result
 
+    def set_asleep(self, asleep: bool) -> bool:
+        """Let everything pass from now on, or no longer; True if everything passed until now."""
+        before, self.asleep = self.asleep, asleep
+        return before
+
     def _looked_before(self, func: Any, args: Any, kwargs: Any) -> dict[int, State] | None:
         """The result of `_before`; None where the operation is not looked at."""
         watched = not (self.asleep or func.namespace in COLLECTIVES or capturing())

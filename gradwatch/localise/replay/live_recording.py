@@ -92,6 +92,10 @@ class Live:
         self.seconds += time.perf_counter() - self._began
         return self._trace
 
+    def record_no_more(self) -> None:
+        """Leave it at the steps so far: the cause is known."""
+        self.left = 0
+
     def close(self) -> None:
         """Stop recording."""
         self.left = 0

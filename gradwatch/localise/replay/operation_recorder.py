@@ -84,7 +84,7 @@ class Recorder:
     @contextlib.contextmanager
     def backward(self, roots: Iterable[Tensor]) -> Iterator[list[Tensor]]:
         """Watch the backward that starts at `roots`; gives the leaves it ends in."""
-        slept, self._forward.asleep = self._forward.asleep, True  # the nodes are looked at, not their kernels
+        slept = self._forward.set_asleep(True)  # the nodes are looked at, not their kernels
         try:
             self._backward.attach(roots)
             if self._backward.has_custom:
@@ -93,7 +93,7 @@ class Recorder:
             yield self._backward.leaves
         finally:
             leave_dispatch(self._inside_custom)
-            self._forward.asleep = slept
+            self._forward.set_asleep(slept)
             self._backward.close()
 
     def made_by_a_backward(self, first: int, end: int) -> None:
@@ -116,7 +116,7 @@ class Recorder:
 
     def sleep(self) -> None:
         """Look at nothing any more, and leave all that can be left."""
-        self._forward.asleep = True
+        self._forward.set_asleep(True)
         self.leave()
 
     def origin_of(self, tensor: Tensor) -> Origin | None:

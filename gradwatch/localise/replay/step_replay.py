@@ -71,6 +71,14 @@ class Trace:
         """True if some operation is at fault."""
         return self.origin is not None or bool(self.culprits)
 
+    def wrote_to(self, stray: str) -> None:
+        """Keep the operation that wrote where the old values are not restored; "" = none."""
+        self.stray = stray
+
+    def gradients_came(self, norm: float) -> None:
+        """Keep the norm of the gradients at the outputs."""
+        self.came = norm
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Replayed:
@@ -215,7 +223,7 @@ def _again(
     named = {f"model.{name}": tensor for name, tensor in given.items()}
     with state_restored(model, max_bytes), without_sharding(model), eager(), unchecked():
         torch.func.functional_call(_Step(model, run), named, ())
-    trace.stray = recorder.stray
+    trace.wrote_to(recorder.stray)
     return trace
 
 
@@ -288,7 +296,7 @@ def _backward(trace: Trace, replayed: Replayed, recorder: Recorder) -> dict[int,
     roots, seeds = replayed.roots, replayed.seeds
     grads: Sequence[Tensor | None] = ()
     if recorder.measures:
-        trace.came = length_of(seeds)
+        trace.gradients_came(length_of(seeds))
     broken = [seed for seed in seeds if not finite((seed,))]
     if broken:
         trace.incoming, trace.gradient = False, describe("gradient at the outputs", broken[0])

@@ -39,6 +39,10 @@ class Raising:
                 self._before = None
         return None
 
+    def record_no_more(self) -> None:
+        """Leave it at the steps so far: the cause is known."""
+        self.left = 0
+
     def close(self) -> None:
         """Put back what was set."""
         self.left = 0

@@ -141,7 +141,7 @@ class _Report:
         self.meant = {self.problems.closest(word, known) for word in unknown[:MAX_SUGGESTIONS]}
         for place, group in by_place.items():
             if self.problems.full:
-                self.problems.omitted += 1
+                self.problems.omit()
                 continue
             error = _apt(group, self._find(place))
             observed = any(one["type"] in OF_OBSERVED for one in group)

@@ -59,8 +59,7 @@ def merge_groups(base: Map, top: Map) -> Map:
     """The later file's groups come first: the first match wins, so they must be able to win."""
     merged = overlay(base, top, {"*": overlay})
     order = [*top.entries, *(name for name in base.entries if name not in top.entries)]
-    merged.entries = {name: merged.entries[name] for name in order}
-    return merged
+    return Map(merged.mark, {name: merged.entries[name] for name in order}, merged.dropped)
 
 
 def merge_documents(base: Map, top: Map) -> Map:

@@ -119,9 +119,7 @@ class NodeBuilder:
         node = self.open.pop()
         self.keys.pop()
         if event.end_mark.line + 1 == node.mark.line and event.end_mark.column >= node.mark.column:
-            node.mark = Mark(
-                self.source, node.mark.line, node.mark.column, event.end_mark.column + 1 - node.mark.column
-            )
+            node.underline(event.end_mark.column + 1 - node.mark.column)
         self._put(node)
 
     def _awaits_key(self) -> bool:
@@ -159,7 +157,7 @@ class NodeBuilder:
             return
         parent = self.open[-1]
         if isinstance(parent, Seq):
-            parent.dropped = True
+            parent.item_dropped()
         elif (key := self.keys[-1]) is None:
             self.keys[-1] = _Refused.KEY
         else:

@@ -75,6 +75,14 @@ class Seq:
     items: list[Node] = field(default_factory=list)
     dropped: bool = False
 
+    def item_dropped(self) -> None:
+        """Note that an item was refused and left out."""
+        self.dropped = True
+
+    def underline(self, width: int) -> None:
+        """Underline so many characters of its first line in messages: all of a list that ends on that line."""
+        self.mark = self.mark._replace(width=width)
+
 
 class Entry(NamedTuple):
     """A key's place and its value."""
@@ -90,6 +98,10 @@ class Map:
     mark: Mark
     entries: dict[str, Entry] = field(default_factory=dict)
     dropped: set[str] = field(default_factory=set)
+
+    def underline(self, width: int) -> None:
+        """Underline so many characters of its first line in messages: all of a map that ends on that line."""
+        self.mark = self.mark._replace(width=width)
 
     def set(self, key: str, mark: Mark, node: Node) -> None:
         """Put an entry; an existing one keeps its place in the order."""
@@ -165,6 +177,10 @@ class Problems:
     def __len__(self) -> int:
         return len(self._found)
 
+    def omit(self) -> None:
+        """Count a problem that is not kept: there are too many."""
+        self.omitted += 1
+
     @property
     def full(self) -> bool:
         """True if further problems are only counted."""
@@ -184,7 +200,7 @@ class Problems:
         if key in self._found:
             return
         if self.full:
-            self.omitted += 1
+            self.omit()
             return
         line = mark.source.lines[mark.line - 1] if mark.line <= len(mark.source.lines) else ""
         line = line[: mark.column + 200].rstrip() if mark.column <= MAX_SOURCE_COLUMNS else ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -22,8 +22,10 @@ from gradwatch.checkpoint import CheckpointHealthTracker
 from gradwatch.engine import BoundEngine, EngineState
 from gradwatch.engine.clipping.strictest import Clipping
 from gradwatch.engine.staggered_judging import NO_SERIES_OVERDUE, OverdueSeries
+from gradwatch.records.decision import Decision
 from gradwatch.records.record import Record
-from gradwatch.records.snapshot import Sites
+from gradwatch.records.snapshot import Sites, Snapshot
+from gradwatch.records.verdict import Verdict
 
 ORDINARY = 50  # such steps before judging may be put off; beyond every warm-up of the shipped rules
 ORDINARY_AGAIN = 8  # after something unusual in an ordinary loop: no rule is warming up any more
@@ -76,6 +78,38 @@ class OptimizerRules:
             modules = np.array([kind == "module" for kind in self.sites.kinds], np.bool_)
             self._overdue = series, sites, {columns: mask[modules] for columns, mask in sites.items()}
         return self._overdue[1:]
+
+    def judge(self, snapshot: Snapshot, failed: Callable[[Exception], None]) -> tuple[Verdict, Decision]:
+        """Judge one step and learn from it; an error in a rule raises, and then nothing has been learned.
+
+        `failed` is called with an error in a policy of `clip:`, which costs that policy's clip alone.
+        """
+        verdict, state = self.bound.evaluate(self.state, snapshot)
+        decision, self.state = self.bound.decide(state, verdict, snapshot, failed)
+        return verdict, decision
+
+    def decide_without_verdict(self, snapshot: Snapshot, failed: Callable[[Exception], None]) -> Decision:
+        """Clip by `clip:`, and skip a total that is not finite: no rule could judge the step."""
+        unjudged = self.bound.fallback(snapshot.total_norm)
+        decision, self.state = self.bound.clip(unjudged, self.state, snapshot, failed)
+        return decision
+
+    def take_state(self, state: EngineState) -> None:
+        """Go on from the state that several steps led to, which were judged in one call."""
+        self.state = state
+
+    def step_measured(self, now: float) -> tuple[float | None, bool]:
+        """Note that a step was measured `now`, in seconds of `time.perf_counter`.
+
+        Gives the seconds since the step before (None = it is the first), and True if it is another optimizer's first.
+        """
+        before, begins_anew = self.last_step, self.begins_anew
+        self.last_step, self.begins_anew = now, False
+        return None if before is None else now - before, begins_anew
+
+    def keep_record(self, record: Record) -> None:
+        """Keep the Record of the last step, in place of the one before."""
+        self.record = record
 
     def judged_together(self, count: int, last: Record) -> None:
         """Count ordinary steps that were judged in one call, the `last` of them with this Record."""

@@ -265,7 +265,7 @@ class RuleBindings:
 
     def load(self, saved: Mapping[str, Any], captures: Iterable[OptimizerCapture]) -> None:
         """Go on from saved states; captures that do not exist yet take theirs when they are bound."""
-        self.saved_states.waiting = dict(saved)
+        self.saved_states.keep(saved)
         for captured in captures:
             bound_rules = self._contexts.rules_of(captured)
             if bound_rules is not None:

@@ -151,7 +151,8 @@ class Boundary:
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Judge and act now, or, where a closure will run the backward, right after it."""
-        self._activity.thread = get_ident()
+        if self._activity.thread != get_ident():  # almost never
+            self._activity.steps_here()
         if backward_end.current() != backward_end.NONE:
             self._guarded(self._step_in_backward, optimizer)
             return None
@@ -228,7 +229,7 @@ class Boundary:
             and nested
             and (known.closure_calls is not None or known.captured.closed_at == known.captured.backwards)
         ):
-            known.nested += 1  # the outer call has judged these gradients, or will
+            known.nested_step_begins()  # the outer call has judged these gradients, or will
             return
         if self._capture.ready:
             self._capture.drain()
@@ -284,7 +285,7 @@ class Boundary:
             self._binder.go_on(ctx)
         if ctx.nested and not outer:
             captured.resume()  # the step before this one raised
-        ctx.nested = outer + 1
+        ctx.step_begins(outer)
         if ctx.acting.held:  # left behind by a step that raised
             ctx.acting.release(finished=False)
         if ctx.deferral.awaits_ranks:  # what was sent before this step's forward has come by now
@@ -401,7 +402,7 @@ class Boundary:
         captured = ctx.captured
         if ctx.nested:
             captured.resume()
-        ctx.nested = 0
+        ctx.no_step_is_under_way()
         ctx.acting.restore(finished=False)
         window = self._closed_window(optimizer, ctx, rejected=True)
         measurement = self._pipeline.measure(ctx, window)
@@ -439,10 +440,8 @@ class Boundary:
             ctx = self._current.find(optimizer)
             if ctx is not None and ctx.closure_calls is not None:
                 self._after_closure(optimizer, ctx, ctx.closure_calls)
-            elif ctx is not None and ctx.nested:
-                ctx.nested -= 1
-                if not ctx.nested:
-                    self._leave(ctx)
+            elif ctx is not None and ctx.step_ends() and ctx.captured.pruning.possible:
+                self._prune_if_due(ctx.captured)
             self._spent.end(mark)
         except Exception as error:
             self._activity.failed("boundary", error)
@@ -451,22 +450,14 @@ class Boundary:
         evaluations = self._closures.step_ended(optimizer, ctx, calls)
         if evaluations is None:
             return
-        if ctx.nested:
-            ctx.nested -= 1
-            if not ctx.nested:
-                self._leave(ctx)
+        if ctx.step_ends():
+            self._prune_if_due(ctx.captured)
         # What a skip took from copies made in the midst of the step is restored before what was at its beginning.
         if evaluations.skipped and evaluations.backup is not None:
             evaluations.backup.restore()
 
-    def _leave(self, ctx: OptimizerContext) -> None:
-        """Open the next window: the outermost call of an optimizer's step has returned."""
-        captured = ctx.captured
-        if ctx.acting.held:
-            ctx.acting.release(finished=True)
-        captured.advance()
-        if captured.loop_events.uncleared.suspected:
-            captured.loop_events.uncleared.step_taken()
+    def _prune_if_due(self, captured: OptimizerCapture) -> None:
+        """Remove most hooks of a loop that is learned."""
         if captured.pruning.possible and captured.pruning.due(captured.step):
             self._capture.prune(captured)
 

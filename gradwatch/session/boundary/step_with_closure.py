@@ -13,7 +13,6 @@ from torch.optim import Optimizer
 
 from gradwatch.actions.lbfgs_and_sam import (
     ClosureCalls,
-    WeightBackup,
     evaluates_often,
     may_climb_first,
 )
@@ -61,7 +60,7 @@ class Closures:
         calls = ctx.closure_calls  # there in a `super().step()` with a closure of its own
         depth = step_hooks.steps_under_way(optimizer) if calls is not None and calls.running else 1
         if calls is None or depth > calls.depth:
-            ctx.closure_calls = calls = ClosureCalls(None, calls, depth)
+            calls = ctx.closure_step_begins(depth)
             self._guarded(self._back_up, optimizer, ctx, calls)
             if depth == 1 and may_climb_first(optimizer):
                 self._guarded(self._given, optimizer, ctx, calls)
@@ -73,7 +72,7 @@ class Closures:
         if not evaluates_often(optimizer):
             return
         if ctx.membership is None or self._pipeline.skips_nonfinite or self._pipeline.needs_host(ctx):
-            calls.backup = WeightBackup(optimizer)
+            calls.back_up(optimizer)
 
     def _given(self, optimizer: Optimizer, ctx: OptimizerContext, calls: ClosureCalls) -> None:
         """Judge gradients that are there before the closure runs, if they are the first of the step.
@@ -85,10 +84,10 @@ class Closures:
         if not ctx.captured.backwards:
             return
         if self._moves_first(optimizer):
-            calls.count = 1
+            calls.count_gradients_before()
             self._at_step(optimizer, ctx)
         else:
-            calls.versions = versions_of(ctx.captured.params)
+            calls.keep_versions(versions_of(ctx.captured.params))
 
     def _moves_first(self, optimizer: Optimizer) -> bool:
         return any(known() is optimizer for known in self._move_first)
@@ -96,7 +95,7 @@ class Closures:
     def discard_raised(self, optimizer: Optimizer, ctx: OptimizerContext) -> None:
         """Discard the calls of a step that raised, before another one begins."""
         if step_hooks.steps_under_way(optimizer) < 2:
-            ctx.closure_calls = None
+            ctx.discard_closures()
 
     def step_ended(
         self, optimizer: Optimizer, ctx: OptimizerContext, calls: ClosureCalls
@@ -106,10 +105,9 @@ class Closures:
         while calls.outer is not None and calls.depth > depth:  # it raised
             calls = calls.outer
         if depth > calls.depth:
-            if ctx.nested:
-                ctx.nested = max(1, ctx.nested - 1)
+            ctx.nested_step_ends()
             return None
-        ctx.closure_calls = calls.outer
+        ctx.closure_step_ends(calls)
         if calls.count > 1 and ctx.nested:
             self._reset(ctx.captured)
         return calls
@@ -130,8 +128,7 @@ class Closures:
         if captured is None:
             return
         if not calls.count:
-            before, calls.versions = calls.versions, []
-            if before == versions_of(captured.params):
+            if calls.take_versions() == versions_of(captured.params):
                 return
             self._move_first = [known for known in self._move_first if known() is not None]
             self._move_first.append(weakref.ref(optimizer))
@@ -153,8 +150,8 @@ class Closures:
         norms = captured.norms_read()
         total = math.sqrt(np.dot(norms, norms))
         if not math.isfinite(total):
-            calls.later_nonfinite = True
-            ctx.nested = 0
+            calls.note_nonfinite()
+            ctx.no_step_is_under_way()
             captured.resume_at(captured.step + 1)  # a Snapshot of its own
             self._at_step(optimizer, ctx)
             return

@@ -67,8 +67,10 @@ class LoopsWithoutOptimizer:
         self._ending = False  # a step is being ended, for which everything is asked to be settled
         self._changed = False  # parameters were replaced, or added, since the backward before
         self.windows_replaced = 0  # whose parameters were all replaced by others unlike them
-        capture.unowned = lambda touched, root: self._guarded(lambda: self._arrived(touched, root))
-        capture.before_drop = self.flush  # a model may be gone before another backward begins
+        capture.call_when_unowned(
+            lambda touched, root: self._guarded(lambda: self._arrived(touched, root)),
+            self.flush,  # a model may be gone before another backward begins
+        )
         self._replaced = ReplacedParameters(
             capture, lambda: [(loop.captured, loop.probe_before) for loop in self._loops]
         )

@@ -33,22 +33,13 @@ class Decisions:
     def ask(self, bound_rules: OptimizerRules, snapshot: Snapshot) -> tuple[Verdict, Decision]:
         """The engine's verdict; an error in it costs this step's verdict, not its metrics."""
         try:
-            verdict, state = bound_rules.bound.evaluate(bound_rules.state, snapshot)
-            decision, bound_rules.state = bound_rules.bound.decide(
-                state, verdict, snapshot, self._policy_failed
-            )
+            verdict, decision = bound_rules.judge(snapshot, self._policy_failed)
         except Exception as error:
             self._activity.failed("engine", error)
-            return UNJUDGED, self._without_verdict(bound_rules, snapshot)
+            # As the other ranks are about to, which have the same numbers and no error.
+            return UNJUDGED, bound_rules.decide_without_verdict(snapshot, self._policy_failed)
         self._activity.judged()
         return verdict, decision
-
-    def _without_verdict(self, bound_rules: OptimizerRules, snapshot: Snapshot) -> Decision:
-        """Decide as the other ranks are about to, which have the same numbers and no error."""
-        decision, bound_rules.state = bound_rules.bound.clip(
-            bound_rules.bound.fallback(snapshot.total_norm), bound_rules.state, snapshot, self._policy_failed
-        )
-        return decision
 
     def _policy_failed(self, error: Exception) -> None:
         """A policy of `clip:` has failed; the verdict, the skip and the other policies are not its to cost."""

@@ -36,7 +36,7 @@ class Deferral(Generic[Step]):
     """The steps of one optimizer that wait to be judged; `judge(waiting)` takes one or more off the left to do so.
 
     `is_usual(step)` is asked when the numbers of a step are here, and waits for them where they are not: True if
-    nothing about it is urgent. Both are set before the first step is submitted.
+    nothing about it is urgent. Both are given to `judge_with` before the first step is submitted.
 
     When each of them is judged depends on the device and on the clock, and so differs between ranks. A step whose
     judgement holds a collective (`OptimizerContext.exchanges`) must therefore never come here; one whose collective has
@@ -56,6 +56,10 @@ class Deferral(Generic[Step]):
 
     def __len__(self) -> int:
         return len(self._waiting or ()) + len(self._coming or ())
+
+    def judge_with(self, judge: Callable[[deque[Step]], object], is_usual: Callable[[Step], bool]) -> None:
+        """Set what judges the steps that wait, and what says of a step that nothing about it is urgent."""
+        self.judge, self.is_usual = judge, is_usual
 
     def submit(self, step: Step) -> bool:
         """Put a step at the end of the queue; whether enough wait, or the oldest has waited long enough."""

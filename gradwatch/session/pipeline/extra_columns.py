@@ -44,7 +44,9 @@ class Measurement:
     deferrable: bool = (
         False  # no more was measured than of a step that may be judged later, by which no rule fires
     )
-    usual: bool = False  # it may be judged together with others that are
+    usual: bool = (
+        False  # if it waits, it may be judged together with others that are; on the host only such steps wait
+    )
     begins_anew: bool = False  # the first of another optimizer, by the rules of the one before
     exchange: Exchange | None = None  # what it was to tell the other ranks is on its way
 
@@ -56,9 +58,17 @@ class Measurement:
         return self.window.ready() and self.extras.ready()
 
     def as_usual(self) -> bool:
-        """True if nothing about it is urgent: all gradients arrived, of the usual size; waits for a device."""
+        """True if nothing about it is urgent: all gradients arrived, of the usual size; waits for a device.
+
+        The answer is kept in `usual`.
+        """
         usual = self.deferrable and self.captured.as_usual(self.window.raw, self.window.after)
-        return usual and all(map(math.isfinite, self.values().values()))
+        self.usual = usual and all(map(math.isfinite, self.values().values()))
+        return self.usual
+
+    def exchange_begun(self, exchange: Exchange | None) -> None:
+        """Keep its part in what the ranks exchange, which is on its way; None where they exchange nothing."""
+        self.exchange = exchange
 
     def knows_ranks(self, extras: Extras, values: Mapping[str, float]) -> None:
         """Take the columns and values of this step with those that the ranks have exchanged of it."""
@@ -183,12 +193,10 @@ class ExtraColumns:
             extras = Extras(
                 tuple(params), tuple(modules), histograms=histograms, module_histograms=module_histograms
             )
-        now = time.perf_counter()
-        before, bound_rules.last_step = bound_rules.last_step, now
-        clock = Clock(self._spent(), None if before is None else now - before, time.time())
-        begins_anew, bound_rules.begins_anew = bound_rules.begins_anew, False
+        step_seconds, begins_anew = bound_rules.step_measured(time.perf_counter())
+        clock = Clock(self._spent(), step_seconds, time.time())
         return Measurement(
-            captured, bound_rules, window, extras, scalars, clock, deferrable, begins_anew=begins_anew
+            captured, bound_rules, window, extras, scalars, clock, deferrable, captured.on_cpu, begins_anew
         )
 
     def _deferrable(

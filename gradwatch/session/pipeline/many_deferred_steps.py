@@ -89,7 +89,7 @@ class OrdinarySteps:
         if bound_rules.state is not before or not waiting or waiting[0] is not first:
             return True  # judged meanwhile, by a signal handler that saves the state
         # From here on they are taken: what fails costs their Records, and is no reason to judge them again.
-        bound_rules.state = judged.state
+        bound_rules.take_state(judged.state)
         for _ in left:
             waiting.popleft()
         try:

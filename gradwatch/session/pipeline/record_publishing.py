@@ -69,7 +69,7 @@ class Publishing:
             rules = tuple(one.rule for one in bound_rules.bound.plan.rules)
             left = reshaped(found, done, found.total_norm_applied, {})
             record = failed(record, left, done, wrong.error, rules)
-        bound_rules.record = record
+        bound_rules.keep_record(record)
         self._publish(record, facts.in_turn)
 
     def give_all(self, records: Sequence[Record], in_turn: Sequence[InTurn]) -> None:

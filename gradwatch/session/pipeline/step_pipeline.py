@@ -133,8 +133,8 @@ class StepPipeline:
             measurement.scalars[UNOWNED] = float(unowned)
         if ctx.membership is not None and ctx.membership.cadences:
             extras, values = measurement.extras, measurement.values
-            measurement.exchange = self._ranks.begin(ctx.membership, window, extras, values)
-        self._publishing.totals.measured += 1
+            measurement.exchange_begun(self._ranks.begin(ctx.membership, window, extras, values))
+        self._publishing.totals.count_measured()
         return measurement
 
     def _name_uncleared(self, captured: OptimizerCapture) -> None:
@@ -162,9 +162,8 @@ class StepPipeline:
         """
         deferral = ctx.deferral
         if deferral.judge is None:
-            deferral.judge, deferral.is_usual = partial(self._conclude_waiting, ctx), _is_usual
+            deferral.judge_with(partial(self._conclude_waiting, ctx), _is_usual)
         if measurement.captured.on_cpu:
-            measurement.usual = True
             if measurement.bound_rules.column_reader.awaiting:
                 _note_usual_move(measurement)
             return deferral.submit(measurement)
@@ -249,7 +248,8 @@ class StepPipeline:
         try:
             found = assemble(*about, shared.extras, shared.values, coverage.ratio)
             histograms = shared.extras.histograms
-            self._publishing.totals.without_histogram += histograms is not None and not histograms.of_octaves
+            if histograms is not None and not histograms.of_octaves:
+                self._publishing.totals.count_without_histogram()
         except Exception as error:
             if not self._ranks.several:
                 raise
@@ -267,7 +267,7 @@ class StepPipeline:
             self._note_move(step, decision)
         self._note_ordinary(step, verdict, snapshot)
         broken = not math.isfinite(found.total_norm)
-        bound_rules.health_tracker.nonfinite_statistics = self._sources.statistics.nonfinite(broken)
+        bound_rules.health_tracker.statistics_read(self._sources.statistics.nonfinite(broken))
         usual = partial(bound_rules.bound.usual_norms, bound_rules.state)
         findings = self._causes(step, snapshot, verdict, decision, usual)
         if verdict.events:
@@ -353,10 +353,10 @@ class StepPipeline:
 
 def _is_usual(measurement: Measurement) -> bool:
     """True if a step on a device is as usual, which its measurement keeps; waits for numbers that are not here."""
-    measurement.usual = measurement.as_usual()
-    if measurement.usual and measurement.bound_rules.column_reader.awaiting:
+    usual = measurement.as_usual()
+    if usual and measurement.bound_rules.column_reader.awaiting:
         _note_usual_move(measurement)
-    return measurement.usual
+    return usual
 
 
 def _note_usual_move(measurement: Measurement) -> None:

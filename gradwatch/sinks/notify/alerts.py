@@ -63,8 +63,12 @@ class Alerts:
         """The alerts of the next message, in the order in which the rules fired."""
         return [alert for alert in self._alerts.values() if alert.is_news]
 
-    def confirm(self, sent: Sequence[Alert]) -> None:
-        """These have been sent: what is over is dropped, what fires is not news until it is over."""
+    def confirm(self, sent: Sequence[Alert], dropped: int = 0) -> None:
+        """Note what a message has said: what is over is discarded, what fires is not news until it is over.
+
+        `dropped` is how many more rules the message said had fired.
+        """
+        self.dropped -= dropped
         for alert in sent:
             key = alert.event.rule, alert.event.optimizer
             known = self._alerts.get(key)

@@ -138,8 +138,7 @@ class Notifier(ABC):
             raise
         with self._lock:
             if news:
-                self._alerts.confirm(news)
-                self._alerts.dropped -= dropped
+                self._alerts.confirm(news, dropped)
                 self._sent = now
             if self._since is None and self._alerts.news():
                 self._since = now

@@ -10,7 +10,7 @@ import copy
 import math
 from bisect import bisect_left
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from math import isfinite
 
@@ -129,6 +129,14 @@ class RunTotals:
     mean_step_seconds: float = 0.0
     recent_step_seconds: float = 0.0
     recent_overhead_seconds: float = 0.0
+
+    def discard_record(self) -> None:
+        """Release the Record of the last step; the totals stay."""
+        self.record = None
+
+    def add_firings(self, firings: Mapping[tuple[str, str, str], int]) -> None:
+        """Set the counts of firings, by rule, kind and severity, that were kept beside the steps."""
+        self.firings |= firings
 
     @classmethod
     def of(

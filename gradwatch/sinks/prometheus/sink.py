@@ -254,7 +254,7 @@ class PrometheusSink:
     def _admit(self, index: int) -> _Optimizer:
         if len(self._optimizers) >= MAX_OPTIMIZERS:
             stalest = min(self._optimizers, key=lambda i: _last_seen(self._optimizers[i].run_totals))
-            self._budget.left += self._optimizers.pop(stalest).selection.admitted
+            self._budget.give(self._optimizers.pop(stalest).selection.admitted)
             self._column_series.drop(stalest)
         choice = self._choice
         selection = Selection(choice.params, choice.top_k, choice.match, self._budget)

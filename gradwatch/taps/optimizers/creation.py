@@ -16,11 +16,7 @@ from gradwatch.taps.process_totals import TOTALS
 
 
 def _make(layer: Layer[Callable[[Any], object]]) -> OnLookup:
-    return OnLookup(Optimizer, "__init__", layer, _count)
-
-
-def _count(optimizer: Optimizer | None) -> None:
-    TOTALS.optimizers += optimizer is not None
+    return OnLookup(Optimizer, "__init__", layer, TOTALS.count_optimizer)
 
 
 _init = Patch(Optimizer, "__init__", _make)

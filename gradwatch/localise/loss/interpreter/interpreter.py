@@ -69,13 +69,13 @@ class Interpreter:
         if self._memory.depth >= DEEPEST:
             raise Refused("loss code calls itself too deeply")
         scope = scope_of_call(func, args, kwargs, self._lines.now)
-        self._memory.depth += 1
+        self._memory.function_begins()
         try:
             if isinstance(tree, ast.Lambda):
                 return self._expressions.value(tree.body, scope)
             return self._statements.returned(tree.body, scope)
         finally:
-            self._memory.depth -= 1
+            self._memory.function_ends()
 
 
 def _function_tree(func: Any) -> ast.FunctionDef | ast.Lambda:

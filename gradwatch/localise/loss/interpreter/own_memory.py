@@ -39,6 +39,14 @@ class OwnMemory:
         self._read: dict[tuple[int, str], Any] = {}  # attributes of the script's own, as they are now
         self._unknown: dict[tuple[int, str], Any] = {}  # of which what they were before is not known
 
+    def function_begins(self) -> None:
+        """Note that a function of the script is interpreted from here on."""
+        self.depth += 1
+
+    def function_ends(self) -> None:
+        """Note that it has returned, or raised."""
+        self.depth -= 1
+
     def add_result(self, result: Any, given: Any) -> Any:
         """Note the tensors of a result whose memory is none of what was given. Returns it."""
         made = tensors(result)
