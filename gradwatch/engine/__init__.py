@@ -1,10 +1,10 @@
-"""The engine: bind rules to sites, judge each step, decide what to do, remember what was seen.
+"""The engine: bind rules to sites, judge each step, decide what to do, keep what was learned.
 
-`series` which series a rule is about, `rule_plan` a rule file bound to sites; of rules with `every: N`,
-`staggered_reads` says which site is read at a step, `staggered_judging` which series is judged; `judge` one step,
-`firing` what is pending and firing, `reporting` what is said of it; `actions` what is ordered, `clipping` standing
-policies; `engine_state` what is remembered, `baseline_restarts` what is forgotten; `engine` and `bound_engine` the two
-classes below.
+`series` gives the series that a rule judges, `rule_plan` binds a rule file to sites. Of rules with `every: N`,
+`staggered_reads` gives the sites that are read at a step, `staggered_judging` the series that are judged. `judge` takes
+one step through all rules; `firing` keeps what is pending and firing; `reporting` makes the Events. `actions` makes the
+orders of due rules, `clipping` applies the policies of `clip:`. `engine_state` is what is kept between steps,
+`baseline_restarts` makes baselines begin anew. `engine` and `bound_engine` hold the two classes below.
 """
 
 from __future__ import annotations

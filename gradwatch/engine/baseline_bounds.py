@@ -1,8 +1,8 @@
-"""Bounds made of baselines: above which norm a rule will breach, known before the backward that it clips inside.
+"""Bounds made of baselines: the norm above which a rule will breach, known before the backward that it clips.
 
 A threshold detector's score is monotone, so `score(x) > above` is the same as `x > limit`, and the limit depends on
-past steps only. A hook that clips at this bound clips a spike in the spike's own backward; the boundary then finds the
-breach by the same number and raises the alert.
+past steps only. A hook that clips at this bound clips a spike in the spike's own backward. The boundary then finds the
+breach by the same number, and the rule fires.
 
 Axes: S sites, K series of one rule.
 """
@@ -26,7 +26,7 @@ GRADIENT_NORMS = frozenset({"norm", "norm_local", "rms"})
 
 
 def bounds_of_rules(plan: Plan, state: EngineState) -> list[Bound]:
-    """The bounds, one a rule, that follow from what has been learned so far, for the next backward."""
+    """The bounds for the next backward that follow from what has been learned so far, one for each rule."""
     return [
         bound_of(one, own_state(one, state.baselines), action, plan)
         for one in plan.rules
@@ -46,9 +46,9 @@ def invertible_clip(one: RulePlan) -> Action | None:
 
 
 def bound_of(one: RulePlan, state: State, action: Action, plan: Plan) -> Bound:
-    """A rule's bound in terms of the gradient norm, at its own sites; inf elsewhere and while it warms up.
+    """A rule's bound on the gradient norm of its own sites; inf at other sites, and while the rule warms up.
 
-    `high` may be above `target`: a spike is taken back to where the norm usually is.
+    `high` may be above `target`: a spike beyond `high` is clipped down to the usual level `target`.
     """
     trigger = one.detector.limit(state)
     assert trigger is not None  # it is invertible
@@ -61,7 +61,7 @@ def bound_of(one: RulePlan, state: State, action: Action, plan: Plan) -> Bound:
 
 
 def own_state(one: RulePlan, baselines: tuple[State, ...]) -> State:
-    """The rule's share of its bank's state; of a kind that learns nothing, nothing."""
+    """The rule's share of its bank's state; nothing for a kind that learns nothing."""
     return () if one.bank == NO_BANK else part_of(one.detector, baselines[one.bank], one.part)
 
 

@@ -25,11 +25,12 @@ STEERED_BY_USER = frozenset({"loss", "lr", "loss_scale", "scaler_skip"})
 
 
 class BaselineRestarts:
-    """States of one plan whose baselines begin anew, some or all; every method is pure, but for what `warm` remembers.
+    """States of one plan in which some or all baselines begin anew.
 
-    `of_lr` are the banks, by number, that judge the learning rate, with bool[K] which of their series do;
-    `blind_anew` the rules that conditions are about and that have judged nothing once these begin anew; `warm` the ids
-    of those whose warm-up was over before baselines began anew: they have had data, whatever they wait for now.
+    Every method is pure, but for what `warm` keeps. `of_lr` are the banks, by number, that judge the learning rate,
+    with bool[K] which of their series do. `blind_anew` are the numbers of the rules that conditions are about and that
+    have judged nothing once these begin anew. `warm` are the ids of the rules whose warm-up was over before their
+    baselines began anew: they have had data.
     """
 
     def __init__(self, plan: Plan) -> None:
@@ -52,18 +53,21 @@ class BaselineRestarts:
         self.warm |= previous.warm | warm(state.plan, state)
 
     def after_rate_jump(self, state: EngineState) -> tuple[State, ...]:
-        """The baselines without the levels of all that is made of gradients; what is judged meanwhile is judged on."""
+        """The baselines without the levels learned from gradients, after the learning rate has jumped (`jumped`).
+
+        Rules go on judging by what else they have learned while they learn the new level.
+        """
         touched = self._touched(np.ones(len(self._plan.sites), np.bool_), of_gradients=True)
         return self._restarted(state, touched, keep_judging=True)
 
     def rebaseline(
         self, state: EngineState, glob: str = "*", reason: str = "", rules: Collection[str] = ()
     ) -> EngineState:
-        """The state with the baselines of all sites that match `glob` forgotten, and of totals they are part of.
+        """The state without the baselines of all sites that match `glob`, and of totals they are part of.
 
-        Those of clip policies too; with `rules`, only those that these rules judge by. For changes made on purpose:
-        those series are blind until they have warmed up again, and nothing of them is firing any more. The next step
-        reports it, with the `reason`.
+        Baselines of clip policies go too. With `rules`, only the baselines by which these rules judge. This is for
+        changes made on purpose: these series are not judged until they have warmed up again, and none of them is firing
+        any more. The Record of the next step carries the `reason`.
         """
         mask_S = self._plan.sites.select(glob)
         masks = self._touched(mask_S, rules=rules)
@@ -82,10 +86,10 @@ class BaselineRestarts:
         )
 
     def with_other_parameters(self, state: EngineState, before: Plan, reason: str) -> EngineState:
-        """The state that was adopted from `before`, without the baselines of what is made of other parameters now.
+        """The state adopted from the plan `before`, without baselines that are made of other parameters now.
 
-        Those are totals, groups, and what compares parameters with each other. Values that are not made of gradients
-        keep theirs, and so do clip policies: a step after such a change is not to go unclipped.
+        Those are the baselines of totals, of groups, and of rules that compare parameters with each other. Values that
+        are not made of gradients keep theirs. Clip policies do too: a step after such a change is not to go unclipped.
         """
         masks = tuple(
             np.concatenate(
@@ -121,14 +125,14 @@ class BaselineRestarts:
         )
 
     def for_another_optimizer(self, state: EngineState) -> EngineState:
-        """The state without what was learned of the learning rate: another optimizer has a schedule of its own."""
+        """The state without what was learned of the learning rate: another optimizer has its own schedule."""
         baselines = list(state.baselines)
         for number in self.of_lr:
             baselines[number] = self.without_rate(number, baselines[number])
         return replace(state, baselines=tuple(baselines), unjudged=state.unjudged | self.blind_anew)
 
     def without_rate(self, bank: int, baseline: State) -> State:
-        """The baseline of the bank with this number without what it learned of the learning rate."""
+        """The baseline of bank number `bank` without what it has learned of the learning rate."""
         fresh = self._fresh.get(bank)
         return (
             self._plan.banks[bank].detector.rebaseline(baseline, self.of_lr[bank], False)
@@ -181,7 +185,7 @@ class BaselineRestarts:
 
 
 def warming_up(plan: Plan, state: EngineState) -> dict[str, str]:
-    """The rules none of whose baselines has the samples it needs to judge now, with how many the fullest has."""
+    """Rules that cannot judge yet: by id, how many samples the fullest of their baselines has, in words."""
     found = {}
     for one in plan.rules:
         seen = None if one.bank == NO_BANK else getattr(state.baselines[one.bank], "n", None)
@@ -192,7 +196,7 @@ def warming_up(plan: Plan, state: EngineState) -> dict[str, str]:
 
 
 def warm(plan: Plan, state: EngineState) -> set[str]:
-    """The rules of which some baseline has the samples it needs."""
+    """The ids of the rules with at least one baseline that has the samples it needs."""
     return {one.rule.id for one in plan.rules} - warming_up(plan, state).keys()
 
 

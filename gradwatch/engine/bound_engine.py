@@ -1,4 +1,4 @@
-"""BoundEngine: rules bound to the sites of one optimizer, judging and deciding."""
+"""BoundEngine: rules bound to the sites of one optimizer; it judges steps and decides on actions."""
 
 from __future__ import annotations
 
@@ -34,12 +34,15 @@ from gradwatch.rules.rule_set import Rule
 
 
 def raised(error: Exception) -> None:
-    """An error of a policy that is not counted."""
+    """Raise the error of a policy: the default where no `failed` is given that counts it."""
     raise error
 
 
 class BlockVerdict(NamedTuple):
-    """Steps judged together: the state after them, the verdict of each, and of each the staggered series in turn."""
+    """Steps judged together.
+
+    `state` is the state after them, `verdicts` has the verdict of each, `in_turn` the staggered series judged at each.
+    """
 
     state: EngineState
     verdicts: Sequence[Verdict] = ()
@@ -47,7 +50,7 @@ class BlockVerdict(NamedTuple):
 
 
 class BoundEngine:
-    """Rules bound to sites: `evaluate` and `decide` are pure; `init` and `adopt` make their states."""
+    """Rules bound to sites: `evaluate` and `decide` are pure; `init` and `adopt` make the states they work on."""
 
     def __init__(self, plan: Plan, rank: int) -> None:
         self.plan = plan
@@ -82,16 +85,16 @@ class BoundEngine:
 
     @property
     def inactive(self) -> Mapping[str, str]:
-        """The reason why a rule of the file judges nothing here, by rule id."""
+        """By rule id, the reason why a rule of the file judges nothing on these sites."""
         return self.plan.inactive
 
     @property
     def judging(self) -> frozenset[str]:
-        """The ids of the rules that judge something here."""
+        """The ids of the rules that judge something on these sites."""
         return frozenset(one.rule.id for one in self.plan.rules)
 
     def warming_up(self, state: EngineState) -> dict[str, str]:
-        """The rules none of whose baselines has the samples it needs to judge, with how many the fullest has."""
+        """Rules that cannot judge yet: by id, how many samples the fullest of their baselines has, in words."""
         found = {
             rule: why for rule, why in warming_up(self.plan, state).items() if rule not in self.restarts.warm
         }
@@ -109,7 +112,10 @@ class BoundEngine:
         return empty_state(self.plan)
 
     def adopt(self, state: EngineState, previous: BoundEngine | None = None) -> EngineState:
-        """The state carried over to these sites and rules by name; what is new starts empty."""
+        """The state carried over to these sites and rules by name; what is new starts empty.
+
+        `previous` is the engine that the state belongs to: rules that were warm there count as having had data here.
+        """
         if previous is not None:
             self.restarts.go_on_from(previous.restarts, state)
         after = EngineState.from_dict(state.to_dict(), self.plan)
@@ -117,12 +123,14 @@ class BoundEngine:
         return replace(after, begun_anew=tuple(NewBaselines(one.reason, none) for one in state.begun_anew))
 
     def evaluate(self, state: EngineState, snapshot: Snapshot) -> tuple[Verdict, EngineState]:
-        """Judge one step. Pure; raises `GradwatchError` for a snapshot or a state of other sites.
+        """Judge one step. Pure.
 
-        Facts (NaN, Inf, overflow) are judged first, because no baseline learns a step that is skipped
-        for them. A provisional snapshot is judged for facts only. A step that the GradScaler itself rejected
-        (`scalars["scaler_skip"]` not 0) is judged only by the rules on the scaler and by those on a loss that is not
+        Rules on NaN, Inf and overflow come first: no baseline learns from a step that is skipped for them. A
+        provisional Snapshot is judged by these rules only. A step that the GradScaler rejected
+        (`scalars["scaler_skip"]` is not 0) is judged only by the rules on the scaler and by those on a loss that is not
         finite, unless it is Inf; for all others it did not happen.
+
+        Raises GradwatchError if the Snapshot or the state has other sites.
         """
         if state.plan is not self.plan or len(snapshot.norm) != self._size:
             raise GradwatchError("state or snapshot belongs to other sites; use adopt()")
@@ -158,13 +166,15 @@ class BoundEngine:
         norm: NDArray[np.float32],
         anew: Sequence[int] = (),
     ) -> BlockVerdict:
-        """Judge the first of several steps together, as far as they are surely as usual.
+        """Judge the first of several steps together, as far as they are certainly ordinary.
 
-        As `evaluate` would one after the other, bit by bit; the next one is for `evaluate`. The Snapshots are not
-        provisional, and every gradient has arrived; `norm` float32[T, P] are their norms. A rule without `do` may go on
-        firing on the same series. Where the state has just been loaded, nothing is known to be usual. `anew` are the
-        steps, in order, that are the first of another optimizer: as if each came after `for_another_optimizer`. Raises
-        GradwatchError for a state or a Snapshot of other sites.
+        The result is bit for bit that of `evaluate` on one after the other; the step after these is for `evaluate`. No
+        Snapshot may be provisional, and every gradient must have arrived; `norm` float32[T, P] are their norms. A rule
+        without `do` may go on firing on the same series. Of a state that has just been loaded no step is known to be
+        ordinary. `anew` are the positions, in order, of the steps that are the first of another optimizer: each is
+        judged as after `BaselineRestarts.for_another_optimizer`.
+
+        Raises GradwatchError if a Snapshot or the state has other sites.
         """
         if state.plan is not self.plan or any(len(one.norm) != self._size for one in snapshots):
             raise GradwatchError("state or snapshot belongs to other sites; use adopt()")
@@ -276,25 +286,25 @@ class BoundEngine:
 
     @property
     def asked(self) -> Asked:
-        """Actions inside the backward, and their sites."""
+        """Actions that may be done inside the backward, with their sites."""
         return asked(self.plan)
 
     def bounds(self, state: EngineState) -> tuple[Bound, ...]:
-        """Bounds for the hooks on parameters in the next backward."""
+        """The bounds on the norms of parameters' gradients, for the hooks of the next backward."""
         return bounds(self.plan, state)
 
     def module_bounds(self, state: EngineState) -> tuple[Bound, ...]:
-        """Bounds for the hooks on modules in the next backward."""
+        """The bounds on the gradients that modules pass on, for the hooks of the next backward."""
         return module_bounds(self.plan, state)
 
     def decide(
         self, state: EngineState, verdict: Verdict, snapshot: Snapshot, failed: Failed = raised
     ) -> tuple[Decision, EngineState]:
-        """The orders that follow from a verdict, joined over all rules; `state` is the one `evaluate`
-        returned for this snapshot, and the one returned here has learned what was decided of it.
+        """Join the orders that follow from a verdict over all rules; also gives the state that has learned from them.
 
-        The standing clips of the rule file hold on every step; a non-finite norm gets the coefficient 1
-        (`gradwatch.policies`).
+        `state` is the one that `evaluate` gave for this Snapshot. The policies of `clip:` hold on every step; a
+        non-finite norm gets the factor 1 (`gradwatch.policies`). `failed` is called with the error of a policy; without
+        it the error is raised.
         """
         decision = self._every_step
         if verdict.acting or verdict.standing:
@@ -309,10 +319,10 @@ class BoundEngine:
     def clip(
         self, decision: Decision, state: EngineState, snapshot: Snapshot, failed: Failed = raised
     ) -> tuple[Decision, EngineState]:
-        """The decision with the factors of the standing policies, and the state that has learned this step.
+        """The decision with the factors of the policies of `clip:`, and the state that has learned from this step.
 
-        A step that is skipped, that the GradScaler rejected or that is provisional is learned by none of them.
-        `failed` is called for a policy at fault, which then does nothing on this step; without it the fault is raised.
+        No policy learns from a step that is skipped, rejected by the GradScaler or provisional. `failed` is called with
+        the error of a policy, which then does nothing on this step; without it the error is raised.
         """
         if not self.clipping.policies or snapshot.scalars.get("scaler_skip"):
             return decision, state
@@ -324,17 +334,17 @@ class BoundEngine:
         return decision, replace(state, clips=self.clipping.learn(state.clips, snapshot, failed))
 
     def again(self, state: EngineState, snapshot: Snapshot, failed: Failed = raised) -> Decision:
-        """Clipping of one more gradient of a step that has been judged; it updates no state."""
+        """The clip of one more gradient of a step that has been judged (a later closure call); no state changes."""
         if self.clipping.at == "backward":
             return Decision()  # the hooks have done it
         coef = self.clipping.coefficients(state.clips, snapshot, failed) if self.clipping.policies else None
         return self._every_step if coef is None else self._every_step | Decision(coef=coef)
 
     def fallback(self, total_norm: float) -> Decision:
-        """The orders that hold without a verdict, should `evaluate` fail.
+        """The orders that hold without a verdict, if `evaluate` fails.
 
-        The standing clip of the total (`clip` adds the others), and the skip of a step whose gradients are not
-        finite where a rule asks for it.
+        These are the bound of `clip:` on the total norm (`clip` adds the other policies), and the skip of a step whose
+        `total_norm` is not finite, if a rule asks for that.
         """
         broken = not math.isfinite(total_norm)
         skips = any(on_gradients(one.rule) and one.rule.acts and one.skip for one in self.plan.rules)
@@ -342,15 +352,15 @@ class BoundEngine:
 
     @property
     def decision_otherwise(self) -> Decision:
-        """The decision on a step on which no rule acts, but for what policies of `clip:` make of its norms."""
+        """The decision on a step on which no rule acts, without the factors of `clip:` that depend on its norms."""
         return self._every_step
 
     def usual_norms(self, state: EngineState) -> dict[str, float]:
-        """The usual norm of each parameter's gradient, by its name, as far as a rule has learned it (`spike`)."""
+        """By parameter name, the usual norm of its gradient, where a rule of kind `spike` has learned one."""
         return usual_norms(self.plan, state.baselines)
 
     def usual_loss(self, state: EngineState) -> float:
-        """The usual loss, as a rule has learned it (`loss_spike`); NaN where none has, or where it is not positive."""
+        """The usual loss where a rule of kind `loss_spike` has learned one; NaN elsewhere, or if it is not positive."""
         return usual_loss(self.plan, state.baselines)
 
 

@@ -7,7 +7,7 @@ from gradwatch.runtime.printable import shortened
 
 
 def changed_parameters(before: Sites, now: Sites) -> str:
-    """The parameters that an optimizer has got or has lost, in words; "" where it has the same."""
+    """The parameters that an optimizer has gained or lost, in words; "" if there are none."""
     was, has = (
         {name: None for name, kind in zip(sites.names, sites.kinds, strict=True) if kind == "param"}
         for sites in (before, now)

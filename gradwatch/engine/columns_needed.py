@@ -1,6 +1,6 @@
-"""Columns that the capture must read beyond the free ones, and of which sites at which steps: the union over all rules.
+"""Columns that the capture must read beyond the norms, of which sites and at which steps: the union over all rules.
 
-A rule judges a column of `COSTLY_COLUMNS` at its own cadence and at no other, however often another asks for it.
+A rule judges a column of `COSTLY_COLUMNS` at its own cadence and at no other, however often another rule asks for it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,11 @@ Cadences = Mapping[str, frozenset[int]]
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Cadences by column: `whole` those at which all sites are read together, `staggered` each site at its phase.
+    """Cadences by column, in optimizer steps.
 
-    `about` are bool[S], the sites that any rule judges by a column; without it, all.
+    `whole` are those at which all sites are read together, `staggered` those at which each site is read at its own
+    phase. `about` are bool[S] by column: the sites that any rule judges by it; a column that is not there is read of
+    all sites.
     """
 
     whole: Cadences = field(default_factory=dict)
@@ -47,7 +49,7 @@ class Needs:
         return frozenset().union(*self.whole.values(), *self.staggered.values())
 
     def due(self, column: str, step: int, staggering: Staggering) -> BoolArray | None:
-        """bool[S]: the sites of `staggering` of which a column is read at this step; None where it is none."""
+        """bool[S]: the sites of which a column is read at this step; None if it is read of none."""
         if step < first_step(column):
             return None
         due: BoolArray = np.zeros(len(staggering), np.bool_)
@@ -60,7 +62,7 @@ class Needs:
         return due if due.any() else None
 
     def next_due(self, column: str, step: int, staggering: Staggering) -> int | None:
-        """The first step after this one at which a column is read of any site; None where it is not asked for."""
+        """The first step after this one at which a column is read of any site; None if no rule asks for it."""
         later = max(step + 1, first_step(column))
         about = self.about.get(column)
         if about is not None and not about.any():
@@ -89,12 +91,12 @@ class Needs:
         return Needs(whole, staggered, self.about)
 
     def of(self, own: NDArray[np.intp]) -> Needs:
-        """The same of the sites at `own`."""
+        """The needs of the sites at the positions `own`."""
         return Needs(self.whole, self.staggered, {name: about[own] for name, about in self.about.items()})
 
 
 def first_step(column: str) -> int:
-    """The first step with a value of a column: what step s has done is seen at the boundary of s + 1."""
+    """The first step that has a value of a column; 1 where the column compares with the step before, else 0."""
     return 1 if column in AFTER_A_STEP else 0
 
 

@@ -20,9 +20,9 @@ from gradwatch.rules.rule_set import Rule, RuleSet
 
 
 class Engine:
-    """A rule file ready to be bound to models. Immutable; all memory is in the `EngineState`s it hands out.
+    """A rule file ready to be bound to models. Immutable: everything that is learned is in `EngineState`s.
 
-    `rank` is only told to annotations (`{rank}`).
+    `rank` is used for annotations only (`{rank}`).
     """
 
     def __init__(self, ruleset: RuleSet, rank: int = 0) -> None:
@@ -33,7 +33,7 @@ class Engine:
 
     @property
     def rule_infos(self) -> tuple[RuleInfo, ...]:
-        """Descriptions of the enabled rules for sinks, by id."""
+        """Descriptions of the enabled rules for sinks, sorted by id."""
         return tuple(
             RuleInfo(rule.id, rule.kind, rule.severity, _named(rule), getattr(rule.detect, "of", ""))
             for rule in self._enabled()
@@ -41,11 +41,11 @@ class Engine:
 
     @property
     def columns(self) -> frozenset[str]:
-        """Every column that an enabled rule reads, free or not."""
+        """Every column that an enabled rule reads, norms included."""
         return frozenset(name for rule in self._enabled() for name in rule.detect.columns)
 
     def cadences_of(self, columns: AbstractSet[str]) -> frozenset[int]:
-        """The cadences of the enabled rules that read any of these columns."""
+        """The cadences, in optimizer steps, of the enabled rules that read any of these columns."""
         return frozenset(
             rule.every for rule in self._enabled() if not columns.isdisjoint(rule.detect.columns)
         )
@@ -62,7 +62,7 @@ class Engine:
 
     @cached_property
     def acts_on_host(self) -> bool:
-        """True if some rule or policy acts otherwise, so that norms must be on the host before the step."""
+        """True if a rule or policy does more than skip non-finite steps, so that it needs the norms before the step."""
         rules = any(
             rule.acts and not (_skips_on_device(rule) or only_in_backward(self.ruleset, rule.id))
             for rule in self._enabled()
@@ -70,7 +70,7 @@ class Engine:
         return rules or self._clip_needs_host
 
     def acts_by(self, kind: str) -> bool:
-        """True if some rule acts by what a rule of this kind says: its own, or one that its condition is about."""
+        """True if an action depends on a rule of this kind: its own action, or one of a rule with a condition on it."""
         acting = by_what_acts(self.ruleset)
         return any(rule.kind == kind and rule.id in acting for rule in self._enabled())
 
@@ -83,22 +83,23 @@ class Engine:
         return sorted((rule for rule in self.ruleset.rules if rule.enabled), key=lambda rule: rule.id)
 
     def check(self, sites: Sites, strict: bool = False) -> None:
-        """Raise `UnfitRulesError` unless all that is asked of these sites (all the model's) can be carried out.
+        """Raise `UnfitRulesError` if something that the rules ask for cannot be carried out on these sites.
 
-        With `strict`, rules and groups that match nothing raise `UnmatchedRulesError`; see `unmatched`.
+        `sites` are those of all models. With `strict`, rules and groups that match nothing raise `UnmatchedRulesError`;
+        see `unmatched`.
         """
         admit(self.ruleset, sites, strict)
 
     def refusals(self, sites: Sites) -> list[Refusal]:
-        """Refusals of what cannot be carried out on these sites; what `check` raises for, item by item."""
+        """Everything that cannot be carried out on these sites, item by item; `check` raises if there is any."""
         return list(refusals(self.ruleset, sites.labelled(labels(self.ruleset.groups, sites))))
 
     def unmatched(self, sites: Sites) -> dict[str, str]:
-        """Reasons, by rule id or group (`group:NAME`), for matching no site here; `optional` ones are left out."""
+        """By rule id or group (`group:NAME`), the reason why it matches no site; `optional` ones are left out."""
         return unmatched(self.ruleset, sites.labelled(labels(self.ruleset.groups, sites)))
 
     def bind(self, sites: Sites) -> BoundEngine:
-        """The engine for the sites of one optimizer; a rule that matches none of them is simply inactive."""
+        """The engine for the sites of one optimizer; a rule that matches none of them is inactive, with a reason."""
         labelled = sites.labelled(labels(self.ruleset.groups, sites))
         return BoundEngine(make_plan(self.ruleset, labelled), self.rank)
 

@@ -1,4 +1,4 @@
-"""State of an engine between steps, and how it is saved and restored: by site name, through JSON, to other sites.
+"""State of an engine between steps; saved as JSON by site name, and restored to sites that may be others.
 
 Axes: K series of a bank or a rule.
 """
@@ -24,7 +24,7 @@ FORMAT = 1
 
 
 class NewBaselines(NamedTuple):
-    """Series that learn anew, `masks` bool[K] of each bank; told with the next step."""
+    """Series that learn anew, for `reason`: `masks` has bool[K] of each bank. The next step reports it."""
 
     reason: str
     masks: tuple[BoolArray, ...]
@@ -70,13 +70,13 @@ class EngineState:
 
     @property
     def may_act(self) -> bool:
-        """True if a rule with a `do` is pending or firing, or where that is not known."""
+        """True if a rule with a `do` is pending or firing, or if it is not known whether one is."""
         if not self.active:
             return self.active is None
         return any(self.plan.rules[number].rule.do for number in self.active)
 
     def with_learned(self, baselines: tuple[State, ...], lr: float | None) -> EngineState:
-        """The state after a step that changed no rule; nothing was in turn, as far as this says."""
+        """The state after a step that changed no rule; `in_turn` is empty in it until `with_turns` sets it."""
         done = self.done if self.done == self.plan.may_be_done else self.plan.done(baselines)
         return EngineState(
             self.plan,
@@ -92,7 +92,7 @@ class EngineState:
         )
 
     def with_turns(self, in_turn: InTurn, overdue: OverdueSeries) -> EngineState:
-        """The state with the staggered series that were in turn, and what is overdue of them."""
+        """The state with the staggered series whose turn it was, and those of them that could not be judged."""
         return EngineState(
             self.plan,
             self.baselines,
@@ -131,7 +131,7 @@ class EngineState:
     def from_dict(cls, saved: Mapping[str, Any], plan: Any) -> EngineState:
         """The state for a bound engine (or a Plan): what is known by name is kept, what is new starts empty.
 
-        Survives renamed rules (baselines stay), changed thresholds, and parameters that came or went. Raises
+        It fits after rules were renamed (baselines stay), thresholds changed, or parameters came or went. Raises
         `GradwatchError` for a dict that no `to_dict` of this format wrote.
         """
         plan = getattr(plan, "plan", plan)
@@ -146,7 +146,7 @@ class EngineState:
 
 
 def rules_anew(plan: Plan, begun: NewBaselines) -> dict[int, BoolArray]:
-    """The rules of which some baseline begins anew, by number, with bool[K] their series of which all do."""
+    """By rule number, bool[K] the series of which all baselines begin anew, for rules with any such baseline."""
     found = {}
     for number, one in enumerate(plan.rules):
         masks = [begun.masks[each.bank][each.part] for each in one.yardsticks]
@@ -156,7 +156,7 @@ def rules_anew(plan: Plan, begun: NewBaselines) -> dict[int, BoolArray]:
 
 
 def empty_state(plan: Plan) -> EngineState:
-    """Nothing seen, nothing pending."""
+    """The state before the first step: nothing learned, nothing pending."""
     return EngineState(
         plan,
         tuple(bank.detector.init(bank.size) for bank in plan.banks),

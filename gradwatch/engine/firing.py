@@ -34,7 +34,7 @@ class FiringState(NamedTuple):
 
 
 class Moved(NamedTuple):
-    """The FiringState after a sample, and the series that changed: `fired[K]`, `resolved[K]`."""
+    """The FiringState after a sample; `fired[K]` and `resolved[K]` are the series that began or ceased to fire."""
 
     track: FiringState
     fired: BoolArray
@@ -46,12 +46,12 @@ IDLE = FiringState(np.zeros(0, np.int32), np.zeros(0, np.bool_), np.zeros(0, np.
 
 
 def at_rest(track: FiringState) -> FiringState:
-    """The idle FiringState that remembers the last incident of `track`, and when it acted."""
+    """The idle FiringState that keeps the last incident of `track`, and the steps on which it acted."""
     return IDLE._replace(incident=track.incident, resolved_at=track.resolved_at, acted=track.acted)
 
 
 def awake(track: FiringState, size: int) -> FiringState:
-    """`track` with its K arrays in place."""
+    """`track` with its K arrays, which an idle FiringState does not have."""
     if not track.idle:
         return track
     return track._replace(
@@ -63,9 +63,9 @@ def awake(track: FiringState, size: int) -> FiringState:
 
 
 def unchanged_by(track: FiringState, breach: BoolArray, judged: BoolArray, for_: int) -> bool:
-    """True if this sample moves nothing: of what it judges, what fires breaches on and nothing else does.
+    """True if this sample changes nothing: series that fire breach, and no other judged series does.
 
-    A series that was not judged stays as it is.
+    A series that was not judged stays as it is. `for_` is the number of breaching samples in a row that make it fire.
     """
     if track.idle:
         return False
@@ -82,11 +82,11 @@ def move(
     for_: int,
     keep: int,
 ) -> Moved:
-    """One sample of K series: count, fire, fall quiet, resolve.
+    """Take K series through one sample: count, fire, count quiet steps, resolve.
 
-    A series fires after `for_` breaching samples in a row. A sample at the clear level starts the quiet
-    count, a breach ends it, and at the first sample `keep` or more steps later the series resolves. A
-    sample that was not judged (missing, warming up) changes nothing.
+    A series fires after `for_` breaching samples in a row. A sample with `clear` starts the count of quiet steps, a
+    breach ends it, and at the first sample `keep` or more optimizer steps later the series resolves. A sample that was
+    not judged (missing, warming up) changes nothing.
     """
     track = awake(track, len(breach))
     more = np.minimum(track.streak + 1, for_).astype(np.int32)

@@ -1,7 +1,7 @@
 """One step through all rules: read, learn, compare, count. The hot path of the engine.
 
-On a healthy step most rules end at a bound: the smallest and largest value of a column, or the largest
-score of a bank, compared once. Masks, tracks and Events are built only for rules that trip or are not idle.
+On a healthy step most rules end at a bound: the smallest and largest value of a column, or the largest score of a bank,
+compared once. Masks, FiringStates and Events are made only for rules that trip or are not idle.
 
 Axes: R rules, B banks, K series of one rule.
 """
@@ -32,7 +32,7 @@ from gradwatch.records.verdict import Due, Verdict
 
 
 class BankResult(NamedTuple):
-    """Result of a bank on this step: its samples, its scores (None = none can breach), its state before."""
+    """Result of a bank on this step: its samples, their scores (None = none can breach), its state before."""
 
     sample: Sample
     score: FloatArray | None
@@ -47,7 +47,7 @@ IDLE = Scored(NOTHING, NOTHING, np.zeros(0, np.bool_))
 
 
 class Step:
-    """The judgement of the Snapshot of a `reader` under way; `finish` gives the Verdict and the next state."""
+    """The judgement of one Snapshot while it is made; `finish` gives the Verdict and the next state."""
 
     __slots__ = (
         "_before",
@@ -89,7 +89,7 @@ class Step:
         self.unjudged = state.unjudged
 
     def begin_anew(self, begun: Iterable[NewBaselines]) -> None:
-        """Tell which baselines learn anew from this step on; what was firing by them is resolved."""
+        """Report the baselines that begin anew at this step; series that were firing by them are resolved."""
         for one in begun:
             found = rules_anew(self.plan, one)
             for number, mask in found.items():
@@ -124,7 +124,7 @@ class Step:
     def learn(
         self, baselines: tuple[State, ...], learning: bool, only: frozenset[str] = frozenset()
     ) -> tuple[State, ...]:
-        """Score every bank that is due, and absorb the samples unless this step must not be learned.
+        """Score every bank that is due, and learn from its samples unless `learning` is False.
 
         `only` restricts it to banks over these columns; empty = all banks.
         """
@@ -144,7 +144,7 @@ class Step:
         return tuple(after)
 
     def judge(self, number: int) -> None:
-        """Take one rule through this step; a rule whose column was not measured stays as it is."""
+        """Judge one rule, by its number; a rule whose column was not measured stays as it is."""
         one, track = self.plan.rules[number], self.tracks[number]
         if self.snapshot.step % one.judged_every or self._is_suspended(number):
             return
@@ -165,9 +165,9 @@ class Step:
         return any(not track.idle and bool(track.firing.any()) for track in others)
 
     def judge_conditions(self, judged: Collection[int] | None = None) -> None:
-        """Take the rules with a condition through this step, after all that they name.
+        """Judge the rules with a condition, after all rules that they name.
 
-        Of those whose rules are not all `judged` on it (None = every rule is) nothing changes.
+        A condition on a rule that is not in `judged` (None = every rule is) stays as it is.
         """
         values: dict[int, bool | None] = {}
         for one in self.plan.conditions:
@@ -189,7 +189,7 @@ class Step:
         return judges(one, self.plan, self.reader, () if result is None else result.before, sample)
 
     def scored(self, one: RulePlan, idle: bool) -> Scored:
-        """The scores of one rule; IDLE when it is idle and a bound shows that nothing breaches."""
+        """The scores of one rule; IDLE if the rule is idle and a bound proves that no series breaches."""
         detector = one.detector
         if one.bank == NO_BANK:
             bounds = self.reader.bounds(one.series)
@@ -276,7 +276,7 @@ class Step:
         return Due(upon, worst, usual, climbed(one, track, self.snapshot.step))
 
     def finish(self, baselines: tuple[State, ...], lr: float | None) -> tuple[Verdict, EngineState]:
-        """The verdict of the rules on this step, and the state after it."""
+        """The verdict of the rules on this step, and the state after it; `lr` is the learning rate of the step."""
         tracks, consecutive = tuple(self.tracks), tuple(self.consecutive)
         active = self._active()
         firing = firing_of(self.plan, tracks, sorted(active))
@@ -316,7 +316,10 @@ class Step:
 
 
 def judges(one: RulePlan, plan: Plan, reader: Reader, before: State, sample: Sample | None = None) -> bool:
-    """True if a rule has a score of any of its series, given the state of its bank; `sample` is that of the bank."""
+    """True if a rule has a score for any of its series, with its bank in the state `before`.
+
+    `sample` is the bank's sample of this step, if it was read already.
+    """
     if one.bank == NO_BANK:
         part, sample = slice(None), reader.sample(one.series, one.detector.columns)
     else:
@@ -325,9 +328,10 @@ def judges(one: RulePlan, plan: Plan, reader: Reader, before: State, sample: Sam
 
 
 def acted_on(one: RulePlan, scored: Scored, track: FiringState) -> BoolArray:
-    """bool[K]: the series on which a rule's actions are due on this very step.
+    """bool[K]: the series for which a rule's actions are due on this step.
 
-    Those that breach once `for` is met; a non-finite gradient at once, since by the next step it is too late.
+    Those are the series that breach and have done so `for` times in a row; for a non-finite gradient the first breach
+    counts, since at the next step it would be too late.
     """
     if one.detector.finiteness:
         return scored.breach
@@ -337,7 +341,7 @@ def acted_on(one: RulePlan, scored: Scored, track: FiringState) -> BoolArray:
 
 
 def under_factor(plan: Plan, tracks: Iterable[FiringState]) -> dict[str, BoolArray]:
-    """bool[K] for each rule that rescales and was firing: its factor stands until the rule is resolved."""
+    """By rule id, bool[K] for each rule that rescales and was firing: its factor holds until the rule resolves."""
     return {
         one.rule.id: track.firing
         for one, track in zip(plan.rules, tracks, strict=True)
@@ -346,12 +350,12 @@ def under_factor(plan: Plan, tracks: Iterable[FiringState]) -> dict[str, BoolArr
 
 
 def firing_now(state: EngineState) -> dict[str, BoolArray]:
-    """bool[S] for each rule that is firing, whether or not it was evaluated on this step."""
+    """By rule id, bool[S] for each rule that is firing, even if it was not evaluated on this step."""
     return firing_of(state.plan, state.tracks, range(len(state.tracks)))
 
 
 def firing_of(plan: Plan, tracks: Sequence[FiringState], numbers: Iterable[int]) -> dict[str, BoolArray]:
-    """bool[S] for each of these rules that is firing."""
+    """By rule id, bool[S] for each of the rules of these `numbers` that is firing."""
     firing = {}
     for number in numbers:
         one, track = plan.rules[number], tracks[number]

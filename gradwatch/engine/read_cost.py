@@ -1,8 +1,9 @@
-"""The price of rules in reads: the cadence of each column, and the bytes that a step reads for all of them.
+"""The cost of rules in memory reads: the cadence of each column, and the bytes that a step reads for all of them.
 
-Beyond the read of every gradient for its norm, which each step pays. One pass over a gradient gives its zeros and
-extremes, one its mean and deviation, one its histogram; one each a moment, two where the gradient is read with it.
-Without what is overdue (`gradwatch.engine.staggered_judging`), which is read beside.
+The read of every gradient for its norm comes on top; each step pays for that. Zeros and extremes of a gradient take one
+pass over it, mean and deviation one, a histogram one; each of an optimizer's moments takes one, or two where it is read
+together with the gradient. Overdue series (`gradwatch.engine.staggered_judging`), which are read besides, are not
+counted.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ MOST_STEPS = 5_000
 
 
 class ColumnCost(NamedTuple):
-    """A column that is read of whole tensors: what is read, the cadences at which, and the rules that ask for it."""
+    """A column that is read of whole tensors: `reads` names what is read; its cadences in words, its rules by id."""
 
     column: str
     reads: str
@@ -63,14 +64,14 @@ def column_costs(rules: Iterable[Rule]) -> list[ColumnCost]:
 
 
 def cadence(rule: Rule) -> str:
-    """The cadence of a rule, in words."""
+    """The cadence of a rule in words."""
     if rule.every == 1:
         return "all at each step"
     return f"each every {rule.every} steps" if rule.staggered else f"all every {rule.every} steps"
 
 
 def histogram_costs(histograms: Histograms) -> list[ColumnCost]:
-    """Histograms, as if they were columns that a rule asks for."""
+    """The cost of histograms, in the form of columns that rules ask for."""
     cadences = "all at each step" if histograms.every == 1 else f"each every {histograms.every} steps"
     reads = {"gradients": "gradient", "activations": "output"}
     return [

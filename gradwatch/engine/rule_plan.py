@@ -1,4 +1,4 @@
-"""A rule file bound to the sites of one optimizer: the series each rule judges, the baselines they share."""
+"""A rule file bound to the sites of one optimizer: the series that each rule judges, the baselines they share."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ class Bank:
 
     @property
     def columns(self) -> frozenset[str]:
-        """The columns its segments are about."""
+        """The columns that its segments are about."""
         return frozenset(segment.column for segment in self.segments)
 
     def sample(self, reader: Reader) -> Sample | None:
-        """The samples of all segments; None when none of them was measured this step."""
+        """The samples of all segments; None if none of them was measured at this step."""
         if len(self.segments) == 1:
             return reader.sample(self.segments[0], self.detector.columns)
         samples = [reader.sample(segment) for segment in self.segments]
@@ -75,7 +75,7 @@ def _narrow(values: FloatArray) -> FloatArray:
 
 
 class Yardstick(NamedTuple):
-    """A detector that a rule judges its series by, the bank (its number) it learns in, and the rule's part of that."""
+    """A detector by which a rule judges its series, the number of the bank that it learns in, and its part there."""
 
     detector: Detector
     bank: int
@@ -84,10 +84,10 @@ class Yardstick(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RulePlan:
-    """One rule bound: the series it judges (`shown` is how Events name them), and its share of a bank.
+    """One bound rule: the series it judges (`shown` is how Events name them), and its share of a bank.
 
-    `bank` is the index of its bank and `part` its slice there; NO_BANK for a kind that learns nothing. `second` is its
-    second yardstick, if it has one: what breaches by either of them breaches.
+    `bank` is the number of its bank and `part` its slice there; NO_BANK for a kind that learns nothing. `second` is its
+    second yardstick, if it has one: a series that breaches by either of them breaches.
     """
 
     rule: Rule
@@ -101,7 +101,7 @@ class RulePlan:
 
     @property
     def yardsticks(self) -> tuple[Yardstick, ...]:
-        """All detectors that learn for it."""
+        """Every detector that learns for this rule."""
         if self.bank == NO_BANK:
             return ()
         first = Yardstick(self.detector, self.bank, self.part)
@@ -109,7 +109,7 @@ class RulePlan:
 
     @property
     def rare(self) -> bool:
-        """True if there are steps on which it is not evaluated, by its `every` or for want of its column."""
+        """True if some steps do not evaluate it: because of its `every`, or because its column is not always read."""
         return self.judged_every != 1 or not self.series.always
 
     def action(self, name: str) -> Action | None:
@@ -123,14 +123,14 @@ class RulePlan:
 
     @property
     def max_consecutive(self) -> int | None:
-        """Number of steps in a row that it may skip; None = any number, or it never skips."""
+        """Number of steps in a row that it may skip; None = no limit, or the rule never skips."""
         limit = None if self.skip is None else self.skip.params.get("max_consecutive")
         return None if limit is None else int(limit)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Plan:
-    """All rules bound to `sites`, and the standing clips; `inactive` says why a rule is not among `rules`."""
+    """All rules bound to `sites`, and the policies of `clip:`; `inactive` says why a rule is not in `rules`."""
 
     sites: Sites
     rules: tuple[RulePlan, ...]
@@ -155,24 +155,24 @@ class Plan:
         return frozenset[int]().union(*self.suspended_by)
 
     def suspended_while(self, firing: AbstractSet[int]) -> frozenset[int]:
-        """The numbers of the rules that judge nothing while these fire."""
+        """The numbers of the rules that judge nothing while the rules `firing` fire."""
         return frozenset(
             number for number, others in enumerate(self.suspended_by) if not firing.isdisjoint(others)
         )
 
     @property
     def joined(self) -> frozenset[int]:
-        """The numbers of the rules with a detector that conditions are about."""
+        """The numbers of the rules with a detector on which a condition depends."""
         return frozenset[int]().union(*(one.of for one in self.conditions))
 
     def done(self, baselines: tuple[State, ...]) -> tuple[bool, ...]:
-        """By bank: True if healthy steps, on which its columns are positive, cannot change it any more."""
+        """By bank: True if healthy steps on which its columns are positive cannot change its state any more."""
         banks = zip(self.may_be_done, self.banks, baselines, strict=True)
         return tuple(may and bank.detector.done(baseline) for may, bank, baseline in banks)
 
 
 def make_plan(ruleset: RuleSet, sites: Sites) -> Plan:
-    """Bind every enabled rule; `sites` carry their labels. Never raises for a rule that matches nothing."""
+    """Bind every enabled rule to `sites`, which carry labels; a rule that matches nothing is `inactive`, no error."""
     inactive, found = dict(ruleset.inactive), []
     staggering = staggering_of(sites)
     for rule in _named_first(rule for rule in ruleset.rules if rule.enabled):
@@ -269,7 +269,7 @@ def staggering_of(sites: Sites) -> Staggering:
 
 
 def idle_reason(rule: Rule, ruleset: RuleSet, series: Series) -> str:
-    """The reason why a rule cannot judge anything among these sites; "" when it can."""
+    """The reason why a rule can judge nothing among these sites; "" if it can."""
     if series.column in MODULE_COLUMNS and ruleset.modules is None:
         return f"{series.column} needs module taps: add `modules: {{tap: output}}` to the rule file"
     if series.column in RANK_COLUMNS and len(series) == 0:

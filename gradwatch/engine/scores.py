@@ -24,7 +24,7 @@ class Scored(NamedTuple):
 
     @property
     def judged(self) -> BoolArray:
-        """bool[K]: the series that any yardstick has judged."""
+        """bool[K]: the series that at least one yardstick has judged."""
         judged: BoolArray = ~np.isnan(self.score)
         return judged if self.second is None else judged | ~np.isnan(self.second)
 
@@ -32,7 +32,7 @@ class Scored(NamedTuple):
 def scored_by(
     detector: Detector, values: FloatArray, score: FloatArray, second: FloatArray | None = None
 ) -> Scored:
-    """The result of these scores: a series breaches where either does."""
+    """The result for these scores: a series breaches if it does by either yardstick."""
     breach = breaches(detector, score)
     if second is not None and detector.second is not None:
         breach = breach | breaches(detector.second, second)
@@ -40,7 +40,7 @@ def scored_by(
 
 
 def cleared(detector: Detector, scored: Scored) -> BoolArray:
-    """bool[K]: the series that are on the healthy side by every yardstick that has judged them, and by one at least."""
+    """bool[K]: the series that are healthy by every yardstick that has judged them, and judged by at least one."""
     clear = clears(detector, scored.score)
     if scored.second is None or detector.second is None:
         return clear
@@ -53,7 +53,7 @@ def cleared(detector: Detector, scored: Scored) -> BoolArray:
 def worst_first(
     detector: Detector, scored: Scored, depths: NDArray[np.int64], involved: BoolArray
 ) -> NDArray[np.intp]:
-    """Indices of the series involved, worst score first; of equals the deepest first."""
+    """Indices of the series involved, the worst score first; of equal scores the deepest series first."""
     chosen = np.flatnonzero(involved)
     if scored.second is None or detector.second is None:
         badness = scored.score[chosen] if detector.comparison == "below" else -scored.score[chosen]
@@ -63,7 +63,7 @@ def worst_first(
 
 
 def exceeded_by(detector: Detector, scored: Scored, k: int) -> tuple[Detector, float]:
-    """The yardstick that series k exceeds most, and its score by that."""
+    """The yardstick whose threshold series k exceeds most, and the score by that yardstick."""
     if scored.second is None or detector.second is None:
         return detector, float(scored.score[k])
     first, second = (

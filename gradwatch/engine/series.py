@@ -1,4 +1,4 @@
-"""Series that a rule is about: one per site, per group, or one over a total or a scalar.
+"""Series that a rule judges: one per site, one per group, or one for a total or a scalar.
 
 Axes: S sites, I selected sites, K series.
 """
@@ -53,11 +53,11 @@ class Series:
 
     @property
     def always(self) -> bool:
-        """True if it has values on steps on which no column was measured beside the norms (and by rank)."""
+        """True if it has values even on steps on which only norms (and columns by rank) were measured."""
         return is_free(self.column) or self.column in COUNT_COLUMNS or self.column in RANK_COLUMNS
 
     def touched(self, sites: Sites, mask_S: BoolArray) -> BoolArray:
-        """bool[K]: the series that any site of `mask_S` is part of; a scalar counts as made of all."""
+        """bool[K]: the series that contain a site of `mask_S` bool[S]; a scalar counts as made of all sites."""
         if self.scope == "scalar":
             return np.full(len(self), bool(mask_S.any()))
         chosen = mask_S if self.index is None else mask_S[self.index]
@@ -98,7 +98,7 @@ def group_masks(groups: tuple[Group, ...], sites: Sites) -> dict[str, BoolArray]
 
 
 def labels(groups: tuple[Group, ...], sites: Sites) -> tuple[str, ...]:
-    """The label group of each of S sites: the first group that matches, "" where none does."""
+    """The label of each of S sites: the name of the first group that matches it, "" if none does."""
     label = np.full(len(sites), "", dtype=object)
     for name, mask in reversed(group_masks(groups, sites).items()):
         label[mask] = name
@@ -106,7 +106,7 @@ def labels(groups: tuple[Group, ...], sites: Sites) -> tuple[str, ...]:
 
 
 def matching(sites: Sites, globs: tuple[str, ...]) -> BoolArray:
-    """bool[S]: the sites whose name matches any of the globs."""
+    """bool[S]: the sites whose name matches at least one of the globs."""
     mask = np.zeros(len(sites), np.bool_)
     for glob in globs:
         mask |= sites.select(glob)
@@ -114,7 +114,7 @@ def matching(sites: Sites, globs: tuple[str, ...]) -> BoolArray:
 
 
 def selected(rule: Rule, ruleset: RuleSet, sites: Sites) -> BoolArray:
-    """bool[S]: the sites a rule is about, by `groups`, `exclude`, and what its kind can judge."""
+    """bool[S]: the sites that a rule is about, by its `groups` and `exclude`, and by what its kind can judge."""
     column = rule.detect.columns[0]
     wanted = "module" if column in MODULE_COLUMNS else "rank" if column in RANK_COLUMNS else "param"
     mask = np.array([kind == wanted for kind in sites.kinds], np.bool_)
@@ -133,7 +133,7 @@ def selected(rule: Rule, ruleset: RuleSet, sites: Sites) -> BoolArray:
 
 
 def series_of(rule: Rule, ruleset: RuleSet, sites: Sites, staggering: Staggering) -> Series:
-    """The series a rule judges among these sites, which carry their labels and have these phases."""
+    """The series that a rule judges among these sites, which carry labels; `staggering` has their phases."""
     detector: Detector = rule.detect
     column = detector.columns[0]
     if is_scalar(column):
@@ -202,5 +202,5 @@ def _aggregate(
 
 
 def roots_of(sites: Sites) -> NDArray[np.float32]:
-    """float32[S]: sqrt of the number of elements, by which a norm becomes a root mean square."""
+    """float32[S]: square roots of the numbers of elements; a norm divided by it is a root mean square."""
     return np.sqrt(np.maximum(sites.numels, 1)).astype(np.float32)

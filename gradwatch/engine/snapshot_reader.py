@@ -52,14 +52,14 @@ class Reader:
         self._scalars: dict[str, float | None] = {}
 
     def scalar(self, name: str) -> float | None:
-        """A one-per-step value, or None when it was not observed."""
+        """A one-per-step value, or None if it was not observed."""
         if name not in self._scalars:
             value = self.snapshot.scalar(name)
             self._scalars[name] = None if value is None else float(value)
         return self._scalars[name]
 
     def column(self, name: str) -> tuple[Any, BoolArray, bool] | None:
-        """`(values[S], present[S], whether all are present)`, or None when it was not measured."""
+        """`(values[S], present[S], True if all are present)`, or None if the column was not measured."""
         if name not in self._columns:
             self._columns[name] = self._read(name)
         return self._columns[name]
@@ -126,7 +126,7 @@ class Reader:
         return bounds is not None and not bounds[1] < math.inf
 
     def bounds(self, series: Series) -> tuple[float, float] | None:
-        """Bounds on the values of the whole column of a series; None when it was not measured this step."""
+        """The smallest and largest value of the whole column of a series; None if it was not measured at this step."""
         if series.scope == "scalar":
             value = self.scalar(series.column)
             return None if value is None else (value, value)
@@ -137,7 +137,7 @@ class Reader:
         return self._column_bounds(series.column)
 
     def own_bounds(self, series: Series) -> tuple[float, float] | None:
-        """Smallest and largest value of the series itself; as `bounds`, but tight."""
+        """The smallest and largest value of the series itself: tighter than `bounds`, and dearer."""
         whole = series.index is None and series.owners is None and series.phases is None
         if series.scope == "scalar" or whole:
             return self.bounds(series)
@@ -154,7 +154,7 @@ class Reader:
         return self._bounds[key]
 
     def sample(self, series: Series, columns: tuple[str, ...] = ()) -> Sample | None:
-        """The K samples of a series, with `columns[1:]` as `aux`; None when not measured this step."""
+        """The K samples of a series, with `columns[1:]` as `aux`; None if it was not measured at this step."""
         if series.scope == "scalar":
             value = self.scalar(series.column)
             beside = {name: np.array([self._scalar_or_nan(name)]) for name in columns[1:]}

@@ -28,7 +28,7 @@ NO_SERIES_OVERDUE: OverdueSeries = MappingProxyType({})
 
 
 class Turn(NamedTuple):
-    """The series of one key that are in turn: `mask` bool[K] says which, `positions` are theirs in K, `sites` in S."""
+    """The series of one key whose turn it is: `mask` bool[K], their `positions` in K, their `sites` in S."""
 
     mask: BoolArray
     positions: Index
@@ -41,7 +41,7 @@ NONE_IN_TURN: InTurn = MappingProxyType({})
 
 
 class Turns:
-    """The turns of the staggered among these series: of each, and the columns that a rule reads of it."""
+    """The turns of the staggered series among these, with the columns that a rule reads of each."""
 
     __slots__ = ("_cadences", "_columns", "_late", "_series", "_usual")
 
@@ -80,9 +80,9 @@ class Turns:
     def missed(
         self, in_turn: InTurn, snapshot: Snapshot, before: OverdueSeries, judged: bool = True
     ) -> OverdueSeries:
-        """Those of `in_turn` without a value in this Snapshot; all of them where the step was not `judged`.
+        """Those of `in_turn` without a value in this Snapshot; all of them if the step was not `judged`.
 
-        It is `before`, what was overdue until this step, where that has not changed.
+        Gives `before` itself, what was overdue until this step, if nothing has changed.
         """
         found: dict[str, BoolArray] = {}
         for key, turn in in_turn.items():
@@ -99,7 +99,7 @@ class Turns:
         return before if same else found
 
     def sites(self, overdue: OverdueSeries, size: int) -> dict[Columns, BoolArray]:
-        """bool[S] by the columns of a rule: sites that are overdue, to be read at each step until they are judged."""
+        """By the columns of a rule, bool[S]: overdue sites, to be read at each step until they are judged."""
         found: dict[Columns, BoolArray] = {}
         for key, mask in overdue.items():
             for columns in self._columns[key]:

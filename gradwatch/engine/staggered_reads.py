@@ -28,9 +28,9 @@ T = TypeVar("T")
 
 
 class ByResidue(Generic[T]):
-    """Something that depends on the step and repeats with the common period of some cadences: made once a residue.
+    """Values that depend on the step and repeat with the common period of some cadences; each is made once.
 
-    Where the period is longer than 128 steps it is made at each. Step 0, before which nothing was done, repeats never.
+    If the period is longer than 128 steps, they are made at each step. Step 0 never repeats: no step came before it.
     """
 
     __slots__ = ("_kept", "_make", "_period")
@@ -42,7 +42,7 @@ class ByResidue(Generic[T]):
         self._kept: dict[int, T] = {}
 
     def at(self, step: int) -> T:
-        """The one of a step."""
+        """The value of a step."""
         if self._period is None or step < 1:
             return self._make(step)
         residue = step % self._period
@@ -79,7 +79,7 @@ class Staggering:
         return due
 
     def of(self, own: NDArray[np.intp]) -> Staggering:
-        """The phases of the sites at `own`, as they are among all."""
+        """The phases of the sites at the positions `own`, unchanged."""
         return _Part(self, own)
 
 

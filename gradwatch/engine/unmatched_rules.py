@@ -1,4 +1,4 @@
-"""Checks of a rule file against a model and this version, and the rules that match nothing."""
+"""Checks of a rule file against a model, and the rules and groups that match nothing there."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ GROUP = "group:"
 
 
 def admit(ruleset: RuleSet, sites: Sites, strict: bool = False) -> None:
-    """Raise one `UnfitRulesError` that lists everything the rules ask for that cannot be carried out on these sites.
+    """Raise one `UnfitRulesError` that lists everything that cannot be carried out on these sites, if there is any.
 
-    A rule or a group that matches nothing is no reason: it is off by itself (`unmatched`). With `strict` it is one,
-    as `UnmatchedRulesError`.
+    A rule or group that matches nothing is no error: it is off by itself (`unmatched`). With `strict` it is one, and
+    raises `UnmatchedRulesError`.
     """
     labelled = sites.labelled(labels(ruleset.groups, sites))
     refuse(refusals(ruleset, labelled), ruleset)
@@ -46,17 +46,17 @@ def refusals(ruleset: RuleSet, sites: Sites) -> Iterator[Refusal]:
 
 
 def may_miss(ruleset: RuleSet) -> bool:
-    """True if `unmatched` could ever list anything: some rule or group is not `optional`."""
+    """True if `unmatched` can list anything at all: some rule or group is not `optional`."""
     return any(not group.optional for group in ruleset.groups) or any(
         rule.enabled and not rule.optional for rule in ruleset.rules
     )
 
 
 def unmatched(ruleset: RuleSet, sites: Sites) -> dict[str, str]:
-    """Reasons, by rule id or group (`GROUP` + name), for matching none of these sites; `optional` ones are left out.
+    """By rule id or group (`GROUP` + name), the reason why it matches no site; `optional` ones are left out.
 
-    `sites` must carry their labels. Rules about ranks are left out too: how many ranks there are shows at the first
-    step, when the rules are bound.
+    `sites` must carry their labels. Rules about ranks are left out too: the number of ranks is known at the first step,
+    when the rules are bound.
     """
     masks = group_masks(ruleset.groups, sites)
     empty = {group.name for group in ruleset.groups if not masks[group.name].any()}
@@ -79,7 +79,7 @@ def unmatched(ruleset: RuleSet, sites: Sites) -> dict[str, str]:
 
 
 def described(off: Mapping[str, str], ruleset: RuleSet) -> list[str]:
-    """One clause for each rule and group of `unmatched`, with its place in the file."""
+    """One clause for each rule and group of `unmatched`, with its position in the file."""
     clauses = []
     for key, reason in off.items():
         what = "group" if key.startswith(GROUP) else "rule"

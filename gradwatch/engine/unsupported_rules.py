@@ -38,7 +38,7 @@ class Refusal(NamedTuple):
         return self.rule or CLIP + self.clip
 
     def sentence(self, ruleset: RuleSet) -> str:
-        """A sentence with the place in the file."""
+        """The refusal as one sentence, with its position in the file."""
         where = ruleset.origins.get(f"{self.rule}.do" if self.rule else "clip", "")
         what = f"rule {self.rule!r}" if self.rule else f"clip.{self.clip}"
         place = f" ({where})" if where and where != "default" else ""
@@ -53,7 +53,7 @@ def refuse(refusals: Iterable[Refusal], ruleset: RuleSet) -> None:
 
 
 def disarmed(refusals: Iterable[Refusal], ruleset: RuleSet) -> RuleSet:
-    """The rule file without what is refused: its rules observe, with the actions that are left to them."""
+    """The rule file without what is refused: those rules go on judging, with the actions that are left to them."""
     found = list(refusals)
     rules = tuple(
         replace(rule, do=tuple(action for action in rule.do if not _refused(action, rule.id, found)))
@@ -63,7 +63,7 @@ def disarmed(refusals: Iterable[Refusal], ruleset: RuleSet) -> RuleSet:
 
 
 def not_armed(refusals: Iterable[Refusal]) -> dict[str, str]:
-    """The reason why actions are off, by `Refusal.key`; every reason begins with `NOT_ARMED`."""
+    """By `Refusal.key`, the reason why actions are off; every reason begins with `NOT_ARMED`."""
     reasons: dict[str, dict[str, None]] = {}
     for one in refusals:
         reasons.setdefault(one.key, {})[one.reason] = None
@@ -83,5 +83,5 @@ def _clip_without(clip: Clip | None, places: set[str]) -> Clip | None:
 
 
 def only_at(clip: Clip | None, place: str) -> Clip | None:
-    """`clip:` with what it says at one place only."""
+    """`clip:` restricted to what it says at one place."""
     return _clip_without(clip, set(clip_places(clip)) - {place})

@@ -1,9 +1,9 @@
 """The processes of one launch: which of them prints the account, and what the others left in their journals.
 
-One line comes from one launch. The process that was launched, or the first Python below it that imports torch, prints
-it (`claim`), and its children, however they were started, know from their environment that it does. They leave their
-account in the journal that they write into the run's folder anyway. Needs no torch: the process that was launched may
-start trainings without importing it.
+Each launch prints one line. The process that was launched, or the first Python process below it that imports torch,
+prints it (`claim`). Its children, however they were started, learn from their environment that it does; they write
+their account to the journal in the run's folder. Needs no torch: the process that was launched may start trainings
+without importing it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LAUNCHED = "GRADWATCH_LAUNCH_PID"
 
 
 def claim() -> None:
-    """Print the account of this process and all that it starts, unless a process above, still alive, does that."""
+    """Print the account of this process and of all that it starts, unless a living process above it does that."""
     if not alive(told_by(), began()):
         above = os.environ.get(TELLER, "").partition(":")[0]
         _is_one_of_several[0] = above.isdigit() and alive(int(above), began())
@@ -37,7 +37,7 @@ def claim() -> None:
 
 
 def launched() -> bool:
-    """True if this is the process that `gradwatch run` became."""
+    """True if this process is the one that `gradwatch run` replaced itself with."""
     return os.environ.get(LAUNCHED) == str(os.getpid())
 
 
@@ -47,22 +47,22 @@ def folder() -> Path:
 
 
 def recorded() -> bool:
-    """True if some process has written to the folder of this launch since it began."""
+    """True if any process has written to the folder of this launch since the launch began."""
     return any(_written(began()))
 
 
 def handed_over() -> bool:
-    """True if all journals of this process end with an account, where the process that prints it looks for them."""
+    """True if every journal of this process ends with an account, in the folder where the printing process looks."""
     own = [part.ended for part in _parts(own=True) if part.pid == os.getpid()]
     return bool(own) and all(own)
 
 
 def with_children(own: Account) -> Account:
-    """The account of this process and of those that it has started, or these, and that leave the telling to it.
+    """The account of this process and of all processes below it that print none of their own.
 
-    A process without an end in its journal was killed, or left by `os._exit`, or runs on: of it counts what it has
-    recorded. So does a first rank that is gone without a word, for it would have printed its own; and one that was
-    ended between its journal and its line (torchrun ends the ranks beside one that failed).
+    A process without an end in its journal was killed, or left by `os._exit`, or is still running: what it has recorded
+    counts. The same holds for a first rank that ended without printing (it would have printed its own account), and for
+    one that was ended between its journal and its line (torchrun ends the ranks beside one that failed).
     """
     children = [part for part in _parts(own=False) if _spoken_for(part)]
     if not children:
@@ -71,14 +71,14 @@ def with_children(own: Account) -> Account:
 
 
 def note_printed() -> None:
-    """This process has printed its account: the process above, if there is one, need not."""
+    """Mark that this process has printed its account, so that a process above it does not print it again."""
     if _is_one_of_several[0] or alive(told_by(), began()):
         with suppress(OSError):
             _printed_note(os.getpid()).touch()
 
 
 def unnote_printed() -> None:
-    """This process goes on after all: what it has printed is not all of it."""
+    """Take back `note_printed`: the process goes on, so that what it has printed is not its whole account."""
     with suppress(OSError):
         _printed_note(os.getpid()).unlink()
 
@@ -120,7 +120,7 @@ def _parts(own: bool) -> Iterator[Part]:
 
 
 def began() -> float:
-    """Time at which the launch, or the part of it whose account is printed by one process, began (Unix seconds)."""
+    """Time at which the launch began, or the part of it whose account one process prints (Unix time in seconds)."""
     with suppress(ValueError, IndexError):
         return float(os.environ.get(TELLER, "").split(":")[3])
     return 0.0

@@ -1,10 +1,10 @@
-"""The part of `gradwatch run` that lives in the script's process, armed by the import of torch.
+"""The part of `gradwatch run` that runs in the script's process, armed by the import of torch.
 
-Modules and optimizers are known by torch's events (`taps.registered`, `taps.optimizers.init`). Otherwise it is idle:
-DataLoader workers, compile workers and git helpers start no thread, open no socket and print nothing. Before the first
-`backward`, `scaler.scale`, clip or step, whichever comes first, every optimizer made since is watched: by one session,
-which lives as long as the process. What the forward before was like is held from the making of the optimizer on
-(`first_forwards`).
+Modules and optimizers are known by torch's events (`taps.registered`, `taps.optimizers.init`). Until one is made
+nothing else is done: DataLoader workers, compile workers and git helpers start no thread, open no socket and print
+nothing. Before the first `backward`, `scaler.scale`, clip or step, whichever comes first, every optimizer made since is
+watched, by one session that lives as long as the process. The calls of the forward before that are recorded from the
+making of the optimizer on (`first_forwards`).
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _agents: list[Agent] = []
 
 
 def arm() -> None:
-    """Know modules and optimizers from now on; called once torch has been imported. Idempotent."""
+    """Notice modules and optimizers from now on. Called after torch has been imported; further calls do nothing."""
     if not _agents:
         exit_summary.arm()
         backward_entry.count_backwards()
@@ -67,7 +67,7 @@ def arm() -> None:
 
 
 class Agent:
-    """Attaches to every optimizer of the process before its first gradient is computed, scaled, clipped or used."""
+    """Attaches a session to every optimizer before its first gradient is computed, scaled, clipped or used."""
 
     def __init__(self) -> None:
         self.registered = ModuleRegistry()
@@ -101,14 +101,14 @@ class Agent:
     # -- called by taps ----------------------------------------------------------------------------------
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        """Attach to an optimizer that nothing announced; raises only with `--strict`."""
+        """Attach to an optimizer of which no event of torch was seen. Raises only with `--strict`."""
         if self._attaching.locked() or not self._knows(optimizer):
             self.attach_waiting(optimizer)
         if self._baselines is not None:
             self._baselines.before_step(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Save the baselines when it is time; take up a rule file that has changed."""
+        """Save the baselines if the last time was long enough ago, and take up a rule file that has changed."""
         if self._baselines is not None:
             self._baselines.after_step()
         if self._reload is not None and not self._inherited:
@@ -200,7 +200,7 @@ class Agent:
             self._inherited.pop().close()
 
     def save(self) -> None:
-        """Save the baselines for a job that is started again."""
+        """Save the baselines, for the job that is started again after this one."""
         if self._baselines is not None:
             self._baselines.save()
 
@@ -209,11 +209,11 @@ class Agent:
     def attach_waiting(
         self, stepping: Optimizer | None = None, before: BackwardCall | None = None
     ) -> Session | None:
-        """Watch the optimizers made since the last call, and `stepping`; the session, None where there were none.
+        """Watch the optimizers made since the last call, and `stepping`; the session, or None if there is none.
 
-        `before` this backward the models and tensors that it reaches are watched too, though no optimizer has them.
-        Threads that train models of their own come here together: one attaches, the others wait. A failure costs the
-        script nothing but a line, unless `--strict` lets it raise.
+        With `before`, a backward that is about to run, models and tensors that it reaches are watched too, although no
+        optimizer has them. Of several threads that train their own models one attaches, and the others wait. A failure
+        costs the script one line on stderr; with `--strict` it raises.
         """
         with self._lock.held:
             if self._attaching.locked():  # by this thread: other threads wait above
@@ -441,7 +441,7 @@ def _is_worker() -> bool:
 
 
 def close_all(pid: int) -> None:
-    """At exit of the process that attached (a forked child must not close its parent's files)."""
+    """Close every session at the exit of process `pid`; does nothing in a forked child, whose parent owns the files."""
     if os.getpid() == pid:
         from gradwatch.session.live_sessions import conclude_all
 

@@ -1,11 +1,11 @@
-"""The end of a launch under `gradwatch run`: a line on stderr that says what was watched of what its processes did.
+"""The end of a launch under `gradwatch run`: a line on stderr that says how much of its training was watched.
 
-It is printed once a launch (`account_with_children`), after all children were joined; of several ranks the first
-prints its own. A child that left no account where the launch looks for it prints it itself, as does one that outlives
-the process that would have. Nothing is printed by a process that is killed: its journal has no end, and the line of its
-parent says so, with what it had recorded; `os._exit` is no such end where the process has trained (`os_exit`). Of a
-process that would have spoken for others and ends so, those that outlive it print their own; what is in the journals of
-the others `gradwatch audit` sums up as the line would have. Needs no torch, as `account_with_children` does not.
+It is printed once for each launch (`account_with_children`), after all children were joined; of several ranks the first
+prints its own. A child prints its own account if it left none where the launch looks for it, or if it outlives the
+process that would have printed it. A process that is killed prints nothing: its journal has no end, and its parent's
+line says so, with what the process had recorded. After `os._exit` the account is printed if the process has trained
+(`os_exit`). `gradwatch audit` sums up the journals of a launch as the line would have. Needs no torch, as
+`account_with_children` does not.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _said_by: list[int] = []
 
 
 def arm() -> None:
-    """This process may train: have `say`, which the bootstrap calls after all other exit handlers, look at it too."""
+    """Note that this process may train, so that `say`, which runs after all other exit handlers, looks at it too."""
     if not _armed[0]:
         _armed[0] = True
         claim()
@@ -46,30 +46,30 @@ def arm() -> None:
 
 
 def not_watched(reason: str) -> None:
-    """Something kept steps from being watched; reported at the end, in one line, where steps are missing."""
+    """Keep a reason why steps were not watched; it is printed at the end, if steps are missing."""
     reason = " ".join(reason.split())
     if reason not in _reasons:
         _reasons.append(reason)
 
 
 def owed() -> bool:
-    """True if this process has trained, as far as is counted, and `say` was not called yet."""
+    """True if this process has trained, as far as it is counted, and its account is not printed yet."""
     counted = sys.modules.get("gradwatch.taps.process_totals")
     trained = counted is not None and counted.TOTALS.taken().trained
     return trained and here[0] == os.getpid() and os.getpid() not in _said_by
 
 
 def goes_on() -> None:
-    """Note that the process goes on after all, since `os.exec…` has failed: there will be more to say."""
+    """Note that the process goes on, since `os.exec…` has failed: its account is to be printed once more."""
     if os.getpid() in _said_by:
         _said_by.remove(os.getpid())
         unnote_printed()
 
 
 def say(account: Account | None = None, write: Callable[[str], None] = stderr.say) -> None:
-    """Print what there is to say, once a process and at once, so that other processes do not write in between.
+    """Print the account, once for each process and in one write, so that other processes do not write in between.
 
-    `account` is that of this process, None: as of now.
+    `account` is that of this process; None = as of now.
     """
     if os.getpid() in _said_by:
         return
@@ -106,7 +106,7 @@ def _trained_apart(account: Account) -> bool:
 
 
 def account_of_process() -> Account:
-    """The account of everything that this process did; its watches, if there were any, have been closed."""
+    """The account of everything that this process did; its sessions, if there were any, have been closed."""
     watching, counted = map(sys.modules.get, ("gradwatch.session.session", "gradwatch.taps.process_totals"))
     if watching is not None:
         account: Account = watching.account_of_process()
@@ -117,7 +117,7 @@ def account_of_process() -> Account:
 
 
 def shown(directory: str) -> str:
-    """A folder as it can be typed where `gradwatch run` was."""
+    """The path of a folder as it can be typed in the folder where `gradwatch run` was typed."""
     try:
         near = os.path.relpath(directory, os.environ.get(LAUNCHED_IN)) if directory else ""
     except (OSError, ValueError):  # the working folder is gone

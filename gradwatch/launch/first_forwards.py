@@ -1,8 +1,8 @@
-"""The forwards before the first backward, held until there is a session to hold them.
+"""The forwards before the first backward, recorded until there is a session that takes them over.
 
-The launcher attaches at the first backward, and then its forward is over: a NaN in it could not be traced to its cause.
-So when an optimizer is made the calls of every model that may train are held, and the session takes them over. Nothing
-is opened, started or printed.
+The launcher attaches at the first backward, when its forward is over already: the cause of a NaN in it could not be
+found. So when an optimizer is made, the calls of every model that may train are recorded from then on, and the session
+takes them over. No file, thread or socket is opened, and nothing is printed.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ MOST_FAULTS = 8  # kept, to be counted by the session
 
 
 class _Held(NamedTuple):
-    """A model as it was when its calls began to be held."""
+    """A model as it was when the recording of its calls began."""
 
     root: weakref.ref[nn.Module]
     identities: frozenset[int]
@@ -44,11 +44,11 @@ class _Held(NamedTuple):
 
 
 class FirstForwards:
-    """Holds the calls of models from the making of an optimizer until it is `handed_over`; again for later optimizers.
+    """Records the calls of models from the making of an optimizer until they are `handed_over`; so for later ones too.
 
-    Its faults never reach the script: the session that takes over counts them. `lock` is held while
-    models are looked for: threads may make optimizers, and attach, at the same time. Calls are held only while
-    `wanting()` is true: else it only notes which models there are.
+    Internal errors never reach the script: the session that takes over counts them. `lock` is held while models are
+    looked for, since threads may make optimizers and attach at the same time. Calls are recorded only while `wanting()`
+    is true; else it only notes which models there are.
     """
 
     def __init__(self, registered: ModuleRegistry, lock: ForkSafeLock, wanting: Callable[[], bool]) -> None:
@@ -61,7 +61,7 @@ class FirstForwards:
         self._faults: list[tuple[str, BaseException]] = []
 
     def hold_new(self) -> None:
-        """An optimizer is being made: hold the calls of the models that came since the last one and may train."""
+        """Record the calls of the models made since the last optimizer that may train; an optimizer is being made."""
         if self._registered.news:
             try:
                 with self._lock.held:
@@ -93,14 +93,14 @@ class FirstForwards:
         self.has_calls = True
 
     def root_of(self, identities: AbstractSet[int]) -> nn.Module | None:
-        """The model held that has all parameters with these ids, as long as no module was given anything since."""
+        """The recorded model that has all parameters with these `id`s; None after any module has been changed since."""
         for held in self._held:
             if identities <= held.identities and held.registrations == self._registered.registrations:
                 return held.root()
         return None
 
     def handed_over(self, watch: Session, joining: Iterable[nn.Module] = ()) -> None:
-        """Give a session what was held of its models and of those `joining` it next; release the rest."""
+        """Give a session what was recorded of its models and of those `joining` it next; release the rest."""
         faults, self._faults = self._faults, []
         self._held.clear()
         pre_attach = self._pre_attach
@@ -116,7 +116,7 @@ class FirstForwards:
             watch.failed(*fault)
 
     def close(self, optimizer: Optimizer | None = None) -> None:
-        """Let go of the models that this optimizer trains, which are watched or never will be; of all without one."""
+        """Release the models that this optimizer trains, watched or never to be; without one, all models."""
         self._held.clear()
         if self._pre_attach is None:
             return

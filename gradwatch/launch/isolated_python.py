@@ -1,6 +1,6 @@
-"""`python -I isolated.py SCRIPT ARGS…`: the way in where Python ignores PYTHONPATH (-E, -I) or site (-S).
+"""`python -I isolated_python.py SCRIPT ARGS…`: the way in where Python ignores PYTHONPATH (-E, -I) or site (-S).
 
-Installs the import hook itself, then becomes the script: same `sys.argv`, `sys.path`, `__main__`.
+It installs the import hook itself, then becomes the script: same `sys.argv`, `sys.path`, `__main__`.
 """
 
 import os

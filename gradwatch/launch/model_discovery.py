@@ -14,10 +14,10 @@ from gradwatch.taps.optimizers.param_groups import params_of
 
 
 class Found(NamedTuple):
-    """The `roots` whose paths name parameters of some optimizers, and the parameters that no module holds, `loose`.
+    """`roots` are the modules whose paths name parameters of optimizers; `loose` the parameters that no module holds.
 
-    Loose names are those given to the optimizer (named parameters), else `opt0.group0.3[64x64]`: optimizer, param
-    group, position, shape.
+    The name of a loose parameter is the one given to the optimizer (named parameters), else `opt0.group0.3[64x64]`:
+    optimizer, param group, position, shape.
     """
 
     roots: list[nn.Module]
@@ -32,9 +32,10 @@ def discover(
 ) -> Found:
     """Find models and names for the parameters of `optimizers`, each with the registrations counted when it was made.
 
-    A root is the outermost module around an owner as it stood when the optimizer was made, the one that owns most
-    first; a module that came later and contains it changes nothing. `first` numbers the first optimizer in loose names.
-    `held` gives an outermost module known to have all parameters with these ids: most that are copied for an optimizer.
+    A root is the outermost module around an owner of parameters as it was when the optimizer was made; the root that
+    owns most comes first. A module that was made later and contains it changes nothing. `first` is the number of the
+    first optimizer in names of loose parameters. `held` gives an outermost module that is known to have all parameters
+    with these `id`s, or None.
     """
     roots: dict[int, nn.Module] = {}
     owned: dict[int, int] = {}
@@ -75,7 +76,7 @@ def discover(
 
 
 def trains(optimizer: Optimizer) -> bool:
-    """True if an optimizer that is fully made has a parameter whose `.grad` a backward fills."""
+    """True if an optimizer whose `__init__` is over has a parameter whose `.grad` a backward fills."""
     for group in vars(optimizer).get("param_groups", ()):
         for tensor in group["params"]:
             if tensor.requires_grad and tensor.is_leaf:
@@ -84,13 +85,13 @@ def trains(optimizer: Optimizer) -> bool:
 
 
 def steps_through(optimizer: Optimizer) -> bool:
-    """True if a fully made optimizer has nothing but results of operations: its steps are part of a graph."""
+    """True if an optimizer has only results of operations as parameters: its steps are part of a graph."""
     tensors = [tensor for group in vars(optimizer).get("param_groups", ()) for tensor in group["params"]]
     return bool(tensors) and not any(tensor.is_leaf for tensor in tensors)
 
 
 def made_up_names(optimizer: Optimizer, number: int) -> Iterator[tuple[str, nn.Parameter]]:
-    """(name, tensor) of every parameter, should no module hold it."""
+    """(name, tensor) of every parameter of an optimizer, for the case that no module holds it."""
     for g, group in enumerate(optimizer.param_groups):
         given: Any = group.get("param_names") or ()
         for i, tensor in enumerate(group["params"]):

@@ -1,9 +1,9 @@
-"""Models and tensors trained without an optimizer, found by what a backward is about to fill: nothing announces them.
+"""Models and tensors trained without an optimizer, found by the leaves that a backward is about to fill.
 
-The graph of a backward is walked, which costs microseconds to milliseconds; so not of every one: of the first ones,
-then of one in eight more than so far, of the one that follows a backward which reached nothing that is watched, and of
-the first after modules were made; of these the less often the more often nothing was found. Tensors that no module
-holds are looked for in processes that make no optimizer (`tensors_without_module`).
+No event of torch announces them. To walk the graph of a backward costs microseconds to milliseconds, so not every one
+is walked: the first ones, then one in eight more than so far, the one after a backward that reached nothing that is
+watched, and the first after modules were made; of the last two the fewer, the more often nothing was found. Tensors
+that no module holds are looked for in processes that make no optimizer (`tensors_without_module`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SPARED = 8  # of so many backwards one is looked at, once so many have passed
 
 
 class _Patience:
-    """Backoff of a search over many occasions: each, but of those after `n` looks in vain only every 2ⁿ-th."""
+    """Backoff of a search over many occasions: after `n` searches in vain only every 2ⁿ-th occasion is used."""
 
     def __init__(self) -> None:
         self._every = 1
@@ -36,13 +36,13 @@ class _Patience:
         return occasion and self._passed >= self._every
 
     def looked(self, found: bool) -> None:
-        """A look was taken, and was worth it or not."""
+        """Note that a search was made, and if it `found` anything."""
         self._every = 1 if found else 2 * self._every
         self._passed = 0
 
 
 class ModelsWithoutOptimizer:
-    """Search for unwatched models that the backwards of this process reach, and for tensors that no module holds."""
+    """Search for models that backwards of this process reach and that are not watched, and for tensors in no module."""
 
     def __init__(self, registered: ModuleRegistry) -> None:
         self._registered = registered
@@ -50,7 +50,7 @@ class ModelsWithoutOptimizer:
         self.begin()
 
     def begin(self) -> None:
-        """Look at the first backwards again: in a forked child."""
+        """Look at the first backwards again: the process is a forked child."""
         self._backwards = 0
         self._next = 1
         self._made = -1  # modules when a backward was looked at
@@ -59,9 +59,9 @@ class ModelsWithoutOptimizer:
         self._tensors.reset()
 
     def due(self, reached: bool) -> bool:
-        """True if the graph of the backward that is about to run should be looked at; called once for each.
+        """True if the graph of the backward that is about to run is to be looked at; to be called once for each.
 
-        `reached`: the one before it reached something that is watched.
+        `reached`: the backward before it reached something that is watched.
         """
         self._backwards += 1
         lost, built = self._lost.due(not reached), self._built.due(self._made != self._registered.made)
@@ -75,10 +75,11 @@ class ModelsWithoutOptimizer:
     def found(
         self, call: BackwardCall, watched: Callable[[int], bool], without_optimizer: Callable[[int], bool]
     ) -> Found:
-        """Parameters that this backward fills and nothing watches: models that hold them, else the tensors themselves.
+        """Parameters that this backward fills and that are not watched: models that hold them, else the tensors.
 
-        `watched` and `without_optimizer`, known to be trained without one, are asked by `id`. No model of FSDP's: what
-        a backward fills there are copies of shards, which no optimizer knows.
+        `watched(id)` is True for a parameter that is watched, `without_optimizer(id)` for one that is known to be
+        trained without an optimizer. Models of FSDP are left out: what a backward fills there are copies of shards,
+        which no optimizer has.
         """
         known, reached = self._registered, leaves(call.roots)
         params = [leaf for leaf in reached if not watched(id(leaf))]

@@ -1,14 +1,13 @@
-"""The end of a process by `os._exit`, which runs no exit handler: its journal gets its end, and its account is printed.
+"""The end of a process by `os._exit`, which runs no exit handler: the journal is ended, and the account printed.
 
-The same is done where `os.exec…` puts another program into its place. Should that fail, the script goes on unwatched,
-and its account is printed once more, at its end.
+The same is done before `os.exec…` replaces the program. If that fails, the script goes on unwatched, and its account is
+printed once more at its end.
 
-Training scripts end so to get past threads that would hold Python up (DataLoaders, loggers). Forked children, those
-of multiprocessing included, leave by it too: where nothing was trained in the process itself the call is Python's
-own. The exit status, and what the script has left unflushed in its streams, are those of the script run without
-gradwatch. It may be called at any moment, by a signal handler in the midst of gradwatch's own code or while another
-thread holds a lock: so a deadline is set first. Other threads of the script go on until the end, for some hundredths
-of a second as a rule.
+Training scripts end so to get past threads that would keep Python from ending (DataLoaders, loggers). Forked children,
+those of multiprocessing included, end so too: if the process itself has not trained, the call is Python's own. The exit
+status, and what the script has not flushed from its streams, are as without gradwatch. The call may come at any moment:
+from a signal handler in the midst of gradwatch's own code, or while another thread holds a lock. So a deadline is set
+first. Other threads of the script go on until the end, usually for some hundredths of a second.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ _leaving: list[int] = []  # the process in which this is under way
 
 
 def listen(conclude: Conclude) -> Callable[[], None]:
-    """Call `conclude` before `os._exit` or `os.exec…` ends this process or a fork of it; returns the call to stop."""
+    """Call `conclude` before `os._exit` or `os.exec…` ends this process or a fork of it; gives the call to stop."""
     removes = [patch.listen(conclude) for patch in (_exit_patch, _execv_patch, _execve_patch)]
 
     def remove() -> None:

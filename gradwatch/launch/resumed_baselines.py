@@ -1,9 +1,9 @@
-"""The baselines of a run kept in its folder, for the job that is started again under the same run id.
+"""The baselines of a run, kept in its folder for the job that is started again under the same run id.
 
-`state-rank0.json` holds `Session.state_dict()` and, for every optimizer, the names and shapes of its parameters and how
-many steps it had counted itself. They are loaded where these fit the optimizer. An optimizer that counts no
-steps cannot tell a training that goes on from one that begins, and one that has taken none begins. Of several processes
-that call themselves the same rank, one does all this (`state_lock`).
+`state-rank0.json` holds `Session.state_dict()` and, for every optimizer, the names and shapes of its parameters and the
+number of steps that the optimizer itself had counted. The baselines are loaded if these fit. An optimizer that counts
+no steps cannot tell a training that goes on from one that begins; one that has counted none is taken to begin. Of
+several processes with the same rank, one does all this (`state_lock`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _shape: Callable[[Tensor], Sequence[int]] = operator.attrgetter("shape")
 
 
 class _Known(NamedTuple):
-    """An optimizer as it was when its capture was at `step`; `counted` are the steps it said it had taken then."""
+    """An optimizer when its capture was at `step`; `counted` is the number of steps it had counted itself by then."""
 
     names: Sequence[str]
     shapes: Sequence[Sequence[int]]
@@ -45,7 +45,7 @@ class _Known(NamedTuple):
 
 
 class Baselines:
-    """Takes up, saves and replaces the state of one launcher's session."""
+    """Loads, saves and replaces the state of the session of `gradwatch run`."""
 
     def __init__(self, watch: Session) -> None:
         self._watch = watch
@@ -61,7 +61,7 @@ class Baselines:
         self._said = False
 
     def before_step(self, optimizer: Optimizer) -> None:
-        """Before the first step of an optimizer, load what was saved of it; never raises."""
+        """Load what was saved of an optimizer, before its first step. Never raises."""
         ref = self._met.get(id(optimizer))
         if ref is not None and ref() is optimizer:
             return
@@ -82,7 +82,7 @@ class Baselines:
             self._watch.health.report("state", error)
 
     def after_step(self) -> None:
-        """Save, if the last time was long enough ago; never raises."""
+        """Save, if the last time was long enough ago. Never raises."""
         if time.monotonic() >= self._due:
             self.save()
 
@@ -110,7 +110,7 @@ class Baselines:
         self._due = now + max(EVERY_SECONDS, SHARE * (now - started))
 
     def leave_to_parent(self) -> None:
-        """In a forked child: the state stays the parent's."""
+        """Save nothing any more: the process is a forked child, and the state is its parent's."""
         self._state_lock.release()
 
     def _take_up(self, optimizer: Optimizer, captured: OptimizerCapture) -> None:

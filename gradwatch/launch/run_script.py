@@ -1,4 +1,4 @@
-"""Turn this interpreter into the one that runs a given script, as `python SCRIPT ARGS…` would have."""
+"""Turn this interpreter into the one that runs a given script, as `python SCRIPT ARGS…` would have done."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from types import CodeType
 def run_script(words: Sequence[str]) -> None:
     """Run `SCRIPT ARGS…`, `-m MODULE ARGS…`, `-c CODE ARGS…` or (no words, or `-`) stdin as `__main__`.
 
-    The script runs in the real `__main__` module, so its classes pickle and multiprocessing finds it.
-    Whatever it raises passes through. `dont_inherit`: its annotations are evaluated, though those of this file are not.
+    The script runs in the real `__main__` module, so that its classes pickle and multiprocessing finds it. Whatever it
+    raises passes through. Its annotations are evaluated, although those of this file are not (`dont_inherit`).
     """
     # Safe path (-I, -P): Python put no folder of gradwatch's first, and puts none of the script's either.
     replace_first = not getattr(sys.flags, "safe_path", False) and not sys.flags.isolated

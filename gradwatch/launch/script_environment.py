@@ -1,8 +1,8 @@
-"""Arguments of `gradwatch run` for `execvpe`: the command's argv and environment. No torch.
+"""Arguments of `gradwatch run` for `execvpe`: the argv and environment of the command. No torch.
 
-The command itself is left as typed; all that changes is the environment, so that argv, `__main__`, cwd, exit
-status, death by signal and tracebacks are plain Python's own. The one exception is `python -E/-I/-S`, which
-ignores PYTHONPATH or `site`: there gradwatch's `isolated_python.py` is put in front of the script, and says so.
+The command is left as typed, and only the environment changes, so that argv, `__main__`, cwd, exit status, death by
+signal and tracebacks are plain Python's own. The one exception is `python -E/-I/-S`, which ignores PYTHONPATH or
+`site`: there gradwatch's `isolated_python.py` is put before the script, and a line on stderr says so.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _FLAGS_THAT_BLIND = frozenset("EIS")
 
 
 class Launch(NamedTuple):
-    """The process to become: `argv`, its `env`, and a `note` for stderr where it is not watched as usual."""
+    """The program to run: `argv`, its `env`, and a `note` for stderr if it is not watched in the usual way."""
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
@@ -36,8 +36,8 @@ class Launch(NamedTuple):
 def prepare(command: Sequence[str], settings: Mapping[str, str], environ: Mapping[str, str]) -> Launch:
     """The Launch that watches `command`.
 
-    `settings` are `GRADWATCH_*` variables that win over those in `environ`; a run id is made up where neither
-    gives one, so that all ranks of one launch share it.
+    `settings` are `GRADWATCH_*` variables; they win over those in `environ`. If neither has a run id, one is made, so
+    that all ranks of one launch share it.
     """
     # Of this very process: it becomes the command.
     env = {**environ, **settings, "GRADWATCH_LAUNCH": "1", "GRADWATCH_LAUNCH_PID": str(os.getpid())}
@@ -60,7 +60,7 @@ def prepare(command: Sequence[str], settings: Mapping[str, str], environ: Mappin
 
 
 def new_run_id(environ: Mapping[str, str]) -> str:
-    """A run id for everything started from here: the scheduler's job, else the time and four hex digits."""
+    """A run id for everything that is started from here: the scheduler's job id, else the time and four hex digits."""
     job = environ.get("SLURM_JOB_ID") or environ.get("TORCHELASTIC_RUN_ID")
     if job and re.fullmatch(r"[\w.-]{1,64}", job) and job != "none":
         return f"job-{job}"
@@ -68,10 +68,10 @@ def new_run_id(environ: Mapping[str, str]) -> str:
 
 
 def split_python(command: Sequence[str]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The interpreter's own flags, and the program (`SCRIPT …`, `-m MODULE …`, `-c CODE …`, `-`) after them.
+    """The interpreter's own flags, and the program after them (`SCRIPT …`, `-m MODULE …`, `-c CODE …`, `-`).
 
-    Combined words are taken apart: `-Im pkg` is the flag `-I` and the program `-m pkg`. No flags where the
-    command is not a Python.
+    Combined words are split: `-Im pkg` is the flag `-I` and the program `-m pkg`. No flags if the command is not a
+    Python.
     """
     words = list(command[1:])
     if not command or not _PYTHON.fullmatch(os.path.basename(command[0])):

@@ -1,8 +1,8 @@
 """Lock on the saved state of a rank: one process of a launch loads and saves it, however many have that rank.
 
 What a script forks, spawns or starts as a command inherits its RANK, or has none, and so counts as the same rank.
-Forked processes and those of multiprocessing (joblib's too) are the script's own workers and keep nothing, unless
-torch.distributed has made them one of several ranks. Of all others the first that trains holds a lock on
+Forked processes and those of multiprocessing (joblib's too) are workers of the script and save nothing, unless
+torch.distributed has made them one of several ranks. Of all other processes the first that trains holds a lock on
 `state-rankN.lock` until it ends.
 """
 
@@ -22,7 +22,7 @@ TAKEN = "another process of this run with the same rank saves them"
 
 
 class StateLock:
-    """The claim of this process on the state of its rank; `refusal` says why it has none ("" = none is known)."""
+    """The claim of this process to the state of its rank; `refusal` says why it has none ("" = none is known)."""
 
     def __init__(self, run: RunInfo) -> None:
         self.refusal = "" if run.world_size > 1 else _worker()
@@ -30,9 +30,9 @@ class StateLock:
         self._descriptor: int | None = None
 
     def keeps(self) -> bool:
-        """True if this process owns the state. Takes the lock where it is free; raises OSError where none can be made.
+        """True if this process owns the state; takes the lock if it is free.
 
-        False without a refusal: the folder of the run is not there (yet).
+        False without a `refusal`: the folder of the run does not exist (yet). Raises OSError if no lock can be made.
         """
         if self.refusal:
             return False
@@ -41,7 +41,7 @@ class StateLock:
         return self._descriptor is not None
 
     def release(self) -> None:
-        """Close the lock. In a forked child this leaves the parent's as it is."""
+        """Close the lock; in a forked child that leaves the parent's lock as it is."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is not None:
             os.close(descriptor)
@@ -61,14 +61,15 @@ class StateLock:
 
 
 def command() -> str:
-    """The command line of this process as a digest: it may hold what is not for a file."""
+    """The command line of this process as a digest: in clear it may hold secrets."""
     return hashlib.sha256("\0".join(sys.orig_argv).encode(errors="surrogateescape")).hexdigest()[:16]
 
 
 def of_another_command(saved: object) -> bool:
-    """True if another command than this one's saved a state, where the command is what distinguishes two processes.
+    """True if another command than this one's saved a state, where commands distinguish two processes.
 
-    That is so for what one Python process starts as commands: a launcher's training, or one of several trials.
+    They do among the processes that one Python process starts as commands: a launcher's training, or one of several
+    trials.
     """
     return bool(told_by()) and isinstance(saved, str) and saved != command()
 

@@ -1,4 +1,4 @@
-"""Rules that `--strict-rules` refuses: said by rank 0, and by another rank only where rank 0 does not say the same."""
+"""Messages on rules that `--strict-rules` refuses: printed by rank 0, and by another rank only if its own differs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _KEY = "gradwatch/refused"
 
 
 def words(text: str) -> str:
-    """Text that this process prints of a refusal; "" where rank 0 prints the same."""
+    """The text that this process prints of a refusal; "" if rank 0 prints the same."""
     if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
         return text
     try:
@@ -26,7 +26,7 @@ def words(text: str) -> str:
 
 
 def words_of_rank(text: str, rank: int, store: Any) -> str:
-    """As `words`, through this store of torch.distributed; no collective, so no rank can hang another."""
+    """As `words`, by this store of torch.distributed; without a collective, so that no rank can block another."""
     try:
         if rank == 0:
             store.set(_KEY, text)

@@ -1,10 +1,10 @@
-"""Tensors that no module holds and the script's own code trains: `w = torch.randn(…, requires_grad=True)`.
+"""Tensors that no module holds and that the script itself trains: `w = torch.randn(…, requires_grad=True)`.
 
-An input of a model may want a gradient, too (adversarial examples, saliency): it is another tensor for each batch, or
-never changes. So a tensor is taken to be trained where a later look finds the same one with other values. In between a
-hook that does nothing makes it known again: a weak reference would make `torch.utils.swap_tensors` raise, and a strong
-one would hold every input. What is updated by making new tensors (`w = (w - lr * w.grad).detach().requires_grad_()`)
-cannot be distinguished from inputs, and is not watched.
+An input of a model may want a gradient too (adversarial examples, saliency), but it is another tensor for each batch,
+or never changes. So a tensor is taken to be trained if a later look finds the same tensor with other values. Between
+two looks a hook that does nothing identifies it: a weak reference would make `torch.utils.swap_tensors` raise, and a
+strong one would keep every input alive. A tensor that is updated by making a new one (`w = (w -
+w.grad).detach().requires_grad_()`) cannot be distinguished from an input, and is not watched.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ COMPARED = 1024
 
 
 class _Candidate(NamedTuple):
-    """A tensor as it was when it was looked at; `handle` is of the hook by which it is known again.
+    """A tensor as it was when it was looked at; `handle` is of the hook that identifies it.
 
-    `contents` is what it stood for: a script may swap it (`swap_tensors`).
+    `contents` is the tensor that it stood for: a script may swap its contents (`swap_tensors`).
     """
 
     handle: RemovableHandle
@@ -44,12 +44,12 @@ class TensorsWithoutModule:
         self._named = 0
 
     def reset(self) -> None:
-        """Start anew: remove every hook."""
+        """Remove every hook, and begin with a first look again."""
         while self._candidates:
             self._candidates.pop().handle.remove()
 
     def moved(self, leaves: Sequence[Tensor]) -> list[tuple[str, nn.Parameter]]:
-        """(name, tensor) of those that were there at the last look, if some of them have other values now."""
+        """(name, tensor) of the `leaves` that the last look found too, if some of them have other values now."""
         before = {
             id(hooks): one for one in self._candidates if (hooks := one.handle.hooks_dict_ref()) is not None
         }

@@ -1,1 +1,1 @@
-"""Orders of the rules of one step, as arithmetic: what each does, what is permitted, what it leaves of the norms."""
+"""Orders of the rules of one step, as arithmetic: what each does, what is permitted, what norms are left."""

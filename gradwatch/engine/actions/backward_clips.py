@@ -23,7 +23,11 @@ from gradwatch.rules.rule_set import Action, RuleSet
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Asked:
-    """Actions inside the backward: bool[S] by a norm's factor, and the elementwise policies, each with bool[S]."""
+    """Actions that may be done inside the backward.
+
+    `covered` bool[S] are the sites that may be clipped by a factor made of their norm; `elementwise` are the policies
+    on elements, each with the bool[S] of its sites.
+    """
 
     covered: BoolArray
     elementwise: tuple[tuple[ElementwisePolicy, BoolArray], ...]
@@ -33,7 +37,7 @@ class Asked:
 
 
 def clips_in_backward(ruleset: RuleSet) -> list[tuple[str, bool]]:
-    """(rule id, whether it insists with `local: true`) for every rule that clips in the backward."""
+    """(rule id, True if it has `local: true`) for every rule that clips inside the backward."""
     return [
         (rule.id, bool(action.params.get("local")))
         for rule in ruleset.rules
@@ -43,7 +47,7 @@ def clips_in_backward(ruleset: RuleSet) -> list[tuple[str, bool]]:
 
 
 def asks_backward(ruleset: RuleSet) -> list[tuple[str, bool]]:
-    """(what, whether it insists with `local: true`) for everything in a rule file that acts in the backward."""
+    """(what, True if it has `local: true`) for everything in a rule file that acts inside the backward."""
     found = [(f"rule {rule!r}", local) for rule, local in clips_in_backward(ruleset)]
     if ruleset.clip is not None and ruleset.clip.at == "backward":
         found.append(("`clip`", ruleset.clip.local))
@@ -51,18 +55,18 @@ def asks_backward(ruleset: RuleSet) -> list[tuple[str, bool]]:
 
 
 def drop_micro_rules(ruleset: RuleSet) -> list[str]:
-    """The rules that have a poisoned micro-batch dropped."""
+    """The ids of the rules with `drop_micro`: a micro-batch whose gradients are not finite is left out."""
     drops = (rule for rule in ruleset.rules if rule.acts)
     return [rule.id for rule in drops if any(action.name == "drop_micro" for action in rule.do)]
 
 
 def drops_micro(ruleset: RuleSet) -> bool:
-    """True if some rule has a poisoned micro-batch dropped."""
+    """True if some rule has `drop_micro`."""
     return bool(drop_micro_rules(ruleset))
 
 
 def only_in_backward(ruleset: RuleSet, rule_id: str) -> bool:
-    """True if all that a rule does is done in the backward, so that its step need not wait for a verdict."""
+    """True if a rule does everything inside the backward, so that its step need not wait for a verdict."""
     return all(map(at_backward, ruleset.rule(rule_id).do))
 
 

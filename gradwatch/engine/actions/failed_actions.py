@@ -22,8 +22,8 @@ def failed(
 ) -> Record:
     """The Record of a step whose actions failed: `plain` is what was measured, `done` what was done instead.
 
-    One Event of kind "failed" for each rule that had ordered an action; the standing clips of the file have no rule,
-    and their failure is counted as an internal error only.
+    It has one Event of kind "failed" for each rule that ordered an action. The policies of `clip:` belong to no rule:
+    their failure is only counted as an internal error.
     """
     ordered = {order.rule for order in record.decision.orders if not order.shadow}
     events = tuple(_event(record, rule, error) for rule in rules if rule.id in ordered)

@@ -20,12 +20,16 @@ ROUNDING = 1e-6  # of float32 norms, relative
 
 
 def uniform_factor(decision: Decision, total: float) -> np.float32:
-    """Factor of a decision's bound on the total norm, for all gradients; `total` being their norm."""
+    """float32 factor for all gradients that a decision's bound on the total norm gives; 1 without a bound.
+
+    `total` is the total norm of the gradients. The formula is that of `torch.nn.utils.clip_grad_norm_`: max_norm /
+    (total + 1e-6), at most 1 (`gradwatch.policies.norm`).
+    """
     return np.float32(1) if decision.max_norm is None else clip_coefficient(total, decision.max_norm)
 
 
 def factors_of(decision: Decision, total: float, count: int) -> NDArray[np.float32]:
-    """float32[K]: the factor that a decision comes to for each parameter, `total` being the norm of all of them."""
+    """float32[K]: the factor by which each parameter's gradient is multiplied; `total` is the norm of all of them."""
     uniform = uniform_factor(decision, total)
     if decision.coef is None:
         return np.full(count, uniform, np.float32)
@@ -40,11 +44,11 @@ def reshaped(
     left: Mapping[int, float],
     zeroed: Mapping[int, float] | None = None,
 ) -> Snapshot:
-    """The Snapshot with gradwatch's own clip in `coef` and `total_norm_applied`, as the boundary is about to apply it.
+    """The Snapshot with gradwatch's own clip in `coef` and `total_norm_applied`, as it is about to be applied.
 
-    `total` is the norm of everything the optimizer will use; like torch's clip, it counts a gradient that
-    no backward renewed, which is no gradient of this step and so not in `total_norm`. `left` are the norms that
-    elementwise policies will leave, by site, and `zeroed` what zeroing leaves, before the bound on the total.
+    `total` is the norm of everything the optimizer will use. As in torch's clip that includes a gradient which no
+    backward renewed; this is no gradient of the step, and so not in `total_norm`. `left` are the norms that elementwise
+    policies will leave, by site; `zeroed` those that zeroing leaves, before the bound on the total.
     """
     if not decision.touches or decision.skip or decision.stop:
         return snapshot
@@ -74,11 +78,11 @@ def reshaped(
 
 
 def with_clip_order(decision: Decision, before: Snapshot, after: Snapshot) -> Decision:
-    """The decision with a word for the policies of `clip:`, where gradients are smaller than what was found.
+    """The decision with an order for the policies of `clip:`, if they make gradients smaller.
 
-    `before` is what was found, `after` what the optimizer is given. Where a rule has changed gradients of parameters on
-    the same step the two cannot be told apart, and the rule's own word stands for both. What differs by less than
-    `ROUNDING` is one norm added up in two ways.
+    `before` is the Snapshot as measured, `after` as the optimizer gets it. If a rule has changed gradients of single
+    parameters on the same step, the two changes cannot be separated, and the rule's own order stands for both. A
+    relative difference below `ROUNDING` is no change: one norm added up in two ways differs by that much.
     """
     total = before.total_norm_applied
     if decision.skip or decision.stop or not after.total_norm_applied < total or _by_rules(decision, before):
@@ -109,6 +113,6 @@ def _by_rules(decision: Decision, snapshot: Snapshot) -> bool:
 
 
 def unclipped(snapshot: Snapshot) -> Snapshot:
-    """The Snapshot as if nothing had been clipped: what a hook in the backward was given."""
+    """The Snapshot before any clip by gradwatch: what the hooks inside the backward were given."""
     coef = np.where(snapshot.calls > 0, np.float32(1), snapshot.coef)  # a module's is a rule's doing
     return replace(snapshot, coef=coef, total_norm_applied=snapshot.total_norm)

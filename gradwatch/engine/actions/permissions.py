@@ -1,4 +1,4 @@
-"""Filter of a decision: the actions permitted on this step, and why the rest is not."""
+"""Filter of a decision: the actions permitted on this step, and the reason why others are not."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ def permitted(
 ) -> Decision:
     """The part of a decision that is carried out; what is refused is reported as in `mode: shadow`.
 
-    `agreed`: every rank decides the same; `empty`: the step has no gradient left to take, and is skipped;
-    `inside_backward`: the optimizer steps there; `without_optimizer`: there is none;
-    `scaled`: the gradients carry a GradScaler's scale.
+    `agreed`: every rank decides the same. `empty`: the step has no gradient left, and is skipped. `inside_backward`:
+    the optimizer steps there. `without_optimizer`: there is no torch optimizer. `scaled`: the gradients still carry a
+    GradScaler's scale. `report` is called with a component and an error for each action that is refused.
     """
     if without_optimizer and decision.acts:  # first: the ranks of such a loop are not asked at all
         report("action", AttachError(WITHOUT_OPTIMIZER))

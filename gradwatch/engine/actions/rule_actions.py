@@ -1,10 +1,10 @@
-"""From a verdict to orders: what each rule that is due does to the gradients of this step, and what it says of it.
+"""From a verdict to orders: what each due rule does to the gradients of this step.
 
 `ORDERS` has a function for each action that is decided here.
 
-Factors are taken from the gradients as found at the boundary, after the user's own clip; what triggers a rule is
-`norm`, before it. Per parameter the smallest factor holds. A factor above 1 (`rescale` may have one) gives way to any
-clip in force.
+Factors apply to the gradients as found at the boundary, after the user's own clip; a rule is judged by `norm`, which is
+measured before that clip. Per parameter the smallest factor holds. A factor above 1 (`rescale` may have one) gives way
+to any clip in force.
 
 Axes: S sites, K series of one rule.
 """
@@ -38,7 +38,7 @@ ESCALATED_CLIP = Action("clip", {"to": "baseline", "at": "step", "local": False}
 
 
 def orders(one: RulePlan, due: Due, acted: int, snapshot: Snapshot, plan: Plan) -> Decision:
-    """Orders of one rule that acted on `acted` steps in a row; in shadow mode they are only reported."""
+    """The orders of one rule that acted on `acted` steps in a row; in shadow mode they are reported only."""
     decision = Decision()
     for name in due_actions(one, acted, due.climbed):
         if name in ORDERS:
@@ -50,7 +50,10 @@ def orders(one: RulePlan, due: Due, acted: int, snapshot: Snapshot, plan: Plan) 
 
 
 def rescaled(one: RulePlan, firing_K: BoolArray, snapshot: Snapshot) -> Decision:
-    """The standing factor of a rule that was firing before this step: `rescale` acts one step late, and says so."""
+    """The factor of a `rescale` rule that was firing before this step: this action takes effect one step late.
+
+    `firing_K` bool[K] are the series that were firing.
+    """
     action = one.action("rescale")
     assert action is not None  # only such rules have one
     factor = np.float32(action.params["factor"])
@@ -60,7 +63,10 @@ def rescaled(one: RulePlan, firing_K: BoolArray, snapshot: Snapshot) -> Decision
 
 
 def without_overridden(decision: Decision) -> Decision:
-    """The decision as it will be carried out: 1 where no factor was ordered, no word of what is overridden."""
+    """The decision as it will be carried out: without orders that another order makes void.
+
+    Factors are 1 where none was ordered.
+    """
     if decision.skip or decision.stop:
         # Stop over skip over what changes gradients, which the step never uses. No step is taken, which is no skip.
         overridden = changing_gradients() | ({"skip_step"} if decision.stop else set())
@@ -208,7 +214,7 @@ def _places(one: RulePlan, snapshot: Snapshot) -> tuple[NDArray[np.intp], NDArra
 
 
 def members(one: RulePlan, chosen_K: BoolArray, snapshot: Snapshot) -> BoolArray:
-    """bool[S]: the gradients of this step behind the chosen series; those of a scalar are all of them."""
+    """bool[S]: the gradients of this step that the chosen series are made of; for a scalar, all of them."""
     mask = np.zeros(len(snapshot.sites), np.bool_)
     if one.series.column in MODULE_COLUMNS or one.series.column in RANK_COLUMNS:
         return mask
@@ -294,7 +300,7 @@ def _finite(value: float) -> float | None:
 
 
 def by_rule(plan: Plan, wanted: Any) -> Iterator[tuple[int, RulePlan]]:
-    """The rules named in `wanted`, with their numbers."""
+    """(number, rule) for each rule whose id is in `wanted`."""
     if not wanted:  # almost every step
         return iter(())
     return ((number, one) for number, one in enumerate(plan.rules) if one.rule.id in wanted)

@@ -1,1 +1,1 @@
-"""Standing policies of `clip:`, bound to sites; the strictest of several clips wins."""
+"""The policies of `clip:`, bound to sites; where several clip one gradient, the smallest factor holds."""

@@ -1,4 +1,4 @@
-"""The policies of `clip:` bound to the sites of one optimizer, and those that do not fit them.
+"""The policies of `clip:` bound to the sites of one optimizer, and those that do not fit these sites.
 
 Axes: S sites, I sites of one policy, K its series (a site each, or a group of them).
 """
@@ -20,7 +20,7 @@ from gradwatch.rules.rule_set import Clip, ClipPolicy, RuleSet
 
 
 def bind_clipping(ruleset: RuleSet, sites: Sites) -> Clipping:
-    """The policies of a rule file over these sites; those that cover none of them are left out."""
+    """The policies of a rule file on these sites; a policy that covers none of them is left out."""
     clip = ruleset.clip
     if clip is None:
         return NO_CLIPPING
@@ -43,7 +43,7 @@ def bind_clipping(ruleset: RuleSet, sites: Sites) -> Clipping:
 
 
 def needs_host(clip: Clip | None) -> bool:
-    """True if a policy needs its norms on the host before the step; clips by norm and elementwise ones do not."""
+    """True if a policy needs its norms on the host before the step; clips by norm and by element do not."""
     if clip is None or clip.at == "backward":
         return False
     said = (*clip.groups.values(), *(() if clip.total is None else (clip.total,)))
@@ -52,7 +52,7 @@ def needs_host(clip: Clip | None) -> bool:
 
 
 def clips_only_total(clip: Clip | None) -> bool:
-    """True if a file clips nothing, or nothing but the total norm at the step: a bound that no state moves."""
+    """True if a file clips nothing, or only the total norm at the step, by a bound that is always the same."""
     if clip is None:
         return True
     total = clip.total
@@ -61,7 +61,7 @@ def clips_only_total(clip: Clip | None) -> bool:
 
 
 def make_policy(said: ClipPolicy) -> AnyPolicy:
-    """The policy that a rule file names; raises `GradwatchError` when there is no such method."""
+    """The policy that a rule file names. Raises GradwatchError if there is no such method."""
     cls = find_policy(said.method)
     if cls is None:
         raise GradwatchError(f"no clip method {said.method!r} is registered")
@@ -69,7 +69,7 @@ def make_policy(said: ClipPolicy) -> AnyPolicy:
 
 
 def misfits(ruleset: RuleSet, sites: Sites) -> Iterator[tuple[str, str, str]]:
-    """(place, reason, advice) of what of `clip:` does not fit these parameters; `sites` must carry their labels."""
+    """(place, reason, advice) for each part of `clip:` that does not fit these sites, which must carry labels."""
     for place, said, mask in _covered(ruleset.clip or Clip(), ruleset, sites):
         if find_policy(said.method) is None:
             continue

@@ -1,4 +1,4 @@
-"""One policy of `clip:` bound to the sites it covers, and what it has learned: saved, restored, emptied.
+"""One policy of `clip:` bound to the sites it covers, and its state: saved, restored, emptied.
 
 Axes: S sites, I sites of one policy, K its series (a site each, or a group of them).
 """
@@ -22,9 +22,9 @@ Index = NDArray[np.intp]
 class BoundPolicy:
     """One policy and the sites it covers.
 
-    `key` names its state in checkpoints; `index[I]` the sites it covers; `owners[I]` the series of each (None: one
-    site, one series); `names[K]` of the series; `roots[K]` sqrt of their numbers of elements. `place` says where in
-    the file it stands.
+    `key` names its state in checkpoints. `index[I]` are the sites it covers, `owners[I]` the series of each (None =
+    every site is its own series), `names[K]` the names of the series, `roots[K]` the square roots of their numbers of
+    elements. `place` is the key path in the rule file.
     """
 
     place: str
@@ -36,7 +36,7 @@ class BoundPolicy:
     roots: NDArray[np.float64]
 
     def measured(self, norms: NDArray[np.float64], calls: BoolArray) -> tuple[NDArray[np.float64], BoolArray]:
-        """`(norms[K], present[K])` in the policy's own quantity, from those of all S sites."""
+        """`(norms[K], present[K])` in the quantity the policy clips by (norm or rms), from those of all S sites."""
         values, present = norms[self.index], calls[self.index]
         if self.owners is not None:
             count = len(self.names)
@@ -63,7 +63,7 @@ def named_arrays(state: State) -> Iterator[tuple[str, NDArray[Any]]]:
 
 
 def emptied(one: BoundPolicy, state: State, mask_S: BoolArray) -> State:
-    """The state with every series empty that some site of the mask is part of."""
+    """The state in which every series is empty that contains a site of `mask_S` bool[S]."""
     chosen = mask_S[one.index]
     if one.owners is not None:
         chosen = np.bincount(one.owners, weights=chosen, minlength=len(one.names)) > 0
@@ -88,7 +88,7 @@ def _with_rows(array: NDArray[Any], other: NDArray[Any]) -> NDArray[Any]:
 
 
 def filled(one: BoundPolicy, rows: Mapping[str, Any] | None) -> State:
-    """The state with what was saved of the series that are still there."""
+    """The state with what was saved of the series that still exist; the others are empty."""
     state = one.policy.init(len(one.names))
     place = {} if rows is None else {name: k for k, name in enumerate(rows["names"])}
     here = [k for k, name in enumerate(one.names) if name in place]

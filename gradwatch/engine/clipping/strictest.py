@@ -1,15 +1,15 @@
-"""The strictest of several policies of `clip:` at each site: one factor a gradient and step, and what is learned of it.
+"""Several policies of `clip:` joined: at each site and step one factor, the smallest; and what the policies learn.
 
-The clips of rules are joined with it, and with each other, by `Decision.__or__`, inside the backward by
-`policies.norm_bound.factor_of`; there too the smallest holds.
+The clips of rules are joined with it, and with each other, by `Decision.__or__`; inside the backward by
+`policies.norm_bound.factor_of`. There too the smallest factor holds.
 
-A clip of the total norm is not among the policies here: it needs one scalar, which the boundary (or a device) makes
-of the gradients it finds, bit-equal to torch. All else is a factor per site; where several policies cover a site,
-the smallest is applied, once.
+A clip of the total norm is not among the policies here: it needs one scalar, which the boundary (or a device) makes of
+the gradients it finds, bit for bit as torch does. Every other policy gives a factor per site; where several cover one
+site, the smallest is applied, once.
 
-Norms are those of the gradients as found at the boundary, after the user's own clipping; what is learned is learned
-of them, before any factor of gradwatch. A jump of the learning rate, at which detectors start afresh, leaves the states
-alone: a reset would leave the steps after each such jump unclipped. `rebaseline` is there for changes made on purpose.
+Norms are those of the gradients as found at the boundary, after the user's own clipping; the policies learn from these,
+before any factor of gradwatch. A jump of the learning rate makes detectors begin anew but leaves these states alone: a
+reset would leave the steps after each such jump unclipped. Use `rebaseline` for changes made on purpose.
 
 Axes: S sites, K series of one policy (a site each, or a group of them).
 """
@@ -36,10 +36,10 @@ Failed = Callable[[Exception], None]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Clipping:
-    """All policies of a rule file bound to S sites; without any, falsy.
+    """All policies of a rule file bound to S sites; false if there are none.
 
-    `max_norm` the bound on the total norm (None = none); `policies` those that make factors; `elementwise` those
-    that torch carries out, each with `bool[S]`, the parameters it covers. `at` "backward": hooks carry them out
+    `max_norm` is the bound on the total norm (None = none), `policies` are those that give factors, `elementwise` those
+    on elements, which torch carries out, each with the bool[S] of its parameters. `at` "backward": hooks carry them out
     (`gradwatch.engine.actions.backward_clips`), and here they only learn, from the norms before that.
     """
 
@@ -52,15 +52,16 @@ class Clipping:
         return self.max_norm is not None or bool(self.policies) or bool(self.elementwise)
 
     def init(self) -> tuple[State, ...]:
-        """The states of policies that have seen nothing."""
+        """The states of policies that have learned nothing."""
         return tuple(one.policy.init(len(one.names)) for one in self.policies)
 
     def coefficients(
         self, states: tuple[State, ...], snapshot: Snapshot, failed: Failed
     ) -> NDArray[np.float32] | None:
-        """float32[S], of all policies the smallest; None where every factor is 1.
+        """float32[S]: at each site the smallest factor of all policies; None if every factor is 1.
 
-        A policy that fails, or whose factors no gradient can bear, is reported to `failed`: its factors are 1 there.
+        `failed` is called with the error of a policy, and for factors that are not finite or negative: these are 1
+        then.
         """
         # Infinite where no policy says anything, so that a factor above 1 is not lowered by those that are silent.
         factors = np.full(len(snapshot.norm), np.inf, np.float32)
@@ -70,7 +71,10 @@ class Clipping:
         return None if (factors == 1).all() else factors
 
     def learn(self, states: tuple[State, ...], snapshot: Snapshot, failed: Failed) -> tuple[State, ...]:
-        """The states after a step that the optimizer takes, not to be asked of any other; as it was where it fails."""
+        """The states after a step that the optimizer takes; not to be called for any other step.
+
+        `failed` is called with the error of a policy, whose state then stays as it was.
+        """
         return tuple(
             _learned(one, state, norms, present, failed)
             for one, state, (norms, present) in self._measured(states, snapshot)
@@ -91,11 +95,11 @@ class Clipping:
             yield one, state, one.measured(norms, calls)
 
     def reset(self, states: tuple[State, ...], mask_S: BoolArray) -> tuple[State, ...]:
-        """The states with every series empty that some site of the mask is part of."""
+        """The states in which every series is empty that contains a site of `mask_S` bool[S]."""
         return tuple(emptied(one, state, mask_S) for one, state in zip(self.policies, states, strict=True))
 
     def to_dict(self, states: tuple[State, ...]) -> dict[str, Any]:
-        """Plain lists and numbers (no NaN) by policy and series name; of policies with memory only."""
+        """Plain lists and numbers (no NaN), by policy and name of the series; only policies that learn are in it."""
         return {
             one.key: {"names": list(one.names), "fields": {n: a.tolist() for n, a in named_arrays(state)}}
             for one, state in zip(self.policies, states, strict=True)
@@ -103,7 +107,7 @@ class Clipping:
         }
 
     def restored(self, saved: Mapping[str, Any]) -> tuple[State, ...]:
-        """The states from `to_dict`, as far as policies and series are still there; all else is empty."""
+        """The states from a `to_dict`, for policies and series that still exist; all others are empty."""
         return tuple(filled(one, saved.get(one.key)) for one in self.policies)
 
 

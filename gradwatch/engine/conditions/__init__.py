@@ -1,4 +1,5 @@
-"""Rules with a condition on others (`when:`).
+"""Rules with a condition on other rules (`when:`).
 
-`bound_condition` is one of them, `binding` makes them of a rule file, `evaluation` asks all of them at a step.
+`binding` makes the conditions of a rule file, `bound_condition` is one of them, `evaluation` takes all of them through
+a step.
 """

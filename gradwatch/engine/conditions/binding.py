@@ -1,4 +1,4 @@
-"""Conditions bound to the rules that judge something among some sites, and those that can never be known there."""
+"""Conditions bound to the rules that judge some sites, and the conditions that can never be known there."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ NOT_BOUND = "its condition can never be known to hold: no data here for {}"
 
 
 def conditions_of(rules: Mapping[str, When], numbers: Mapping[str, int]) -> Iterator[BoundCondition]:
-    """The conditions of `rules`, each after those that it names; `numbers` are those of all rules bound here."""
+    """The conditions of `rules`, each after those that it names; `numbers` gives the number of each rule bound here."""
     conditions = {rule: when.condition for rule, when in rules.items()}
     for rule in in_order(conditions):
         named = {one: numbers[one] for one in conditions[rule].rules() if one in numbers}
@@ -21,9 +21,9 @@ def conditions_of(rules: Mapping[str, When], numbers: Mapping[str, int]) -> Iter
 
 
 def never_known(conditions: Mapping[str, When], bound: AbstractSet[str]) -> dict[str, str]:
-    """The reason why a condition can hold at no step, by rule, where only the rules `bound` judge anything.
+    """By rule id, the reason why its condition can never be known if only the rules in `bound` judge anything.
 
-    `bound` may hold some of `conditions`, which then are not, nor what needs those to be known.
+    `bound` may hold ids of `conditions`: one that can never be known makes those that need it unknown too.
     """
     found: dict[str, str] = {}
     for rule in in_order({rule: when.condition for rule, when in conditions.items()}):

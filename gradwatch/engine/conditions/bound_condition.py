@@ -1,7 +1,7 @@
-"""Rules with a condition on other rules (`when:`), bound: in the order in which they are evaluated, after all others.
+"""A rule with a condition on other rules (`when:`), bound to sites; evaluated after the rules that it names.
 
-What such a rule judges follows from the tracks of the rules it names, from which of those have judged anything so far,
-and from the step alone. So on steps that change no other rule it changes at few: where a window closes.
+What such a rule judges follows from the FiringStates of the rules it names, from which of those have judged anything so
+far, and from the step alone. So on steps that change no other rule it changes only where a window closes.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from gradwatch.rules.condition import Condition
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BoundCondition:
-    """A rule with a condition: `number` its own in the plan, `named` those of the rules it names, by id.
+    """A rule with a condition: `number` is its own in the plan, `named` has those of the rules it names, by id.
 
-    A rule that judges nothing among these sites has no number, and is never known. `of` are the numbers of the rules
-    with a detector that it is about, through other conditions too.
+    A rule that judges nothing among these sites has no number, and its value is never known. `of` are the numbers of
+    the rules with a detector that it is about, through other conditions too.
     """
 
     number: int
@@ -34,7 +34,11 @@ class BoundCondition:
         others: Mapping[int, bool | None],
         step: int,
     ) -> bool | None:
-        """True, False, or None where it is not known; `others` are the values of the conditions before it."""
+        """True, False, or None if it is not known (Kleene's three-valued logic).
+
+        `unjudged` are the numbers of the rules that have judged nothing so far; `others` the values of the conditions
+        before this one, by number.
+        """
 
         def of(rule: str, within: int) -> bool | None:
             number = self.named.get(rule)
@@ -48,17 +52,20 @@ class BoundCondition:
         return self.condition.holds(of)
 
     def rules_that_hold(self, tracks: Sequence[FiringState], step: int) -> list[str]:
-        """The ids of the rules that hold."""
+        """The ids of the rules that it names and that hold at this step."""
         bound = [(rule, within) for rule, within in self.condition.windows() if rule in self.named]
         found = [rule for rule, within in bound if held(tracks[self.named[rule]], step, within)]
         return list(dict.fromkeys(found))
 
     def unsettled(self, tracks: Sequence[FiringState], active: AbstractSet[int], step: int) -> bool:
-        """True if what it judges may be another at the next step, though no rule begins to fire that is not active."""
+        """True if its value may change at the next step although no rule begins to fire that is not in `active`."""
         return any(number in active for number in self.named.values()) or self.window_open(tracks, step)
 
     def window_open(self, tracks: Sequence[FiringState], step: int) -> bool:
-        """True if it is by its window that a rule holds; where not, nor is it so later while no rule changes."""
+        """True if a rule holds only by its window (`within`): it fires no longer, but did in the last steps.
+
+        While no rule changes, False stays False.
+        """
         windows = ((self.named.get(rule), within) for rule, within in self.condition.windows())
         return any(
             number is not None and was_firing(tracks[number], step, within) for number, within in windows
@@ -66,11 +73,11 @@ class BoundCondition:
 
 
 def held(track: FiringState, step: int, within: int) -> bool:
-    """True if a rule is firing after this step, or was at one of the `within` steps up to it."""
+    """True if a rule is firing after this step, or was firing at one of the last `within` optimizer steps."""
     return bool(track.firing.any()) or was_firing(track, step, within)
 
 
 def was_firing(track: FiringState, step: int, within: int) -> bool:
-    """True if a rule that has been resolved was firing at one of the `within` steps up to this one."""
+    """True if a rule that is resolved was firing at one of the last `within` optimizer steps, this one included."""
     # For the last time at the step before that of its resolve.
     return track.resolved_at != NEVER and 0 <= step - track.resolved_at < within - 1

@@ -1,4 +1,4 @@
-"""All conditions of a plan at one step: their values, and which of them may change though no other rule does."""
+"""All conditions of a plan at one step: their values, and those that may change although no other rule does."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from gradwatch.engine.firing import FiringState
 def values_of(
     conditions: Sequence[BoundCondition], tracks: Sequence[FiringState], unjudged: AbstractSet[int], step: int
 ) -> dict[int, bool | None]:
-    """The value of each of these conditions, by number; they are in order."""
+    """The value of each condition, by its number; a condition comes after those that it names."""
     values: dict[int, bool | None] = {}
     for one in conditions:
         values[one.number] = one.value(tracks, unjudged, values, step)
@@ -22,7 +22,7 @@ def values_of(
 def with_unsettled(
     conditions: Sequence[BoundCondition], tracks: Sequence[FiringState], active: frozenset[int], step: int
 ) -> frozenset[int]:
-    """The rules that are `active`, and those whose condition is unsettled."""
+    """The numbers of the rules that are `active`, and of those whose condition may change by itself."""
     for one in conditions:
         if one.unsettled(tracks, active, step):
             active |= {one.number}

@@ -1,1 +1,1 @@
-"""Steps on which no idle rule trips, proven by a few bounds: one of them, or many in one call."""
+"""Steps on which no idle rule trips, proven by a few bounds: one step, or many in one call."""

@@ -1,8 +1,8 @@
-"""Many steps on which everything is as usual, judged in one call: what `FastPath` says of each of them, bit by bit.
+"""Many ordinary steps judged in one call, with bit for bit the result of `FastPath` on each of them.
 
-Of one step the arrays are small, and what it costs is the calls. So what does not depend on the step before is done for
-all at once, and only the recurrences of the baselines run through the steps. Where some step may be out of the usual,
-the block ends before it, and that step is judged by itself.
+The arrays of one step are small, so that its cost is the calls. Hence everything that does not depend on the step
+before is done for all steps at once, and only the recurrences of the baselines run through the steps. The block ends
+before the first step that may not be ordinary; that step is judged by itself.
 
 Axes: T steps, S sites, P parameters, K series of one bank.
 """
@@ -53,9 +53,9 @@ HOLDS: BoolArray = np.ones(1, np.bool_)
 def active_without_action(
     state: EngineState, rules: Sequence[int]
 ) -> list[tuple[RulePlan, FiringState]] | None:
-    """The rules of these numbers with their tracks, where steps may leave all of them as they are.
+    """The rules of these numbers with their FiringStates, if ordinary steps may leave all of them unchanged.
 
-    So where none has anything to do, nor learns from series that are judged some at each step; None elsewhere.
+    None if one of them has a `do`, or learns from staggered series.
     """
     firing = {number for number in rules if bool(state.tracks[number].firing.any())}
     suspended = state.plan.suspended_while(firing)  # as long as these fire on
@@ -81,7 +81,7 @@ class _Found(NamedTuple):
 
 
 class Restarts(NamedTuple):
-    """Baselines that start over within a block: before each of the `steps`, in order, those of the `banks` do."""
+    """Baselines that start over within a block: those of the `banks`, before each of the `steps`, in order."""
 
     steps: Sequence[int]
     banks: AbstractSet[int]
@@ -89,13 +89,13 @@ class Restarts(NamedTuple):
     """Given the number of a bank and its baseline."""
 
     def parts(self, count: int) -> Iterable[tuple[int, int]]:
-        """The first `count` steps in parts, each up to where the baselines start over."""
+        """(first, end) for each part of the first `count` steps: a part ends where baselines start over."""
         bounds = sorted({0, *(step for step in self.steps if step < count), count})
         return pairwise(bounds)
 
 
 class FastBlock:
-    """Snapshots, one after the other, on which every gradient has arrived."""
+    """Consecutive Snapshots in which every gradient has arrived."""
 
     __slots__ = (
         "_breaching",
@@ -133,7 +133,7 @@ class FastBlock:
         self._scalars = [scalars_of(snapshot) for snapshot in snapshots]
 
     def leading_ordinary(self, state: EngineState) -> tuple[int, tuple[State, ...]]:
-        """Count the first steps that surely change no rule; with the baselines after those."""
+        """Number of leading steps that certainly change no rule, and the baselines after them."""
         count = min(self._usual(), self._conditions_unchanged(state))
         count = self._cannot_breach(count) if count else 0
         baselines = state.baselines

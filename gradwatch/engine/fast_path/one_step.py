@@ -46,7 +46,7 @@ BEHIND_RANKS: frozenset[str] = frozenset({"norm_local"})
 
 
 class Learned(NamedTuple):
-    """The baselines after a step on which no idle rule trips, and what the rules that are active are judged by."""
+    """The baselines after a step on which no idle rule trips, and the results by which active rules are judged."""
 
     baselines: tuple[State, ...]
     reader: Reader
@@ -119,7 +119,7 @@ class FastPath:
         self._roots = float(roots.max()), float(roots.min())
 
     def learn(self, state: EngineState, snapshot: Snapshot, in_turn: InTurn) -> Learned | None:
-        """The baselines after this step; None unless it is certain to change no rule but those that are active.
+        """The baselines after this step; None unless the step certainly changes no rule but the active ones.
 
         Of staggered series only those `in_turn` are judged.
         """
@@ -174,7 +174,7 @@ class FastPath:
         return not any(breaches(one, reader) for one in asked)
 
     def staggered_idle(self, reader: Reader, snapshot: Snapshot, in_turn: InTurn) -> bool:
-        """True if this step changes no idle rule that is judged on some sites at each step."""
+        """True if this step changes no idle rule whose series are judged in turns."""
         known: dict[str, tuple[float, float] | None] = {}
         for one in self._staggered:
             key = one.series.key
@@ -188,7 +188,7 @@ class FastPath:
         return True
 
     def bounds(self, low: float, high: float) -> Mapping[str, tuple[float, float]]:
-        """Bounds on the columns of the sites that follow from those on the norms."""
+        """Bounds on the columns of sites that follow from bounds on their norms: by column, (low, high)."""
         least, most = low / self._roots[0], high / self._roots[1]
         if least <= NORMAL:
             return {"norm": (low, high)}
@@ -244,9 +244,9 @@ class FastPath:
 
 
 class FastPaths(dict[AbstractSet[int], FastPath]):
-    """The `FastPath` for each set of rules that are active, as far as one pays; `facts` are rules on finiteness.
+    """The `FastPath` for each set of active rules, where one pays; `facts` are the numbers of rules on NaN and Inf.
 
-    A set that is not there gives None where rules on finiteness are among it, and at the first step with it.
+    None for a set that contains such a rule, and at the first step with a set that is new.
     """
 
     MOST = 8
@@ -270,7 +270,7 @@ class FastPaths(dict[AbstractSet[int], FastPath]):
 
 
 def coef_bounds(snapshots: Sequence[Snapshot]) -> tuple[float, float]:
-    """The smallest and the largest factor by which gradients were changed before these steps; NaN if any is."""
+    """The smallest and the largest factor applied to gradients before these steps; NaN if any factor is NaN."""
     distinct = {
         id(snapshot.coef): snapshot.coef for snapshot in snapshots
     }.values()  # untouched ones share theirs
@@ -286,7 +286,7 @@ def _log_of(detector: Detector, value: float) -> NDArray[np.float32] | None:
 
 
 def scalars_of(snapshot: Snapshot) -> Mapping[str, float]:
-    """The values that there is one of per step, by name; what was not observed is left out."""
+    """The one-per-step values, by name; a value that was not observed is left out."""
     found = {**snapshot.scalars, "total_norm": snapshot.total_norm}
     if snapshot.loss_scale is not None:
         found["loss_scale"] = snapshot.loss_scale
@@ -298,7 +298,7 @@ UNKNOWN = (math.nan, math.nan)
 
 
 def stacked_logs(norm: NDArray[np.float32], totals: Sequence[float], size: int) -> NDArray[np.float32]:
-    """float32[T, S + 1]: ln of norm[T, P], 0 for sites that are no parameters, and ln of the total of each step."""
+    """float32[T, S + 1]: natural logarithms of norm[T, P] (0 for sites that are no parameters), then of each total."""
     count, params = norm.shape
     stack = np.empty((count, size + 1), np.float32)
     stack[:, :params] = norm
@@ -317,7 +317,7 @@ def _bounds_of(turn: Turn | None, column: Column | None) -> tuple[float, float] 
 
 
 def breaches(one: RulePlan, reader: Reader) -> bool:
-    """True if a rule without a baseline may breach, asked of its own series."""
+    """True if a rule without a baseline may breach, by the values of its own series."""
     bounds = reader.own_bounds(one.series)
     if bounds is None or one.detector.cannot_breach(*bounds):
         return False

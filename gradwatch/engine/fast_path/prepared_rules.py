@@ -26,7 +26,7 @@ STACKED = ("norm", "total_norm")
 
 
 class ColumnBound(NamedTuple):
-    """Values of a column between `low` and `high` breach none of `rules`; beyond, each is asked."""
+    """Values of a column between `low` and `high` breach none of `rules`; for values beyond, each rule is asked."""
 
     column: str
     low: float
@@ -58,7 +58,7 @@ class BankInput:
     all_idle: bool
 
     def idle_may_breach(self, score: FloatArray) -> bool:
-        """True if one of the bank's idle rules may breach by these scores, those of its other rules aside."""
+        """True if one of the bank's idle rules may breach by these scores; its active rules do not count."""
         if self.first_crossed is None:
             return False
         if self.all_idle:
@@ -67,17 +67,17 @@ class BankInput:
 
 
 def is_proven(one: RulePlan) -> bool:
-    """True if finite norms alone say that a rule on counts of NaN and Inf is idle."""
+    """True if finite norms alone prove that a rule on counts of NaN and Inf does not breach."""
     return one.series.column in COUNT_COLUMNS and one.detector.cannot_breach(0.0, 0.0)
 
 
 def is_bounded(one: RulePlan) -> bool:
-    """True if bounds on a column are bounds on its series: one per site, or the column's only one."""
+    """True if bounds on a column bound a rule's series too: one series per site, or the column's only one."""
     return one.detector.safe is not None and one.series.owners is None
 
 
 def column_bounds(rules: Iterable[RulePlan]) -> Iterable[ColumnBound]:
-    """For each column that rules without a baseline read, the bound that satisfies all of them."""
+    """For each column that rules without a baseline read, the bounds within which none of them breaches."""
 
     def column(one: RulePlan) -> str:
         return one.series.column
@@ -89,7 +89,10 @@ def column_bounds(rules: Iterable[RulePlan]) -> Iterable[ColumnBound]:
 
 
 def bank_inputs(plan: Plan, active: AbstractSet[int], suspended: AbstractSet[int]) -> Iterable[BankInput]:
-    """Inputs of the banks that learn at each step; rules that are `suspended` do not read them."""
+    """Inputs of the banks that learn at each step; `active` and `suspended` are numbers of rules.
+
+    A suspended rule judges nothing, and so reads none of them.
+    """
     for number, bank in enumerate(plan.banks):
         shares = [
             (n, yardstick)

@@ -1,5 +1,5 @@
 """A transition of a rule as it is reported: its Events.
 
-`culprit` names the parameter that is at fault, `incident_inhibition` finds the incident of another rule that it belongs
-to, `transitions` the events that are due, `events` their texts.
+`transitions` makes the Events that are due, `events` their texts; `culprit` names the parameter at fault,
+`incident_inhibition` finds the incident of another rule that a new one is part of.
 """

@@ -1,4 +1,4 @@
-"""The parameter that moved most against its own past: what an Event about the total of all of them names.
+"""The parameter that moved most against its own past: an Event about a total over parameters names it.
 
 Axes: P parameters that have a baseline of their own.
 """
@@ -29,10 +29,10 @@ PART = 0.01
 
 
 def culprit(plan: Plan, baselines: tuple[State, ...], one: RulePlan, snapshot: Snapshot) -> str:
-    """The parameter whose norm moved most against its usual level, in the direction of the total; "" = none does.
+    """The parameter whose norm moved most against its usual level, in the direction of the total; "" if there is none.
 
-    Usual levels are those of a rule that learns one for each parameter's norm at `scope: param`: of the same kind as
-    the rule on the total (a `spike` follows what `drift` reports), else of any.
+    A usual level is what a rule with `scope: param` has learned of each parameter's norm: a rule of the same kind as
+    the one on the total (a `spike` follows what `drift` reports), else of any kind.
     """
     if one.series.column not in OF_ALL or one.series.scope not in ("total", "scalar"):
         return ""
@@ -50,14 +50,14 @@ def culprit(plan: Plan, baselines: tuple[State, ...], one: RulePlan, snapshot: S
 
 
 def may_have_moved(snapshot: Snapshot, name: str) -> bool:
-    """True if a parameter has a share in the total, now that it is large."""
+    """True if a parameter has a relevant share in a large total: at least `PART` of the sum of squares."""
     norm = snapshot.norm.astype(np.float64)
     own = float(norm[snapshot.sites.names.index(name)])
     return own**2 >= PART * float(np.sum(np.square(norm), where=np.isfinite(norm)))
 
 
 def usual_norms(plan: Plan, baselines: tuple[State, ...]) -> dict[str, float]:
-    """The usual norm of each parameter's gradient, by its name, of those that have one."""
+    """By parameter name, the usual norm of its gradient, where a rule has learned one."""
     found: dict[str, float] = {}
     for series, level in _levels(plan, baselines):
         known = np.isfinite(level) & (level > 0)
@@ -67,7 +67,7 @@ def usual_norms(plan: Plan, baselines: tuple[State, ...]) -> dict[str, float]:
 
 
 def usual_loss(plan: Plan, baselines: tuple[State, ...]) -> float:
-    """The usual loss, NaN where no rule has learned one (`loss_spike`), or where it is not positive."""
+    """The usual loss; NaN if no rule has learned one (`loss_spike`), or if it is not positive."""
     for bank, state in zip(plan.banks, baselines, strict=True):
         for series, part in zip(bank.segments, bank.parts, strict=True):
             if series.column == "loss" and bank.detector.elementwise:

@@ -1,4 +1,4 @@
-"""The Event of a transition: who is worst, who was first, what the annotations say."""
+"""The Event of a transition: the worst series, the first cause, and the text of the annotations."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
 class Notice(NamedTuple):
-    """Text of a transition, apart from the rule and the numbers."""
+    """Kind and text of a transition, apart from the rule and the numbers."""
 
     kind: EventKind
     incident: str
@@ -47,10 +47,10 @@ def build_event(
     moved: str = "",
     others: str = "",
 ) -> Event:
-    """The Event of one transition: worst five by score, their number, and the deepest as first cause.
+    """The Event of one transition: the five worst series by score, their number, and the deepest one as first cause.
 
-    `moved` is the parameter that moved a total most, and the first cause of such an Event; `others` are the rules that
-    hold, where it is one of their condition.
+    `moved` is the parameter that moved a total most, "" = none; it is then the first cause. `others` are the ids of the
+    rules that hold, for an Event of a rule with a condition.
     """
     order = worst_first(rule.detect, scored, series.depths, notice.involved)
     worst = int(order[0]) if len(order) else 0
@@ -85,7 +85,7 @@ def build_event(
 
 
 def of_new_baselines(reason: str, rules: Sequence[str], names: Sequence[str], snapshot: Snapshot) -> Event:
-    """The Event of baselines of these rules that begin anew, of the sites of these names and what they are part of."""
+    """The Event that says that baselines of these rules begin anew, for the sites `names` and what they are part of."""
     return Event(
         kind="rebaselined",
         rule="",

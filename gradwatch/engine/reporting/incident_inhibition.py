@@ -1,4 +1,4 @@
-"""Inhibition: a rule that begins to fire for the reason for which another one fires already is no second alarm.
+"""Inhibition: a rule that begins to fire for the same reason as another one opens no second incident.
 
 Axes: K series of one rule.
 """
@@ -25,11 +25,12 @@ def inhibitor(
     involved: BoolArray,
     moved_most: Callable[[int], str],
 ) -> str:
-    """The incident that the beginning of a rule, of the series `involved`, is part of; "" = it is one of its own.
+    """The id of the incident that a rule which begins to fire is part of; "" if it opens one of its own.
 
-    That of the first of its `inhibited_by` that fires, is as grave, and is about the same: both about the whole, or
-    with a parameter in common, or the whole and most of the parameters. A rule that acts reports for itself what it
-    has done. `moved_most` gives the parameter that moved the total a rule is about, by its number; "" where most did.
+    It is the incident of the first rule in its `inhibited_by` that fires, has the same or a higher severity, and is
+    about the same: both about a total, or with a parameter in common, or one about a total and the other about most
+    parameters. A rule that acts always reports for itself. `involved` bool[K] are its series. `moved_most` gives, by
+    the number of a rule on a total, the parameter that moved that most; "" if most parameters did.
     """
     one = plan.rules[number]
     if one.rule.do:
@@ -52,9 +53,9 @@ def inhibitor(
 
 
 def released(plan: Plan, number: int, track: FiringState, tracks: Sequence[FiringState]) -> bool:
-    """True if a rule fires in the incident of another one, and none of those that inhibit it fires in that any more.
+    """True if a rule fires in the incident of another one, and none that inhibits it fires in that any more.
 
-    `track` is its own, `tracks` are those of all.
+    `track` is its own FiringState, `tracks` are those of all rules.
     """
     if not plan.inhibitors[number]:
         return False
@@ -71,7 +72,7 @@ def _is_own(rule: str, incident: str) -> bool:
 
 
 def most(involved: BoolArray) -> bool:
-    """True if more than three of four series are involved, of more than two: then no single one is at fault."""
+    """True if more than three quarters of at least three series are involved: then no single one is at fault."""
     return len(involved) > 2 and 4 * int(np.count_nonzero(involved)) > 3 * len(involved)
 
 

@@ -1,4 +1,4 @@
-"""The Events that a rule's transition on a step makes: it begins to fire, goes on, is resolved, or reaches a rung.
+"""The Events of a rule's transition: it begins to fire, goes on, is resolved, or reaches a rung (`escalate`).
 
 Axes: K series of one rule.
 """
@@ -25,7 +25,10 @@ if TYPE_CHECKING:
 def report_move(
     judged: Step, number: int, was: FiringState, moved: Moved, scored: Scored, acted: int
 ) -> FiringState:
-    """Emit the Events of a move; `acted` = steps in a row the rule has acted on, 0 = it does not."""
+    """Emit the Events of a transition; gives the FiringState after them.
+
+    `acted` is the number of optimizer steps in a row on which the rule acted, 0 = it does not act now.
+    """
     one = judged.plan.rules[number]
     rule, step, track = one.rule, judged.snapshot.step, moved.track
     own = f"{rule.id}-{judged.snapshot.optimizer}-"

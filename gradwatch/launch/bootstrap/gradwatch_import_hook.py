@@ -1,8 +1,8 @@
-"""Waits for `import torch`, then arms gradwatch's agent; until then costs one comparison per import.
+"""Waits for `import torch`, then arms gradwatch's agent; until then it costs one comparison per import.
 
-Loaded before the script's own folder is on `sys.path`, in every interpreter: so it imports nothing that the
-interpreter has not already loaded (`__future__` included), or a script's `random.py` would be shadowed by the
-standard one.
+It is loaded in every interpreter, before the script's own folder is on `sys.path`. So it imports only what the
+interpreter has loaded already (not even `__future__`): else the standard `random.py` would take the place of a
+`random.py` of the script.
 """
 
 import os
@@ -20,7 +20,7 @@ STARTED = os.getpid()  # the process in which this interpreter began; a forked c
 
 
 def install() -> None:
-    """Arm now if torch is loaded already, else as soon as it is; have the account printed at the very end."""
+    """Arm now if torch is loaded already, else when it is imported; and have the account printed at the very end."""
     _at_the_end()
     if not any(isinstance(finder, PackageFinder) for finder in sys.meta_path):
         sys.meta_path.append(PackageFinder())
@@ -31,7 +31,7 @@ def install() -> None:
 
 
 def arm() -> None:
-    """Start the agent; a failure costs one line on stderr, never the script."""
+    """Start the agent; a failure costs the script one line on stderr, and nothing else."""
     sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, TorchFinder)]
     try:
         from gradwatch.launch import auto_watch
@@ -42,7 +42,7 @@ def arm() -> None:
 
 
 def say() -> None:
-    """Print the account of a process that trained; of the one that was launched, and its children, in any case."""
+    """Print the account of a process that may have trained; of the launched one, with its children, in any case."""
     armed = "gradwatch.launch.exit_summary" in sys.modules
     if not (armed or _launched()):
         return
@@ -109,7 +109,7 @@ def _at_the_end() -> None:
 
 
 class TorchFinder:
-    """A meta-path finder that lets the others find torch and learns when it has been executed."""
+    """A meta path finder that leaves finding torch to the others, and notices when torch has been executed."""
 
     def __init__(self) -> None:
         self._busy = False
@@ -117,7 +117,7 @@ class TorchFinder:
     def find_spec(
         self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
     ) -> "ModuleSpec | None":
-        """The real spec of torch, its loader made to call `arm` once; None for any other module."""
+        """The spec of torch from the other finders, with a loader that calls `arm` once; None for other modules."""
         if name != "torch" or self._busy:
             return None
         self._busy = True
@@ -131,12 +131,12 @@ class TorchFinder:
 
 
 class PackageFinder:
-    """Last on the meta path: finds the gradwatch that launched us where this Python has none of its own."""
+    """The last meta path finder: gives the launching gradwatch to a Python in which none is installed."""
 
     def find_spec(
         self, name: str, path: "Sequence[str] | None" = None, target: "ModuleType | None" = None
     ) -> "ModuleSpec | None":
-        """The spec of the launching gradwatch package; None for any other module."""
+        """The spec of the package gradwatch that launched this process; None for any other module."""
         if name != "gradwatch":
             return None
         from importlib.machinery import PathFinder

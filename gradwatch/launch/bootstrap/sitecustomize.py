@@ -1,8 +1,8 @@
-"""Run by Python's own `site` in every interpreter under `gradwatch run`: waits for torch, then steps aside.
+"""Run by Python's `site` in every interpreter under `gradwatch run`: installs the wait for torch, then steps aside.
 
-`gradwatch run` puts this folder first on PYTHONPATH, so the whole tree of child processes (torchrun, spawn,
-`bash train.sh`) is reached. Any Python may meet this file, hence no syntax that an old one does not know.
-Afterwards `sys.path` is what it would have been, and a sitecustomize that this one shadowed has run.
+`gradwatch run` puts this folder first on PYTHONPATH, so that all child processes (torchrun, spawn, `bash train.sh`)
+load it. Any Python version may load this file, hence no syntax that an old one does not know. Afterwards `sys.path` is
+as it would have been, and a sitecustomize that this one has shadowed has been run.
 """
 
 import os
