@@ -40,8 +40,8 @@ NEVER_CAME = {
     "scaler_skip": "no GradScaler was seen",
     "norm_local": "needs several ranks",
     BATCH_HASH: (
-        "nothing that a watched model was called with is held until the step (a rule with `localise` does), "
-        "or it came in arrays or objects that are not looked into"
+        "the arguments of watched models are not kept until the step (a rule with `localise` keeps them), "
+        "or they are in arrays or objects that gradwatch does not look into"
     ),
     "noise_scale": (
         "needs several ranks that are replicas (DDP), steps of one backward, and less noise than hides the gradient"

@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from gradwatch.backtest.rule_coverage import Extent
 
 DESCRIPTION = """Judge recorded runs by the rules of a file, with the engine that judges them live: what fires when and
-where, what that differs in from other rules (--against) or from what fired in the run, and what the actions would have
-been. What was not recorded is not guessed: such rules are named.
+where, how that differs from other rules (--against) or from what fired in the run, and what the actions would have
+been. Nothing is guessed: rules on what was not recorded are named.
 
 RUN is a run's folder or one of its journal files; without one, the newest run of --dir. With --healthy each alarm
 (severity warning or critical) is a false one. Exit 1 where a rule could not be judged on all that was recorded."""

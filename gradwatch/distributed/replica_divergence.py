@@ -36,9 +36,9 @@ def unjudged(reduced: ReducedFacts) -> DivergedError:
     """The error every rank reports where one of them has missed steps on which the others may have acted."""
     ranks = [f"rank {rank} ({int(reduced.missed[rank])})" for rank in np.flatnonzero(reduced.missed)]
     return DivergedError(
-        f"{', '.join(ranks)} left steps without having judged them since the last exchange between the ranks: "
-        "if another rank clipped or skipped one of them, the replicas diverge from there on; `every: 1` at "
-        "`rank-mismatch` has the ranks exchange at each step, and none act on a step that another has no facts of"
+        f"{', '.join(ranks)} did not judge some steps since the ranks last exchanged data: if another rank clipped or "
+        "skipped one of them, the replicas diverge from there on; with `every: 1` at `rank-mismatch` the ranks "
+        "exchange at each step, and no rank acts on a step that another one has not measured"
     )
 
 

@@ -35,8 +35,8 @@ UNCLEARED = (
     "optimizer.zero_grad() between a step and the next backward"
 )
 UNDECIDED = (
-    "models whose parameters have the same names and shapes ({}) were gone at the same time: it cannot be told which "
-    "new one succeeds which, so they take up names and baselines in their order, and a baseline may be of another model"
+    "models whose parameters have the same names and shapes ({}) were gone at the same time, and gradwatch cannot tell "
+    "which new model replaces which: they get names and baselines in their order, so a baseline may be another model's"
 )
 NO_LOSS = "rules on the loss have no value for such a step: {}; give them one with observe(loss=…)"
 

@@ -53,7 +53,7 @@ for t in range(80):
         step(*pairs[k])
 """
 )
-SAID = "it cannot be told which new one succeeds which"
+SAID = "gradwatch cannot tell which new model replaces which"
 
 
 @pytest.mark.parametrize("change", ["order", "replaced", "two", "copied", "assigned"])

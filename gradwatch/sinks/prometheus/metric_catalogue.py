@@ -239,7 +239,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "gradwatch_irreproducible_steps_total",
         "counter",
-        "Steps of which an output was another when they were run again from the same inputs and generators.",
+        "Steps that gave another output when they were run again from the same inputs and random state.",
         "Finding.phase 'irreproducible', on the rank that it was found on",
     ),
     Metric(

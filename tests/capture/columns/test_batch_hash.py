@@ -205,7 +205,7 @@ def test_without_held_calls_it_says_so(tmp_path: Path) -> None:
     """Where no rule holds what the model was called with there is no hash, and the account says why."""
     _, hashes, reasons = trained(tmp_path, lambda step: torch.ones(4, 6), 4, AGAIN)
     assert set(hashes) == {None}
-    assert "is held until the step" in reasons["again"]
+    assert "kept until the step" in reasons["again"]
 
 
 def test_a_batch_that_was_written_to_since_has_no_hash(tmp_path: Path) -> None:
