@@ -173,10 +173,6 @@ FILLED_IN = {
 cold, each Python call more costs microseconds (`tests/session/test_step_calls.py`)."""
 OF_LIBRARIES = {"action.complete", "drawn.overflow", "module.training", "self._timer.interval"}
 """Of argparse, rich, torch and threading."""
-    "action.complete",
-    "module.training",
-    "self._timer.interval",
-}  # of argparse, torch and threading
 
 
 def test_no_attribute_is_set_from_another_file() -> None:

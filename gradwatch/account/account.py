@@ -61,6 +61,7 @@ COUNTS = (
     "unowned",
     "cleared",
     "cleared_nonfinite",
+    "cleared_moved",
     "replaced",
     "without_histogram",
     "provisional",
@@ -76,16 +77,16 @@ class Watched:
     """Totals of what was watched.
 
     `steps` optimizer steps taken, `backwards` those that reached a watched parameter (parts of one count, too),
-    `rejected` those that a GradScaler kept from the optimizer, `unowned` windows of
-    gradients that belong to no torch optimizer (observed only), `cleared` windows whose gradients were cleared before a
-    step was seen, `cleared_nonfinite` those of them whose gradients held NaN or Inf, as far as these were read on the
-    host, `replaced` windows without an optimizer of which no step is known, since others unlike theirs took
-    their place; `without_histogram` steps at which histograms of gradients were due and whose loss scale is no power of
-    two; `provisional` and `unjudged` steps of those watched, `nonfinite_unjudged` those whose gradients held NaN or Inf
-    with no rule that says so. `optimizers` of which a step, taken or
-    rejected, was watched; `parameters` watched at one time, at most (those of an optimizer that is gone until another
-    one takes its place); `coverage` 0..1 of the parameters that want a gradient. `own_seconds` of `seconds` were
-    gradwatch's.
+    `rejected` those that a GradScaler kept from the optimizer, `unowned` windows of gradients that belong to no torch
+    optimizer (observed only), `cleared` windows whose gradients were cleared before a step was seen,
+    `cleared_nonfinite` those of them whose gradients held NaN or Inf, as far as these were read on the host,
+    `cleared_moved` those before which weights were written to outside of steps that were seen, `replaced` windows
+    without an optimizer of which no step is known, since others unlike theirs took their place; `without_histogram`
+    steps at which histograms of gradients were due and whose loss scale is no power of two; `provisional` and
+    `unjudged` steps of those watched, `nonfinite_unjudged` those whose gradients held NaN or Inf with no rule that says
+    so. `optimizers` of which a step, taken or rejected, was watched; `parameters` watched at one time, at most (those
+    of an optimizer that is gone until another one takes its place); `coverage` 0..1 of the parameters that want a
+    gradient. `own_seconds` of `seconds` were gradwatch's.
     """
 
     steps: int = 0
@@ -94,6 +95,7 @@ class Watched:
     unowned: int = 0
     cleared: int = 0
     cleared_nonfinite: int = 0
+    cleared_moved: int = 0
     replaced: int = 0
     without_histogram: int = 0
     provisional: int = 0
@@ -104,6 +106,11 @@ class Watched:
     coverage: float = 1.0
     own_seconds: float = 0.0
     seconds: float = 0.0
+
+    @property
+    def cleared_suspicious(self) -> bool:
+        """True if gradients were cleared unused that a GAN, or a sharpness-aware step, does not leave."""
+        return bool(self.cleared_nonfinite or self.cleared_moved)
 
     @property
     def own_share(self) -> float | None:

@@ -46,6 +46,7 @@ def fields(account: Account) -> Iterator[tuple[str, object]]:
         "rebaselined": _begun_anew(account),
         "no_data": _without_data(without_data, account.rules) if without_data else "",
         "not_armed": _unarmed(account),
+        "cleared_unused": (not seen.cleared_suspicious and seen.cleared) or "",
         "own_cost": "" if share is None else f"{share:.1%}",
         "ended": "" if account.ended == "finished" else account.ended,
         "directory": account.directory,
@@ -118,6 +119,8 @@ def _parts(account: Account, folder: str) -> Iterator[str]:
             yield f"not armed: {_unarmed(account)}"
         if account.watched.own_share is not None:
             yield f"own cost {account.watched.own_share:.1%}"
+        if account.watched.cleared and not account.watched.cleared_suspicious:  # else told as a gap
+            yield f"gradients cleared unused {account.watched.cleared:,} ×"
     if account.ended in ("stopped", "failed"):
         yield account.ended
     if folder:

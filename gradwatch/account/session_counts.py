@@ -31,7 +31,7 @@ class SessionCounts:
     def __init__(self) -> None:
         self.own_time = OverheadTimer()
         self.records = self.rejected = self.provisional = self.unjudged = self.unowned = 0
-        self.cleared = self.cleared_nonfinite = self.nonfinite_unjudged = 0
+        self.cleared = self.cleared_nonfinite = self.cleared_moved = self.nonfinite_unjudged = 0
         self.measured = 0  # steps and windows, each of which becomes a Record
         self.coverage = 1.0
         self.stopped = False
@@ -50,10 +50,14 @@ class SessionCounts:
         """Count a step whose histograms were read under a loss scale that is no power of two."""
         self.without_histogram += 1
 
-    def count_cleared(self, nonfinite: bool) -> None:
-        """Count gradients that are gone, with no step taken by them; `nonfinite`: some were NaN or Inf."""
+    def count_cleared(self, nonfinite: bool, moved: bool) -> None:
+        """Count gradients that are gone, with no step taken by them.
+
+        `nonfinite`: some were NaN or Inf; `moved`: the weights were written to since the last step that was seen.
+        """
         self.cleared += 1
         self.cleared_nonfinite += nonfinite
+        self.cleared_moved += moved
 
     def begun_anew(self, reason: str) -> None:
         """Count that baselines began anew."""
@@ -127,6 +131,7 @@ class SessionCounts:
             rejected=self.rejected,
             cleared=self.cleared,
             cleared_nonfinite=self.cleared_nonfinite,
+            cleared_moved=self.cleared_moved,
             provisional=self.provisional,
             unjudged=self.unjudged + without_record,
             nonfinite_unjudged=self.nonfinite_unjudged,

@@ -121,11 +121,13 @@ def _without_steps(account: Account) -> Iterator[str]:
     if seen.backwards and lost > max(0, taken.steps - seen.steps):
         backwards = plural(taken.backwards, "backward")
         yield f"{lost:,} of {backwards} reached no parameter that is watched, or did not get that far"
-    if not no_step and seen.cleared:
-        broken = f" ({seen.cleared_nonfinite:,} of them NaN or Inf)" if seen.cleared_nonfinite else ""
+    # As such they are no fault: those that a GAN's generator leaves at the discriminator, SAM's first ones.
+    if not no_step and seen.cleared_suspicious:
+        kinds = {"NaN or Inf": seen.cleared_nonfinite, "beside weights that moved unseen": seen.cleared_moved}
+        of_them = ", ".join(f"{count:,} of them {kind}" for kind, count in kinds.items() if count)
         yield (
-            f"gradients were cleared {plural(seen.cleared, 'time')}{broken} and computed anew, with no optimizer step "
-            "seen since they were made"
+            f"gradients were cleared {plural(seen.cleared, 'time')} ({of_them}) and computed anew, with no optimizer "
+            "step seen since they were made"
         )
 
 

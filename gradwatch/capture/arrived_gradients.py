@@ -106,6 +106,7 @@ class ArrivedGradients(OptimizerParameters):
         # Norms that gradwatch's hooks have taken inside the backward: they need not be read again.
         self.norms_from_hooks: Callable[[Grads], Mapping[int, float]] | None = None
         self.loop_events = LoopEvents(params, self.arrivals, self._uncleared)
+        self._weights_at: tuple[int, int] | None = None  # versions of two weights after the last step
         self._norms: Reading | None = None
         self._ids: list[int] = []
         self._versions: list[int] = []
@@ -123,6 +124,14 @@ class ArrivedGradients(OptimizerParameters):
     def unread(self) -> bool:
         """True if a backward has ended whose gradients have not been read."""
         return self._read_at != self.backwards
+
+    @property
+    def weights_moved(self) -> bool:
+        """True if weights were written to since the last step that was seen: an optimizer may have stepped unseen."""
+        return self._weights_at is not None and self._weights_at != self._weight_versions()
+
+    def _weight_versions(self) -> tuple[int, int] | None:
+        return (self.params[0]._version, self.params[-1]._version) if self.params else None
 
     @property
     def left_nonfinite(self) -> bool:
@@ -177,6 +186,7 @@ class ArrivedGradients(OptimizerParameters):
         self._norms = self.kept = self.scale_removed = None
         self._storages = []
         self.known_scalings.clear()
+        self._weights_at = self._weight_versions()
 
     def resume(self) -> None:
         """Begin another step: the one whose window was closed last has raised.

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from gradwatch.endpoint.address import Address
+from gradwatch.errors import GradwatchError
 from gradwatch.runtime.atomic_files import make_directory, read_regular, write_whole
 from gradwatch.runtime.process_identity import start_ticks
 
@@ -22,14 +23,24 @@ _SEND_BUFFER_BYTES = 1 << 15
 _PORT_TROUBLE = (errno.EADDRINUSE, errno.EACCES, errno.EPERM)
 
 
+class AddressError(GradwatchError, OSError):
+    """The host is no address of this machine."""
+
+
 def listening_socket(address: Address) -> socket.socket:
     """A non-blocking listener on `address`, or on a free port of the same host where that port cannot be had.
 
-    Raises OSError when the host is not an address of this machine, or there are no file descriptors left.
+    Raises AddressError, an OSError, when the host is not an address of this machine; OSError when there are no file
+    descriptors left.
     """
     try:
         return _bound(address)
     except OSError as error:
+        if error.errno == errno.EADDRNOTAVAIL:
+            raise AddressError(
+                f"listen: {address.host} is no address of this machine, so /metrics is not served: 0.0.0.0 is all of "
+                "its addresses, 127.0.0.1 this machine alone"
+            ) from None
         if error.errno not in _PORT_TROUBLE or not address.port:
             raise
     return _bound(address._replace(port=0))

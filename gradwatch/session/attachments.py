@@ -359,7 +359,9 @@ class Attached:
         if not self._activity.idle():  # while it pauses it sees no steps, either
             unused = self.contexts.of(captured).unused_gradients
             if unused.unused(captured, self.capture.captures):
-                self._services.publishing.totals.count_cleared(captured.left_nonfinite)
+                self._services.publishing.totals.count_cleared(
+                    captured.left_nonfinite, captured.weights_moved
+                )
         if self.causes is not None:
             self.causes.cleared(None if captured.optimizer is None else captured.optimizer())
 

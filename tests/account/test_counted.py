@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 import gradwatch
-from gradwatch.account import NOTHING_TAKEN, Account, gaps
+from gradwatch.account import NOTHING_TAKEN, Account, gaps, lines
 from gradwatch.account.launch_total import Part, launch_total
 from gradwatch.rules.files import parse_rules
 from gradwatch.session.watch import session_of
@@ -328,3 +328,12 @@ def test_gradients_made_nan_after_the_backward_are_told_where_no_rule_judges_the
                 model.bias.grad.fill_(math.nan)
             optimizer.step()
         assert session_of(gw).account().watched.nonfinite_unjudged == 1
+
+
+def test_gradients_cleared_unused_are_no_gap_unless_they_were_not_finite() -> None:
+    """The generator's backward leaves some at the discriminator, in every GAN: everything was watched there."""
+    account = trained_by_two(lambda number, one, other: one.step() if number % 2 else None)
+    assert account.watched.cleared == 4
+    assert not any("cleared" in gap for gap in gaps(account))
+    (line, *_) = lines(account, "")
+    assert "gradients cleared unused 4 ×" in line
