@@ -86,7 +86,8 @@ class Watched:
     `unjudged` steps of those watched, `nonfinite_unjudged` those whose gradients held NaN or Inf with no rule that says
     so. `optimizers` of which a step, taken or rejected, was watched; `parameters` watched at one time, at most (those
     of an optimizer that is gone until another one takes its place); `coverage` 0..1 of the parameters that want a
-    gradient. `own_seconds` of `seconds` were gradwatch's.
+    gradient. `own_seconds` of `seconds` were gradwatch's, from the second recorded step on;
+    `attach_seconds` are what it took before: imports, hooks, the binding of rules.
     """
 
     steps: int = 0
@@ -105,6 +106,7 @@ class Watched:
     parameters: int = 0
     coverage: float = 1.0
     own_seconds: float = 0.0
+    attach_seconds: float = 0.0
     seconds: float = 0.0
 
     @property
@@ -226,7 +228,9 @@ def merged(accounts: Iterable[Account], taken: Taken = NOTHING_TAKEN) -> Account
     last, having = found[-1], [one for one in found if one.has_judged] or found
     seen = [one.watched for one in found]
     totals = {name: sum(getattr(one, name) for one in seen) for name in COUNTS}
-    times = {name: sum(getattr(one, name) for one in seen) for name in ("own_seconds", "seconds")}
+    times = {
+        name: sum(getattr(one, name) for one in seen) for name in ("own_seconds", "attach_seconds", "seconds")
+    }
     return Account(
         taken=taken,
         watched=Watched(**totals, **times, coverage=min(one.coverage for one in seen)),

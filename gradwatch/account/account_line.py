@@ -19,6 +19,7 @@ NO_TORCH = (
 MOST_NAMED = 4
 """Rules named in the line; the others are counted, and `gradwatch audit` names them all."""
 LONGEST_REASON = 90
+LEAST_SECONDS = 0.05
 
 
 def lines(account: Account, folder: str = "") -> list[str]:
@@ -48,6 +49,7 @@ def fields(account: Account) -> Iterator[tuple[str, object]]:
         "not_armed": _unarmed(account),
         "cleared_unused": (not seen.cleared_suspicious and seen.cleared) or "",
         "own_cost": "" if share is None else f"{share:.1%}",
+        "attached_in": f"{seen.attach_seconds:.1f} s" if seen.attach_seconds >= LEAST_SECONDS else "",
         "ended": "" if account.ended == "finished" else account.ended,
         "directory": account.directory,
         "not_seen": "; ".join(gaps(account)),
@@ -119,6 +121,8 @@ def _parts(account: Account, folder: str) -> Iterator[str]:
             yield f"not armed: {_unarmed(account)}"
         if account.watched.own_share is not None:
             yield f"own cost {account.watched.own_share:.1%}"
+        if account.watched.attach_seconds >= LEAST_SECONDS:
+            yield f"attached in {account.watched.attach_seconds:.1f} s"
         if account.watched.cleared and not account.watched.cleared_suspicious:  # else told as a gap
             yield f"gradients cleared unused {account.watched.cleared:,} ×"
     if account.ended in ("stopped", "failed"):

@@ -30,6 +30,7 @@ class SessionCounts:
 
     def __init__(self) -> None:
         self.own_time = OverheadTimer()
+        self._attach_seconds = 0.0
         self.records = self.rejected = self.provisional = self.unjudged = self.unowned = 0
         self.cleared = self.cleared_nonfinite = self.cleared_moved = self.nonfinite_unjudged = 0
         self.measured = 0  # steps and windows, each of which becomes a Record
@@ -41,6 +42,10 @@ class SessionCounts:
         self.without_data = RulesWithoutData()
         self.never_judged = NeverJudged()
         self.without_histogram = 0  # steps whose loss scale is no power of two
+
+    def count_attaching(self, seconds: float) -> None:
+        """Count the time that it took to attach to models and optimizers."""
+        self._attach_seconds += seconds
 
     def count_measured(self) -> None:
         """Count a step or window that was measured, before it is judged."""
@@ -142,6 +147,7 @@ class SessionCounts:
             parameters=parameters,
             coverage=self.coverage,
             own_seconds=own_seconds,
+            attach_seconds=self._attach_seconds + self.own_time.before,
             seconds=seconds,
         )
 

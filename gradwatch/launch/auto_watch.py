@@ -16,6 +16,7 @@ import sys
 import threading
 import weakref
 from dataclasses import replace
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -219,7 +220,11 @@ class Agent:
             if self._attaching.locked():  # by this thread: other threads wait above
                 return None
             with self._attaching:
-                return self._attach_to(stepping, before)
+                began = perf_counter()
+                session = self._attach_to(stepping, before)
+                if session is not None:
+                    session.count_attaching(perf_counter() - began)
+                return session
 
     def _attach_to(self, stepping: Optimizer | None, before: BackwardCall | None) -> Session | None:
         ready = self._ready(stepping)

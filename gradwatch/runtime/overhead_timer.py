@@ -14,13 +14,14 @@ class OverheadTimer:
     What a call that raised has taken is not counted.
     """
 
-    __slots__ = ("_ended", "_reported", "_since", "_until", "seconds")
+    __slots__ = ("_before", "_ended", "_reported", "_since", "_until", "seconds")
 
     def __init__(self) -> None:
         self.seconds = 0.0
         self._ended = 0.0  # when the last measured call ended
         self._reported = self._until = 0.0  # `seconds` and `_ended` when `news` was asked last
         self._since: tuple[float, float] | None = None
+        self._before = 0.0
 
     def begin(self) -> float:
         """Start a measurement; returns the argument of `end`."""
@@ -37,9 +38,15 @@ class OverheadTimer:
         self._until = self._ended
         return news
 
+    @property
+    def before(self) -> float:
+        """Seconds counted before `restart`; all of them where it was not called."""
+        return self.seconds if self._since is None else self._before
+
     def restart(self) -> None:
         """Have `share` begin where the last measured call had ended when `news` was asked last."""
         self._since = self._until, self._until - self._reported
+        self._before = self._reported
 
     def share(self) -> tuple[float, float]:
         """(seconds counted, seconds passed) from there to the last call that had ended when `news` was asked again.

@@ -122,6 +122,10 @@ class Session:
 
     # -- attaching ---------------------------------------------------------------------------------------
 
+    def count_attaching(self, seconds: float) -> None:
+        """Count the time that it took to attach to models and optimizers, as whoever has done so measured it."""
+        self._publishing.totals.count_attaching(seconds)
+
     def _go_live(self, attached: Attached, models: list[nn.Module]) -> None:
         """Count from here on: everything is attached."""
         # A launcher's session answers for all that the process does, any other one from here on. A step that raised

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Sequence
+from time import perf_counter
 from typing import Any
 
 from torch import nn
@@ -55,6 +56,7 @@ def watch(
             that is not available, with `strict_rules` a rule that matches nothing; the message says what to do.
         RuleFileError: the rule file was refused; all problems at once.
     """
+    began = perf_counter()
     models = _models(model)
     optimizers = _optimizers(optimizer)
     sinks = None if sinks is None else list(sinks)
@@ -72,6 +74,7 @@ def watch(
     ruleset = rules if isinstance(rules, RuleSet) else _rules_of(settings)
     _make_room(models, origin)
     session = Session(models, optimizers, ruleset, settings, sinks, origin, on_escalate=on_escalate)
+    session.count_attaching(perf_counter() - began)
     return Watch(session)
 
 

@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -337,3 +338,21 @@ def test_gradients_cleared_unused_are_no_gap_unless_they_were_not_finite() -> No
     assert not any("cleared" in gap for gap in gaps(account))
     (line, *_) = lines(account, "")
     assert "gradients cleared unused 4 ×" in line
+
+
+def test_what_attaching_took_is_told_and_is_no_part_of_the_loops_cost() -> None:
+    """From `watch` to the second recorded step: at least what `watch` itself took."""
+    model = nn.Linear(3, 1)
+    optimizer = SGD(model.parameters(), 0.1)
+    began = time.perf_counter()
+    with gradwatch.watch(model, optimizer, sinks=[Kept()], strict=True) as gw:
+        took = time.perf_counter() - began
+        for _ in range(4):
+            optimizer.zero_grad()
+            model(torch.ones(2, 3)).square().mean().backward()
+            optimizer.step()
+        watched = session_of(gw).account().watched
+    assert 0.5 * took < watched.attach_seconds < time.perf_counter() - began
+    assert watched.seconds < time.perf_counter() - began - took
+    (line, *_) = lines(Account(watched=replace(watched, attach_seconds=0.7)), "")
+    assert " · attached in 0.7 s" in line
