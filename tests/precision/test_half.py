@@ -79,12 +79,13 @@ def test_a_healthy_fp16_run_raises_no_warning(seed: int, kind: str) -> None:
 
 
 def test_a_run_that_is_broken_from_the_start_collapses_loudly() -> None:
-    """Every loss is NaN: the scale reaches 1 after 16 halvings, and that is critical."""
+    """Every loss is NaN: critical at once, and again when the scale reaches 1 after 16 halvings."""
     task = Blobs(0)
     gw, sink = watched(task.model, task.optimizer)
     with gw:
         task.run(20, bad=frozenset(range(20)))
-    (event,) = events(sink, "critical")
+    loss, event = events(sink, "critical")
+    assert (loss.rule, loss.kind, loss.step) == ("loss-non-finite", "firing", 0)
     assert (event.rule, event.kind, event.step, event.value) == ("scale-collapse", "firing", 16, 1.0)
     assert "scale of 1 at step 16" in event.description
     assert not any(record.decision.skip for record in sink.records)
