@@ -186,7 +186,8 @@ class ArrivedGradients(OptimizerParameters):
         self._norms = self.kept = self.scale_removed = None
         self._storages = []
         self.known_scalings.clear()
-        self._weights_at = self._weight_versions()
+        params = self.params  # as `_weight_versions`, without a call
+        self._weights_at = (params[0]._version, params[-1]._version) if params else None
 
     def resume(self) -> None:
         """Begin another step: the one whose window was closed last has raised.

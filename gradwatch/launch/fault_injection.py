@@ -24,6 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradwatch.launch.selftest_faults import FAULTS, RESULTS, VARIABLE, Fault, Plan
 from gradwatch.runtime.atomic_files import write_whole
+from gradwatch.taps.hook_numbers import own_numbers
 
 if TYPE_CHECKING:
     from gradwatch.session.session import Session
@@ -82,9 +83,10 @@ class _Injection:
         self._results: list[Result] = []
         self._before: Mapping[str, Any] = {}
         self._saved: SavedState | None = None
-        for param in self._params:
-            param.register_hook(self._hook(param))
-        register_optimizer_step_post_hook(self._after_step)
+        with own_numbers:
+            for param in self._params:
+                param.register_hook(self._hook(param))
+            register_optimizer_step_post_hook(self._after_step)
         atexit.register(self._write)  # where the script ends before the plan does
 
     def _middle_matrix(self) -> Tensor:
