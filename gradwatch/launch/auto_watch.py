@@ -220,9 +220,9 @@ class Agent:
             if self._attaching.locked():  # by this thread: other threads wait above
                 return None
             with self._attaching:
-                began = perf_counter()
+                first, began = not _watches, perf_counter()
                 session = self._attach_to(stepping, before)
-                if session is not None:
+                if first and session is not None:  # later ones import nothing
                     session.count_attaching(perf_counter() - began)
                 return session
 
