@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import functools
+import os
 import signal
 import sys
 import threading
@@ -188,6 +189,9 @@ def test_an_exception_sent_during_a_step_reaches_the_loop() -> None:
         assert gw.health.errors() == {}
 
 
+PACKAGE = os.path.dirname(gradwatch.__file__)
+
+
 class Deadline:
     """A trace function that raises an error at the `limit`th line of gradwatch, and uninstalls itself before."""
 
@@ -195,7 +199,7 @@ class Deadline:
         self.limit = limit
 
     def __call__(self, frame: FrameType, event: str, value: object) -> Deadline:
-        if event == "line" and "/gradwatch/" in frame.f_code.co_filename:
+        if event == "line" and frame.f_code.co_filename.startswith(PACKAGE):
             self.limit -= 1
             if not self.limit:
                 sys.settrace(None)

@@ -34,6 +34,12 @@ rules:
 """
 
 
+LOSS_TOO = parse_rules(
+    "version: 1\nextends: [default]\nrules: {loss-spike: {inhibited_by: [loss-non-finite]}}\n"
+)
+"""The default pack, of which a spike of the loss is part of no incident of the gradients."""
+
+
 def trained(rules: str | RuleSet, bad: Callable[[int], float], directory: Path | None = None) -> list[Record]:
     """The Records of a training whose loss is multiplied by what `bad` gives of each step."""
     torch.manual_seed(0)
@@ -60,7 +66,7 @@ def once(step: int) -> float:
 
 def test_every_incident_that_is_told_has_its_cause() -> None:
     """One of each incident about gradients or the loss; what belongs to another has none."""
-    records = trained("default", once)
+    records = trained(LOSS_TOO, once)
     events = [event for record in records for event in record.verdict.events if event.kind == "firing"]
     told = {event.rule for event in events if event.notify and not event.inhibited}
     findings = {finding.rule: finding for record in records for finding in record.findings}
@@ -135,7 +141,7 @@ def of_a_loss(
     torch.manual_seed(0)
     model, kept = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 1)), Kept()
     optimizer = torch.optim.SGD(model.parameters(), 1e-3)
-    with gradwatch.watch(model, optimizer, rules="default", sinks=[kept]) as gw:
+    with gradwatch.watch(model, optimizer, rules=LOSS_TOO, sinks=[kept]) as gw:
         for step in range(STEPS):
             bad = step == BAD
             if bad:
