@@ -94,13 +94,13 @@ class Weights:
 
         Waits for no device.
         """
-        named, began = self._trained(), time.perf_counter()
-        names = {name for name, _ in named}
-        if names <= self._known or not readable(named):
+        began = time.perf_counter()
+        fresh = [(name, param) for name, param in self._trained() if name not in self._known]
+        if not fresh or not readable(fresh):
             return
         with self._lock.held:
-            self._known |= names
-            self._met.append(self._begin(named)[1])
+            self._known.update(name for name, _ in fresh)
+            self._met.append(self._begin(fresh)[1])
             self._rest(began)
 
     def renew(self) -> None:
