@@ -99,7 +99,7 @@ class Weights:
         if not fresh or not readable(fresh):
             return
         with self._lock.held:
-            self._known.update(name for name, _ in fresh)
+            self._known |= dict(fresh).keys()
             self._met.append(self._begin(fresh)[1])
             self._rest(began)
 
