@@ -42,6 +42,7 @@ class GradReadyHooks:
 
     def put(self, slots: Sequence[int], params: Sequence[nn.Parameter]) -> None:
         """Hook the parameters, one for each slot, that want a gradient and have no hook."""
+        own = own_numbers.take(len(slots))
         for slot, param in zip(slots, params, strict=True):
             if slot in self.hooked or not param.requires_grad or id(param) in self.spared:
                 continue
@@ -56,7 +57,7 @@ class GradReadyHooks:
                 hooks: Any = param._post_accumulate_grad_hooks
                 if hooks is None:
                     param._post_accumulate_grad_hooks = hooks = OrderedDict()
-                number = own_numbers.take()
+                number, own = own, own + 1
                 hooks[number] = self._noting[slot]
                 self.hooked[slot] = weakref.ref(hooks), number
             else:

@@ -33,14 +33,14 @@ class _OwnNumbers:
         if theirs < FIRST:
             RemovableHandle.next_id = theirs if now >= FIRST else max(theirs, now)
 
-    def take(self) -> int:
-        """One of these numbers, for a hook that is put in its place without torch's calls."""
+    def take(self, count: int = 1) -> int:
+        """The first of so many of these numbers, for hooks that are put in their places without torch's calls."""
         now = RemovableHandle.next_id
         if now >= FIRST:
-            RemovableHandle.next_id = now + 1
+            RemovableHandle.next_id = now + count
             return now
-        self._next += 1
-        return self._next - 1
+        self._next += count
+        return self._next - count
 
 
 own_numbers = _OwnNumbers()
