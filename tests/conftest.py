@@ -129,3 +129,12 @@ def dead_pid() -> int:
     with subprocess.Popen([sys.executable, "-c", ""]) as gone:
         pass
     return gone.pid
+
+
+@pytest.fixture
+def switching() -> Iterator[None]:
+    """Threads take turns after 10 µs of Python, not after 5 ms: what one does in several calls is seen half done."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    yield
+    sys.setswitchinterval(before)

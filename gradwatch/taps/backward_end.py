@@ -19,6 +19,8 @@ NONE = -1
 """What torch says outside backward."""
 IDLE = -2
 """No graph task has this number."""
+ENDING = -1
+"""No thread has this number."""
 _FUNCTION = BackwardCFunction.apply.__code__
 # By name: to walk torch's module from cold caches costs microseconds.
 queue_callback: Callable[[Callable[[], None]], None] = (
@@ -105,7 +107,11 @@ class Ends:
         """
         if not self.ready or current() != NONE:
             return []
-        over = [one for one in list(self.ready) if self._threads.get(one, thread) in (thread, 0)]
+        own = (
+            thread,
+            0,
+        )  # what another thread is just ending is in `ready`, perhaps, and of no thread any more
+        over = [one for one in list(self.ready) if one == NONE or self._threads.get(one, ENDING) in own]
         lists = {id(ready): ready for ready in map(self._discard, over)}  # parts of a backward share one
         return [slot for ready in lists.values() for slot in ready]
 

@@ -6,42 +6,52 @@ has the numbers of its hooks in it.
 
 from __future__ import annotations
 
+import os
+
 from torch.utils.hooks import RemovableHandle
 
 FIRST = 1 << 62
 
 
 class _OwnNumbers:
-    """While it is entered hooks get numbers from FIRST on.
+    """While it is entered hooks get numbers from FIRST on; blocks of several threads may overlap.
 
-    One that another thread registers meanwhile gets such a number, too, or leaves it with one of the script's: no
-    number is given twice.
+    The counter is changed with no call in between, where Python lets no other thread run. A hook that the script
+    registers on another thread meanwhile gets one of these numbers, too: none is given twice.
     """
 
     def __init__(self) -> None:
         self._next = FIRST
-        self._theirs: list[int] = []
+        self._entered = 0
+        self._theirs = 0  # the script's next number, while this is entered
 
     def __enter__(self) -> None:
-        self._theirs.append(RemovableHandle.next_id)
-        if RemovableHandle.next_id < FIRST:
+        if not self._entered:
+            self._theirs = RemovableHandle.next_id
             RemovableHandle.next_id = self._next
+        self._entered += 1
 
     def __exit__(self, *_: object) -> None:
-        theirs, now = self._theirs.pop(), RemovableHandle.next_id
-        self._next = max(self._next, now)
-        if theirs < FIRST:
-            RemovableHandle.next_id = theirs if now >= FIRST else max(theirs, now)
+        self._entered -= 1
+        if not self._entered:
+            self._next = RemovableHandle.next_id
+            RemovableHandle.next_id = self._theirs
+
+    def forked(self) -> None:
+        """Leave, in a child, the blocks in which other threads were as it was forked: they do not run there."""
+        if self._entered:
+            self._entered = 1
+            self.__exit__()
 
     def take(self, count: int = 1) -> int:
         """The first of so many of these numbers, for hooks that are put in their places without torch's calls."""
-        now = RemovableHandle.next_id
-        if now >= FIRST:
-            RemovableHandle.next_id = now + count
-            return now
+        if self._entered:
+            RemovableHandle.next_id += count
+            return RemovableHandle.next_id - count
         self._next += count
         return self._next - count
 
 
 own_numbers = _OwnNumbers()
 """`with own_numbers:` around each registration of a hook."""
+os.register_at_fork(after_in_child=own_numbers.forked)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import sys
 import threading
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -43,15 +41,6 @@ def test_a_clip_between_two_backwards_is_no_part_of_the_norm(announced: bool) ->
     found = [record.snapshot for record in kept.records]
     assert [one.total_norm for one in found] == pytest.approx(norms, rel=1e-5)
     assert [one.total_norm_applied for one in found] == pytest.approx([norm / 2 for norm in norms], rel=1e-4)
-
-
-@pytest.fixture
-def switching() -> Iterator[None]:
-    """Threads take turns after 10 µs of Python, not after 5 ms: what one does in several calls is seen half done."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    yield
-    sys.setswitchinterval(before)
 
 
 @pytest.mark.usefixtures("switching")

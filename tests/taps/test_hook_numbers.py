@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import ast
 import io
+import os
+import threading
 from collections import OrderedDict
 from pathlib import Path
 from typing import Any
@@ -62,6 +64,38 @@ def test_no_number_is_given_twice_where_blocks_overlap() -> None:
     assert RemovableHandle(hooks).id == first
     assert len(set(numbers)) == len(numbers)
     assert numbers[0] >= FIRST
+
+
+@pytest.mark.usefixtures("switching")
+def test_the_counter_goes_on_where_it_was_after_blocks_of_many_threads_at_once() -> None:
+    """However they overlap, no number of gradwatch's is left for hooks of the script."""
+    hooks: OrderedDict[int, Any] = OrderedDict()
+    first, together = RemovableHandle.next_id, threading.Barrier(4, timeout=60)
+
+    def register() -> None:
+        together.wait()
+        for _ in range(20_000):
+            with own_numbers:
+                RemovableHandle(hooks)
+
+    threads = [threading.Thread(target=register) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert RemovableHandle(hooks).id == first
+
+
+def test_a_child_forked_while_another_thread_registers_goes_on_with_the_scripts_numbers() -> None:
+    """That thread does not run in it, and would never leave its block."""
+    first = RemovableHandle.next_id
+    with own_numbers:
+        child = os.fork()
+        if not child:
+            os._exit(RemovableHandle.next_id != first)
+        _, status = os.waitpid(child, 0)
+    assert os.waitstatus_to_exitcode(status) == 0
+    assert RemovableHandle.next_id == first
 
 
 def test_every_hook_of_ours_is_registered_under_a_number_of_its_own() -> None:
