@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, get_args
 
 Severity = Literal["info", "warning", "critical"]
+SEVERITIES: tuple[Severity, ...] = get_args(Severity)
+"""The mildest first."""
 EventKind = Literal["pending", "firing", "resolved", "repeat", "escalated", "failed", "rebaselined"]
 
 
@@ -45,3 +47,8 @@ class Event:
     labels: Mapping[str, str] = field(default_factory=dict)
     yardstick: str = ""
     inhibited: bool = False
+
+
+def severity_rank(severity: str) -> int:
+    """Where a severity comes in an order with the most severe first (0); what is none of them comes last."""
+    return len(SEVERITIES) - 1 - SEVERITIES.index(severity) if severity in SEVERITIES else len(SEVERITIES)

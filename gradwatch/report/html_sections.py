@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timezone
 
 from gradwatch.journal.audit import Line
+from gradwatch.records.event import SEVERITIES
 from gradwatch.report.chart_data import facts
 from gradwatch.report.explained import Explained
 from gradwatch.report.incident_html import incident_html
@@ -159,7 +160,7 @@ def rules(report: RunReport) -> str:
 
 def badge(severity: str) -> str:
     """A severity in its colour."""
-    known = severity if severity in ("critical", "warning", "info") else ""
+    known = severity if severity in SEVERITIES else ""
     return f'<span class="badge {known}">{name(severity)}</span>' if severity else ""
 
 

@@ -6,12 +6,12 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from gradwatch.account import Account
 from gradwatch.account.account_line import never_evaluated, not_armed
+from gradwatch.records.event import severity_rank
 from gradwatch.records.run_info import RuleInfo
 from gradwatch.report.fired_rules import FiredOn
 from gradwatch.report.run_report import RuleOutcome, RuleState
 
 _ORDER: tuple[RuleOutcome, ...] = ("fired", "not armed", "no data", "not known", "silent")
-_SEVERITIES = ("critical", "warning", "info")
 
 
 def rule_states(
@@ -27,9 +27,8 @@ def rule_states(
 
 
 def _rank(one: RuleState) -> tuple[int, int, bool, int]:
-    severity = _SEVERITIES.index(one.severity) if one.severity in _SEVERITIES else len(_SEVERITIES)
     first = one.fired.first_step if one.fired else 0
-    return _ORDER.index(one.state), severity, first < 0, first
+    return _ORDER.index(one.state), severity_rank(one.severity), first < 0, first
 
 
 def _states(

@@ -214,6 +214,7 @@ def _conclude(
     status: int,
 ) -> int:
     from gradwatch.cli.selftest.alert_proof import alert_of, alerting
+    from gradwatch.cli.selftest.proofs import ONE_RANK
 
     injected = [one for one in found if not one.why]
     if not injected:
@@ -224,7 +225,7 @@ def _conclude(
         return 2
     fired = list(dict.fromkeys(rule for one in found for rule in one.rules))
     alerts = alerting(ruleset, fired, scratch)
-    missed = [one for one in found if (not one.found or one.metric is False) and one.why != "one rank only"]
+    missed = [one for one in found if (not one.found or one.metric is False) and one.why != ONE_RANK]
     if arguments.json:
         rows = [
             {**asdict(one), "alerts": {rule: _alert(alerts, rule) for rule in one.rules}} for one in found
@@ -262,12 +263,15 @@ def _row(one: Proof, alerts: Mapping[str, bool] | None, names: Mapping[str, str]
 
 
 def _sum_up(found: Sequence[Proof], missed: Sequence[Proof], arguments: argparse.Namespace) -> str:
-    count = sum(one.found for one in found)
-    tried = sum(not one.why or one.why != "one rank only" for one in found)
-    words = paint(f"{count} of {tried} faults found", "red" if missed else "green")
+    from gradwatch.cli.selftest.proofs import ONE_RANK
+
+    count, injected = sum(one.found for one in found), sum(not one.why for one in found)
+    words = paint(f"{count} of {injected} injected faults found", "green" if count == injected else "red")
+    left = sum(one.why not in ("", ONE_RANK) for one in found)
+    untried = f"; {left} not tried to the end, with its reason above" if left else ""
     rules = f" --rules {arguments.rules}" if arguments.rules else ""
     advice = f"; all rules: gradwatch rules list{rules}" if missed else ""
-    return f"{words}{advice}"
+    return f"{words}{untried}{advice}"
 
 
 def _last_lines(scratch: Path) -> list[str]:

@@ -14,6 +14,8 @@ from gradwatch.launch.selftest_faults import FAULTS, RESULTS
 from gradwatch.rules.rule_set import RuleSet
 from gradwatch.runtime.printable import plural
 
+ONE_RANK = "one rank only"
+"""Why a fault of another rank is not injected."""
 TITLES = {
     "nan": "a NaN in a gradient",
     "inf": "an Inf in a gradient",
@@ -69,7 +71,7 @@ def proofs(documents: Sequence[Mapping[str, Any]], ruleset: RuleSet, why_not: st
     for fault in FAULTS:
         one, run = by_fault.get(fault.name, (None, Path()))
         if fault.name == "rank" and world < 2:
-            found.append(Proof(fault.name, why="one rank only"))
+            found.append(Proof(fault.name, why=ONE_RANK))
         elif one is None:
             found.append(Proof(fault.name, why=why_not))
         elif one["ended"]:

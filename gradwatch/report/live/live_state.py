@@ -19,7 +19,7 @@ from gradwatch.journal import Entry, EventsEntry, LostEntry, NormsEntry, RunEntr
 from gradwatch.journal.columnar_steps import StepRow
 from gradwatch.journal.entries import EndEntry
 from gradwatch.records.columns import OBSERVED_ONLY
-from gradwatch.records.event import Event
+from gradwatch.records.event import Event, severity_rank
 from gradwatch.records.run_info import RunInfo
 from gradwatch.records.snapshot import Sites
 from gradwatch.report.live.live_view import (
@@ -41,7 +41,6 @@ PACE_STEPS = 100
 """Steps over which the speed is averaged."""
 STALL_FACTOR, STALL_SECONDS = 20.0, 30.0
 """A run without a step for so many average steps, and at least so long, is said to be stalled."""
-SEVERITIES = ("critical", "warning", "info")
 TRANSITIONS = ("firing", "resolved", "escalated", "failed", "rebaselined")
 
 
@@ -117,7 +116,7 @@ class LiveState:
         self._sites: dict[int, Sites] = {}
         self._known: set[int] = set()
         self._fired: Counter[str] = Counter()
-        self._worst: tuple[int, int, str] | None = None
+        self._worst: tuple[int, int, str, str] | None = None
         self._lately: deque[Happened] = deque(maxlen=LATELY_KEPT)
         self._actions: Counter[str] = Counter()
         self._skipped = self._clipped = 0
@@ -177,8 +176,7 @@ class LiveState:
         key = event.optimizer, event.rule
         if event.kind == "firing":
             self._fired[event.rule] += 1
-            rank = SEVERITIES.index(event.severity) if event.severity in SEVERITIES else len(SEVERITIES)
-            first = rank, event.step, event.rule
+            first = severity_rank(event.severity), event.step, event.rule, event.severity
             self._worst = first if self._worst is None else min(self._worst, first)
             self.firing[key] = Firing(
                 event.rule, event.severity, event.step, event.sites, event.count, event.actions
@@ -213,7 +211,7 @@ class LiveState:
         usual = max((1 / line.steps_per_second for line in lines if line.steps_per_second > 0), default=0.0)
         firing = sorted(
             [*self.firing.values(), *others],
-            key=lambda one: (SEVERITIES.index(one.severity) if one.severity in SEVERITIES else 3, one.since),
+            key=lambda one: (severity_rank(one.severity), one.since),
         )
         worst = self._worst
         return LiveView(
@@ -237,7 +235,7 @@ class LiveState:
             firing=firing,
             fired=dict(self._fired),
             worst=worst[2] if worst else "",
-            worst_severity=SEVERITIES[min(worst[0], 2)] if worst else "",
+            worst_severity=worst[3] if worst else "",
             worst_step=worst[1] if worst else -1,
             lately=tuple(self._lately),
             actions=dict(self._actions),

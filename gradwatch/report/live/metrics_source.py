@@ -12,9 +12,10 @@ from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from gradwatch.errors import GradwatchError
-from gradwatch.report.live.live_state import NORMS_KEPT, SEVERITIES, STEPS_KEPT
+from gradwatch.records.event import severity_rank
+from gradwatch.report.live.live_state import NORMS_KEPT, STEPS_KEPT
 from gradwatch.report.live.live_view import Firing, Happened, LiveView, OptimizerLine, ParameterLine
-from gradwatch.report.live.parameter_ranking import LEAST_USUAL
+from gradwatch.report.live.parameter_ranking import LEAST_USUAL, worst_first
 from gradwatch.runtime.printable import one_line, printable
 
 MOST_BYTES = 1 << 24
@@ -119,7 +120,7 @@ class MetricsSource:
         fired = {
             labels["rule"]: int(value) for labels, value in last.each("gradwatch_rule_firings_total") if value
         }
-        worst = min(fired, key=lambda rule: _rank(severities[rule]), default="")
+        worst = min(fired, key=lambda rule: severity_rank(severities[rule]), default="")
         stepped = max((at for _, at in last.each("gradwatch_last_step_timestamp_seconds")), default=None)
         quiet = None if stepped is None or not reachable else max(0.0, now - stepped)
         stall = min((at for _, at in last.each("gradwatch_stall_threshold_seconds")), default=math.inf)
@@ -149,7 +150,7 @@ class MetricsSource:
             weights_healthy=bool(min(healthy)) if healthy else None,
             parameters=self._parameters(),
             norms_step=steps - 1,
-            firing=sorted(firing, key=lambda one: _rank(one.severity)),
+            firing=sorted(firing, key=lambda one: severity_rank(one.severity)),
             fired=fired,
             worst=worst,
             worst_severity=severities.get(worst, ""),
@@ -194,18 +195,7 @@ class MetricsSource:
             before = sorted(each for each in norms[:-1] if math.isfinite(each))
             usual = before[len(before) // 2] if len(before) >= LEAST_USUAL else math.nan
             found.append(ParameterLine(dict(labels).get("param", ""), norm, usual, norms))
-        found.sort(key=_furthest)
-        return found[:_MOST_PARAMETERS]
-
-
-def _furthest(line: ParameterLine) -> tuple[bool, float, float]:
-    ratio = line.ratio
-    off = max(ratio, 1 / ratio) if ratio > 0 else math.inf if ratio == 0 else 1.0
-    return math.isfinite(line.norm), -off, -line.norm if math.isfinite(line.norm) else 0.0
-
-
-def _rank(severity: str) -> int:
-    return SEVERITIES.index(severity) if severity in SEVERITIES else len(SEVERITIES)
+        return worst_first(found, _MOST_PARAMETERS)
 
 
 def _number(value: float | None) -> float:

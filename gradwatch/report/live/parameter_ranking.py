@@ -5,6 +5,7 @@ Axes: K recorded steps, the newest last; S sites.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
@@ -33,25 +34,27 @@ def ranked(
     shown = np.array([at for at in candidates if present_KS[-1, at]], np.int64)
     if not len(shown):
         return []
-    last, usual = (
-        norms_KS[-1, shown].astype(np.float64),
-        usual_norms(norms_KS[:-1, shown], present_KS[:-1, shown]),
-    )
-    off = _factor(last, usual)
-    at_rule = np.zeros(len(shown), bool)
-    for sites in firing.values():
-        at_rule |= sites[shown]
-    order = np.lexsort((-off, ~at_rule, np.isfinite(last)))[:most]
-    return [
+    last = norms_KS[-1, shown].astype(np.float64)
+    usual = usual_norms(norms_KS[:-1, shown], present_KS[:-1, shown])
+    lines = [
         ParameterLine(
-            names[shown[at]],
+            names[site],
             float(last[at]),
             float(usual[at]),
-            [float(each) for each in norms_KS[present_KS[:, shown[at]], shown[at]]],
-            tuple(_rules(firing, int(shown[at]))),
+            [float(each) for each in norms_KS[present_KS[:, site], site]],
+            tuple(rule for rule, sites in firing.items() if sites[site]),
         )
-        for at in order.tolist()
+        for at, site in enumerate(shown.tolist())
     ]
+    return worst_first(lines, most)
+
+
+def worst_first(lines: Iterable[ParameterLine], most: int) -> list[ParameterLine]:
+    """The `most` that need a look: not finite, then those at which a rule fires, then the furthest off.
+
+    Where nothing is known of what is usual, the largest norm comes first.
+    """
+    return sorted(lines, key=_need)[:most]
 
 
 def usual_norms(norms_KS: NDArray[np.float32], present_KS: NDArray[np.bool_]) -> NDArray[np.float64]:
@@ -65,14 +68,13 @@ def usual_norms(norms_KS: NDArray[np.float32], present_KS: NDArray[np.bool_]) ->
     return usual
 
 
-def _factor(last: NDArray[np.float64], usual: NDArray[np.float64]) -> NDArray[np.float64]:
+def _need(line: ParameterLine) -> tuple[bool, bool, float]:
+    return math.isfinite(line.norm), not line.firing, -_factor(line)
+
+
+def _factor(line: ParameterLine) -> float:
     """The factor by which a norm is off, up or down, at least 1; without a usual one the norm itself, below 1."""
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        ratio = np.where(usual > 0, last / usual, np.nan)
-        factor = np.minimum(np.maximum(ratio, 1 / ratio), FURTHEST)
-        alone = last / (1 + last)
-    return np.where(np.isfinite(factor), factor, np.nan_to_num(alone, nan=1.0))
-
-
-def _rules(firing: Mapping[str, NDArray[np.bool_]], site: int) -> Iterable[str]:
-    return (rule for rule, sites in firing.items() if sites[site])
+    ratio = line.ratio
+    if ratio >= 0:
+        return min(max(ratio, 1 / ratio), FURTHEST) if ratio > 0 else FURTHEST
+    return line.norm / (1 + line.norm) if math.isfinite(line.norm) else 1.0

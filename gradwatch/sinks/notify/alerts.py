@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import get_args
 
 from gradwatch.incidents import explanation
-from gradwatch.records.event import Event, Severity
+from gradwatch.records.event import SEVERITIES, Event, Severity
 from gradwatch.records.record import Record
 
-SEVERITIES: tuple[Severity, ...] = get_args(Severity)
 _GRAVER = ("escalated", "failed")  # reported again, and also of a rule that was not reported before
 MOST_ALERTS = 256
 """Rules that are kept at a time: as many as a message can be read of, several times over."""

@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from gradwatch.records.event import SEVERITIES
 from gradwatch.records.run_info import RunInfo
 from gradwatch.runtime.json_numbers import json_number
 from gradwatch.runtime.printable import one_line, printable
-from gradwatch.sinks.notify.alerts import SEVERITIES, Alert
+from gradwatch.sinks.notify.alerts import Alert
 
 MOST_LINES = 20
 """Rules that get a line of their own; of the rest the number is given."""

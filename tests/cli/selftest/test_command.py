@@ -73,7 +73,7 @@ def test_what_rules_miss_is_said(folder: Path) -> None:
     done = selftest(folder, "--rules", "rules.yaml")
     assert done.returncode == 1, done.stdout + done.stderr
     assert done.stdout.count("MISSED") == 3
-    assert "2 of 5 faults found" in done.stdout
+    assert "2 of 5 injected faults found; all rules" in done.stdout
     assert "\x1b" not in done.stdout
 
 
@@ -96,7 +96,7 @@ def test_a_short_script_leaves_faults_unproven(folder: Path) -> None:
     done = selftest(folder, steps=20)
     assert done.returncode == 1
     assert "the script ended after 20 steps; let it take more" in done.stdout
-    assert "2 of 5 faults found" in done.stdout
+    assert "2 of 2 injected faults found; 3 not tried to the end" in done.stdout
 
 
 def test_a_script_that_ends_in_a_fault_leaves_it_unproven(folder: Path) -> None:
