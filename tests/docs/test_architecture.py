@@ -1,4 +1,4 @@
-"""gradwatch/docs/architecture.md against the package: its folders, its names, and the step that it draws."""
+"""architecture.md and decisions.md against the package: folders, names, and the step that is drawn."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ from tests.test_layers import LEVEL, ROOT, SOURCES, parsed
 
 PAGE = ROOT / "docs" / "architecture.md"
 TEXT = PAGE.read_text(encoding="utf-8")
+DECISIONS = PAGE.with_name("decisions.md").read_text(encoding="utf-8")
 ROWS = re.findall(r"^\| `([\w/.]+)` \| (T?) ?\| (.+) \|$", TEXT, re.M)
 ARROW = re.compile(
     r'^ +(\w+)(?:\["([^"]+)"\])? (-->|-- "[^"]*" -->|-\. "[^"]*" \.->) (\w+)(?:\["([^"]+)"\])?$', re.M
@@ -66,7 +67,7 @@ def imports_torch(path: Path) -> bool:
 def test_every_name_exists() -> None:
     """Files and folders are there; every other word in code is a name or a key in the sources of the package."""
     known = {"gw", *(word for path in SOURCES for word in names(parsed(path)))}
-    for code in re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```$", "", TEXT, flags=re.M | re.S)):
+    for code in re.findall(r"`([^`]+)`", re.sub(r"^```.*?^```$", "", TEXT + DECISIONS, flags=re.M | re.S)):
         if re.fullmatch(r"[\w/]+(?:/|\.py)", code):
             assert (ROOT / code).exists() or (ROOT.parent / code).exists(), code
         else:
