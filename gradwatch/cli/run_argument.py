@@ -6,13 +6,8 @@ import argparse
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from gradwatch.errors import GradwatchError
-
-if TYPE_CHECKING:
-    pass
-
 
 ADVICE = "name the folder of a run, give --dir, or make a run: gradwatch run -- python train.py"
 

@@ -10,6 +10,7 @@ from gradwatch.incidents import explanation
 from gradwatch.incidents.incident import Incident
 from gradwatch.records.decision import Order
 from gradwatch.runtime.printable import one_line
+from gradwatch.runtime.readable_numbers import number
 
 LONGEST_LINE = 2000
 MOST_LEVELS = 20  # parameters shown with their usual level
@@ -66,10 +67,10 @@ def _norms(incident: Incident) -> Iterator[str]:
     yield "| step | total norm | as applied | loss | |"
     yield "|---|---|---|---|---|"
     for one in incident.around:
-        loss = "" if one.loss is None else _number(one.loss)
+        loss = "" if one.loss is None else number(one.loss)
         said = [*_row_notes(incident, one.step), *(["skipped"] if one.skipped else [])]
-        applied = "" if one.skipped else _number(one.total_norm_applied)
-        yield f"| {one.step} | {_number(one.total_norm)} | {applied} | {loss} | {', '.join(said)} |"
+        applied = "" if one.skipped else number(one.total_norm_applied)
+        yield f"| {one.step} | {number(one.total_norm)} | {applied} | {loss} | {', '.join(said)} |"
     yield ""
 
 
@@ -114,10 +115,6 @@ def _kept(bundle: str, obstacle: str, missing: tuple[str, ...]) -> Iterator[str]
         yield f"- {SCRIPT}() is yours: it builds the model and returns it (or `model, loss_fn`)"
     yield from (f"- not kept: {one}" for one in missing)
     yield ""
-
-
-def _number(value: float) -> str:
-    return f"{value:.4g}" if math.isfinite(value) else ("NaN" if math.isnan(value) else "Inf")
 
 
 def usual_levels(norms: Mapping[str, float], usual: Mapping[str, float]) -> Iterator[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from datetime import datetime, timezone
 
@@ -14,6 +13,7 @@ from gradwatch.report.explained import Explained
 from gradwatch.report.incident_html import incident_html
 from gradwatch.report.run_report import Cost, RuleState, RunReport
 from gradwatch.runtime.printable import LONGEST_LABEL, one_line, printable
+from gradwatch.runtime.readable_numbers import duration
 
 OPEN_INCIDENTS = 2
 LONGEST_SENTENCE = 2000
@@ -75,17 +75,6 @@ def when(seconds: float) -> str:
         return datetime.fromtimestamp(seconds, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
     except (OverflowError, OSError, ValueError):
         return ""
-
-
-def duration(seconds: float) -> str:
-    """`3 h 12 min`, `45 s`."""
-    if not math.isfinite(seconds):
-        return "an unknown time"
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return (
-        f"{hours} h {minutes} min" if hours else f"{minutes} min {rest} s" if minutes else f"{seconds:.1f} s"
-    )
 
 
 def incidents(report: RunReport) -> str:

@@ -12,6 +12,7 @@ from gradwatch.report.chart_data import facts, table
 from gradwatch.report.explained import page as incident
 from gradwatch.report.run_report import RunReport
 from gradwatch.report.track import Curve, Track, span
+from gradwatch.runtime.readable_numbers import number
 
 ROWS = 10
 """Stretches of steps in the table of a track, and parameters named."""
@@ -78,7 +79,7 @@ def _parameters(track: Track) -> Iterator[str]:
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.4g}"
+    return "" if value is None else number(value)
 
 
 def _rules(report: RunReport) -> Iterator[str]:

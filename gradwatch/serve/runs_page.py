@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from gradwatch.endpoint.http_protocol import Content
 from gradwatch.endpoint.run_reports import path_of
 from gradwatch.runtime.printable import printable
+from gradwatch.runtime.readable_numbers import ago
 from gradwatch.serve.run_scanner import STATES, Fleet, Member
 
 MOST_ROWS = 500
@@ -72,7 +73,7 @@ def _row(member: Member, now: float) -> str:
         "<br>".join([str(summary.firings), *(_link(member, one, "#incidents") for one in summary.recent)])
         if summary and summary.firings
         else "",
-        _ago(now - member.sign_of_life),
+        ago(now - member.sign_of_life),
         _text(member.node),
         _where(member),
     ]
@@ -89,13 +90,6 @@ def _where(member: Member) -> str:
         url = html.escape(f"http://{member.address}/")
         return f'<a href="{url}">{url}</a>'
     return _text(str(member.folder))
-
-
-def _ago(seconds: float) -> str:
-    for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size:
-            return f"{seconds / size:.0f} {unit} ago"
-    return f"{max(0.0, seconds):.0f} s ago"
 
 
 def _text(text: str) -> str:

@@ -13,6 +13,7 @@ from gradwatch.cli.terminal import console, paint, redrawable
 from gradwatch.report.live.live_view import Firing, Happened, LiveView, OptimizerLine, ParameterLine
 from gradwatch.report.live.sparkline import ASCII_BARS, BARS, NOT_FINITE, sparkline
 from gradwatch.runtime.printable import one_line, plural, printable
+from gradwatch.runtime.readable_numbers import ago, duration, number
 
 if TYPE_CHECKING:
     from rich.live import Live
@@ -119,7 +120,7 @@ class _Drawing:
         if speed := max((one.steps_per_second for one in lines), default=0.0):
             parts.append(f"{speed:.3g} steps/s")
         if view.quiet_seconds is not None and lines:
-            parts.append(f"last step {_ago(view.quiet_seconds)}")
+            parts.append(f"last step {ago(view.quiet_seconds)}")
         if view.coverage is not None:
             parts.append(f"coverage {view.coverage:.0%}")
         if view.own_share is not None:
@@ -132,7 +133,7 @@ class _Drawing:
             of = f" {one.optimizer}" if several else ""
             yield self._series(f"total norm{of}", one.total_norm, one.total_norms, True)
             if math.isfinite(one.applied) and one.applied < one.total_norm * (1 - 1e-6):
-                yield f"  {'after clip':<13}{_short(one.applied)}"
+                yield f"  {'after clip':<13}{number(one.applied, 3)}"
             if one.loss is not None and (not several or one is self.view.optimizers[0]):
                 yield self._series(
                     "loss", one.loss, one.losses, all(each > 0 for each in one.losses if each == each)
@@ -149,9 +150,9 @@ class _Drawing:
             yield f"  {'lr':<13}{'   '.join(parts)}"
 
     def _series(self, name: str, last: float, values: Sequence[float], logarithmic: bool) -> str:
-        head = f"  {name:<13}{_short(last):<11}"
+        head = f"  {name:<13}{number(last, 3):<11}"
         finite = [each for each in values if math.isfinite(each)]
-        between = f"  {_short(min(finite))} … {_short(max(finite))}" if finite else ""
+        between = f"  {number(min(finite), 3)} … {number(max(finite), 3)}" if finite else ""
         between += f" in {plural(len(values), 'step')}" if finite else ""
         if self.width - len(head) - len(between) < 12:
             between = ""
@@ -211,10 +212,10 @@ class _Drawing:
 
     def _parameter(self, one: ParameterLine, width: int) -> str:
         text = f"  {_fitted(printable(one.name, _LONGEST_NAME), width):<{width}}  "
-        norm = f"{_short(one.norm):<10}"
+        norm = f"{number(one.norm, 3):<10}"
         if not math.isfinite(one.norm):
             norm = self._paint(norm, "bold red")
-        ratio = "" if math.isnan(one.ratio) else f"×{_short(one.ratio)}"
+        ratio = "" if math.isnan(one.ratio) else f"×{number(one.ratio, 3)}"
         off = one.ratio > 10 or 0 <= one.ratio < 0.1
         factor = self._paint(f"{ratio:<9}", "yellow") if off else f"{ratio:<9}"
         left = self.width - width - 24
@@ -261,7 +262,7 @@ def health(view: LiveView) -> tuple[str, str]:
     if view.process == "failed":
         return "the training ended with an exception", "bold red"
     if view.stalled and view.quiet_seconds is not None:
-        return f"no step for {_duration(view.quiet_seconds)}: far longer than usual", "bold red"
+        return f"no step for {duration(view.quiet_seconds)}: far longer than usual", "bold red"
     if view.worst_severity == "critical":
         at = f" at step {view.worst_step:,}" if view.worst_step >= 0 else ""
         return f"went wrong{at}: rule {printable(view.worst)} (critical) fired, and is over", "yellow"
@@ -286,24 +287,8 @@ def health(view: LiveView) -> tuple[str, str]:
 
 def _process(view: LiveView) -> str:
     if view.process in ("running", "waiting") and view.started:
-        return f"running {_duration(max(0.0, time.time() - view.started))}"
+        return f"running {duration(max(0.0, time.time() - view.started))}"
     return view.process
-
-
-def _ago(seconds: float) -> str:
-    return "just now" if seconds < 2 else f"{_duration(seconds)} ago"
-
-
-def _duration(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    if seconds < 3600:
-        return f"{seconds / 60:.0f} min"
-    return f"{seconds / 3600:.1f} h"
-
-
-def _short(value: float) -> str:
-    return f"{value:.3g}" if math.isfinite(value) else {True: "NaN"}.get(math.isnan(value), "Inf")
 
 
 def _fitted(name: str, width: int) -> str:

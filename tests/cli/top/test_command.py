@@ -184,7 +184,7 @@ def now(count: int) -> list[Record]:
 
 def live(tmp_path: Path, **streams: object) -> TerminalSession:
     (tmp_path / "train.py").write_text(TRAIN)
-    command = [*GRADWATCH, "run", "--live", "--", sys.executable, "train.py"]
+    command = [*GRADWATCH, "run", "--live", "--listen", "127.0.0.1:0", "--", sys.executable, "train.py"]
     return TerminalSession(command, tmp_path, ENV, **streams)
 
 
