@@ -29,7 +29,7 @@ from gradwatch.reading.layouts import dense
 from gradwatch.runtime import guard
 from gradwatch.taps import backward_end, clip_functions, dispatch_modes
 from gradwatch.taps.dynamo import untraced
-from gradwatch.taps.hook_numbers import own_numbers
+from gradwatch.taps.hook_ids import own_ids
 
 SCALED = (
     "dropping micro-batches is switched off: the GradScaler would not see the overflow and would never lower its "
@@ -218,7 +218,7 @@ def _listen(k: int, param: Tensor, drop: MicroDrop) -> RemovableHandle:
         except Exception as error:
             failed("action", error)
 
-    with own_numbers:
+    with own_ids:
         handle: RemovableHandle = param.register_hook(unserializable_hook(first))
     return handle
 

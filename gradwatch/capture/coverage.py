@@ -27,7 +27,7 @@ from gradwatch.capture.parameter_names import named_parameters
 from gradwatch.runtime import guard
 from gradwatch.taps import module_tree
 from gradwatch.taps.dynamo import untraced
-from gradwatch.taps.hook_numbers import own_numbers
+from gradwatch.taps.hook_ids import own_ids
 
 Replaced = Callable[[nn.Module, str, Any], bool]
 """A module is about to get a value under a name; True where that changes no share of what is measured."""
@@ -57,7 +57,7 @@ class Registrations:
             except Exception as error:
                 guard.fault("capture", error)
 
-        with own_numbers:
+        with own_ids:
             self._handles = [
                 register_module_parameter_registration_hook(noticed),
                 register_module_module_registration_hook(noticed),

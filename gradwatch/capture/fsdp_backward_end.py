@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from gradwatch.capture.parameter_shards import offloaded
 from gradwatch.taps import dispatch_modes, module_calls, nested_containers
-from gradwatch.taps.hook_numbers import own_numbers
+from gradwatch.taps.hook_ids import own_ids
 from gradwatch.taps.muted_forwards import is_muted
 
 
@@ -45,7 +45,7 @@ class FlatTaps:
                 return
             for leaf in nested_containers.leaves(output):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    with own_numbers:
+                    with own_ids:
                         leaf.register_hook(partial(self._begin, module))
         except Exception as error:
             self._failed("capture", error)

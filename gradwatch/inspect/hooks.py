@@ -22,7 +22,7 @@ from torch.utils.hooks import unserializable_hook
 from gradwatch.errors import AttachError, HookError
 from gradwatch.taps import module_calls, nested_containers
 from gradwatch.taps.graph.full_backward import FullBackward, preflight
-from gradwatch.taps.hook_numbers import own_numbers
+from gradwatch.taps.hook_ids import own_ids
 from gradwatch.taps.muted_forwards import is_muted
 
 Kind: TypeAlias = Literal["forward", "forward_pre", "full_backward", "tensor"]
@@ -159,7 +159,7 @@ class Hook(UntilRemoved):
             replaced: Tensor | None = self._called(grad, tensor, grad)
             return replaced
 
-        with own_numbers:
+        with own_ids:
             handle = tensor.register_hook(arrived)
         return lambda: handle.remove()
 
@@ -221,7 +221,7 @@ class OutputGradient(Hook):
         if not is_muted():
             for leaf in nested_containers.leaves(output):
                 if isinstance(leaf, Tensor) and leaf.requires_grad:
-                    with own_numbers:
+                    with own_ids:
                         leaf.register_hook(self._noting(module, leaf.detach()))
         return None
 

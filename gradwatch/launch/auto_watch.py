@@ -383,10 +383,10 @@ class Agent:
             if not_ours(error):
                 raise
             made = Session(roots, optimizers, reload.ruleset, settings, None, "launcher", loose=loose)
-            reload.taken(made, reload.ruleset)
+            reload.applied(made, reload.ruleset)
             reload.refused(str(error))
             return made
-        reload.taken(made, new)
+        reload.applied(made, new)
         stderr.say(
             f"gradwatch: {settings.rules} has changed, and is in force: {len(made.ruleset.rules)} rules"
         )

@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from gradwatch.launch.selftest_faults import FAULTS, RESULTS, VARIABLE, Fault, Plan
 from gradwatch.runtime.atomic_files import write_whole
-from gradwatch.taps.hook_numbers import own_numbers
+from gradwatch.taps.hook_ids import own_ids
 
 if TYPE_CHECKING:
     from gradwatch.session.session import Session
@@ -83,7 +83,7 @@ class _Injection:
         self._results: list[Result] = []
         self._before: Mapping[str, Any] = {}
         self._saved: SavedState | None = None
-        with own_numbers:
+        with own_ids:
             for param in self._params:
                 param.register_hook(self._hook(param))
             register_optimizer_step_post_hook(self._after_step)

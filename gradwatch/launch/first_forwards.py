@@ -22,7 +22,7 @@ from gradwatch.runtime.fork_safe_locks import ForkSafeLock
 from gradwatch.runtime.interruption import not_ours
 from gradwatch.taps import module_tree
 from gradwatch.taps.dynamo import untraced
-from gradwatch.taps.hook_numbers import own_numbers
+from gradwatch.taps.hook_ids import own_ids
 from gradwatch.taps.module_registry import ModuleRegistry
 
 if TYPE_CHECKING:
@@ -85,7 +85,7 @@ class FirstForwards:
 
         if self._pre_attach is None:
             self._pre_attach = PreAttachRecorder(self._failed)
-            with own_numbers:
+            with own_ids:
                 register_module_module_registration_hook(self._wrapped)
         for model, modules in fresh[:MOST_MODELS]:
             if self._pre_attach.empty or not self._pre_attach.holds(model):

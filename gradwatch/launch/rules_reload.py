@@ -38,7 +38,7 @@ class RulesReload:
         self._reading: threading.Thread | None = None
         self._read: RuleSet | None = None
 
-    def taken(self, session: Session, ruleset: RuleSet) -> None:
+    def applied(self, session: Session, ruleset: RuleSet) -> None:
         """A new session is in force, by these rules."""
         self.session, self.ruleset = session, ruleset
         self._files = _files_of(ruleset, self._source)

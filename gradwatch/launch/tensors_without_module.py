@@ -18,7 +18,7 @@ from torch.utils.hooks import RemovableHandle
 
 from gradwatch.reading.device_norms import widest
 from gradwatch.taps.dynamo import untraced
-from gradwatch.taps.hook_numbers import own_numbers
+from gradwatch.taps.hook_ids import own_ids
 from gradwatch.taps.swap_tensors import contents, revive
 
 COMPARED = 1024
@@ -65,7 +65,7 @@ class TensorsWithoutModule:
                     revive(leaf, "_post_accumulate_grad_hooks", then.handle.id)
             return [self._name(leaf) for leaf, _ in reversed(same)]  # nearly the order of the forward
         for leaf in leaves:
-            with own_numbers:
+            with own_ids:
                 self._candidates.append(
                     _Candidate(
                         leaf.register_post_accumulate_grad_hook(_nothing), contents(leaf), _values(leaf)

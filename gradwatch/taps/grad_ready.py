@@ -17,7 +17,7 @@ from torch import nn
 from gradwatch.runtime import guard
 from gradwatch.taps.backward_end import NONE
 from gradwatch.taps.dynamo import untraced
-from gradwatch.taps.hook_numbers import own_numbers
+from gradwatch.taps.hook_ids import own_ids
 from gradwatch.taps.swap_tensors import contents, revive
 
 
@@ -42,7 +42,7 @@ class GradReadyHooks:
 
     def put(self, slots: Sequence[int], params: Sequence[nn.Parameter]) -> None:
         """Hook the parameters, one for each slot, that want a gradient and have no hook."""
-        own = own_numbers.take(len(slots))
+        own = own_ids.take(len(slots))
         for slot, param in zip(slots, params, strict=True):
             if slot in self.hooked or not param.requires_grad or id(param) in self.spared:
                 continue
@@ -61,7 +61,7 @@ class GradReadyHooks:
                 hooks[number] = self._noting[slot]
                 self.hooked[slot] = weakref.ref(hooks), number
             else:
-                with own_numbers:
+                with own_ids:
                     handle = param.register_post_accumulate_grad_hook(self._noting[slot])
                 number = handle.id
                 self.hooked[slot] = handle.hooks_dict_ref, number

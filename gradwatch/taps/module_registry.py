@@ -20,7 +20,7 @@ from torch.nn.modules.module import (
 
 from gradwatch.runtime import guard
 from gradwatch.taps.dynamo import untraced
-from gradwatch.taps.hook_numbers import own_numbers
+from gradwatch.taps.hook_ids import own_ids
 from gradwatch.taps.patch import OnLookup, Patch
 
 WRAPPERS = frozenset({"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
@@ -52,7 +52,7 @@ class ModuleRegistry:
         self._owners: dict[int, Place] = {}  # by id of the parameter
         self._parents: dict[int, tuple[Place, ...]] = {}  # by id of the module
         self._prune_at = _SMALL
-        with own_numbers:
+        with own_ids:
             self._removes: list[Callable[[], None]] = [
                 register_module_parameter_registration_hook(self._parameter).remove,
                 register_module_module_registration_hook(self._module).remove,

@@ -23,7 +23,7 @@ from torch.utils.hooks import RemovableHandle
 from gradwatch.runtime import guard
 from gradwatch.taps import backward_entry, closure_calls, dispatch_modes
 from gradwatch.taps.dispatch_modes import dispatching, functions
-from gradwatch.taps.hook_numbers import own_numbers
+from gradwatch.taps.hook_ids import own_ids
 from gradwatch.taps.optimizers.wrapped_optimizers import with_inner
 from gradwatch.taps.process_totals import TOTALS, open_steps, step_begins, step_ends
 
@@ -63,7 +63,7 @@ def listen(
     _befores.extend(befores)
     _afters.extend(afters)
     if not _handles:
-        with own_numbers:
+        with own_ids:
             _handles.append(register_optimizer_step_pre_hook(_before))
             _handles.append(register_optimizer_step_post_hook(_after))
 

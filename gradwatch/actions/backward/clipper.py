@@ -38,7 +38,7 @@ from gradwatch.reading.single_norm import exact_norm
 from gradwatch.runtime.interruption import not_ours
 from gradwatch.taps import backward_end, dispatch_modes, grad_ready
 from gradwatch.taps.dynamo import untraced
-from gradwatch.taps.hook_numbers import own_numbers
+from gradwatch.taps.hook_ids import own_ids
 from gradwatch.taps.swap_tensors import contents, revive
 
 Hook = Callable[[Tensor], Tensor | None]
@@ -73,7 +73,7 @@ class BackwardClipper:
         shapes = () if elementwise is None else elementwise.at
         for k, tap in enumerate(taps):
             if tap is not None and (covered[k] or k in shapes):
-                with own_numbers:
+                with own_ids:
                     handle = tap.register_hook(_hook(k, tap, self._state, failed))
                 self._hooks.append((tap, k, contents(tap), handle))
 

@@ -24,7 +24,7 @@ from torch.utils.hooks import RemovableHandle
 from gradwatch.actions.skip.backup import OptimizerBackup
 from gradwatch.runtime import guard
 from gradwatch.taps import step_hooks
-from gradwatch.taps.hook_numbers import own_numbers
+from gradwatch.taps.hook_ids import own_ids
 from gradwatch.taps.optimizers.param_groups import params_of
 from gradwatch.taps.optimizers.wrapped_optimizers import with_inner
 
@@ -65,7 +65,7 @@ class StepSkipper:
             except Exception as error:
                 guard.fault("action", error)
 
-        with own_numbers:
+        with own_ids:
             self._handles.append(self.optimizer.register_step_pre_hook(last))
             after = self.optimizer.register_step_post_hook(first)
             self._handles.append(after)

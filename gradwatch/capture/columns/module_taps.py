@@ -31,7 +31,7 @@ from gradwatch.rules.rule_set import Histograms
 from gradwatch.taps import dispatch_modes, module_calls, nested_containers
 from gradwatch.taps.dynamo import untraced
 from gradwatch.taps.graph.full_backward import FullBackward, preflight
-from gradwatch.taps.hook_numbers import own_numbers
+from gradwatch.taps.hook_ids import own_ids
 from gradwatch.taps.muted_forwards import is_muted
 
 TapKind = Literal["output", "full_backward"]
@@ -185,7 +185,7 @@ class ModuleTaps:
                 if gradients and torch.is_grad_enabled():
                     for leaf in nested_containers.leaves(output):
                         if isinstance(leaf, Tensor) and leaf.requires_grad:
-                            with own_numbers:
+                            with own_ids:
                                 leaf.register_hook(self._adder("grad_output_norm", m))
             except Exception as error:
                 self._failed("modules", error)

@@ -20,7 +20,7 @@ from gradwatch.reading.single_norm import exact_norm
 from gradwatch.runtime.interruption import not_ours
 from gradwatch.taps import backward_end, dispatch_modes
 from gradwatch.taps.dynamo import untraced
-from gradwatch.taps.hook_numbers import own_numbers
+from gradwatch.taps.hook_ids import own_ids
 from gradwatch.taps.swap_tensors import contents, revive
 
 PROBES = 4
@@ -74,7 +74,7 @@ class LocalNorms:
             if norms is not None:
                 self._norms[k] = norms
             observe, accumulated = _hooks(k, param, self._running, self._failed)
-            with own_numbers:
+            with own_ids:
                 handles = param.register_hook(observe), param.register_post_accumulate_grad_hook(accumulated)
             self._taps[id(param)] = k, param, contents(param), handles
 
@@ -192,7 +192,7 @@ class Probes:
             place = {id(param): k for k, param in enumerate(params) if param is not None}
             self.suspects.update(before._seen_of(place, before.suspects))
             self.kept.update(before._seen_of(place, before.kept))
-        with own_numbers:
+        with own_ids:
             self._taps = [
                 (param, contents(param), param.register_hook(_probe(k, self.suspects, failed)))
                 for k, param in chosen

@@ -89,7 +89,7 @@ def _in_pane(command: Sequence[str]) -> bool:
     return False
 
 
-def awaited(root: Path, pid: int, since: float) -> Path | None:
+def wait_for_run(root: Path, pid: int, since: float) -> Path | None:
     """The run in `root` that begins after `since` (Unix seconds), as soon as it has a journal.
 
     None where process `pid` has ended before.

@@ -70,11 +70,11 @@ def handle(arguments: argparse.Namespace) -> int:
 
 def beside(arguments: argparse.Namespace) -> int:
     """Draw the run that a process is about to begin, until that is over."""
-    from gradwatch.cli.top.beside_script import awaited
+    from gradwatch.cli.top.beside_script import wait_for_run
     from gradwatch.cli.top.keyboard import Keyboard
     from gradwatch.report.live import JournalSource
 
-    run = awaited(Path(arguments.dir), arguments.beside, time.time() - _CLOCK_SECONDS)
+    run = wait_for_run(Path(arguments.dir), arguments.beside, time.time() - _CLOCK_SECONDS)
     if run is None:
         return 0
     with JournalSource(run) as source:
@@ -82,7 +82,7 @@ def beside(arguments: argparse.Namespace) -> int:
     if arguments.stay:
         with Keyboard() as keyboard:
             print("q closes this pane", end="", flush=True)
-            while not keyboard.left(3600):
+            while not keyboard.quit_pressed(3600):
                 pass
     return 0
 
@@ -154,7 +154,7 @@ def watch(source: JournalSource | MetricsSource, stream: TextIO, seconds: float,
             while True:
                 view = source.view(seconds * _READ_SHARE)
                 picture.draw(view)
-                if view.over or keyboard.left(0.01 if view.reading else seconds):
+                if view.over or keyboard.quit_pressed(0.01 if view.reading else seconds):
                     break
     except KeyboardInterrupt:
         pass

@@ -37,7 +37,7 @@ class Keyboard:
             termios.tcsetattr(self._descriptor, termios.TCSADRAIN, self._before)
             self._descriptor = None
 
-    def left(self, seconds: float) -> bool:
+    def quit_pressed(self, seconds: float) -> bool:
         """True as soon as a key is pressed that leaves (q, Escape, Ctrl-D); False after so many seconds."""
         if self._descriptor is None:
             time.sleep(seconds)

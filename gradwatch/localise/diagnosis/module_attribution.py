@@ -18,7 +18,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from gradwatch.capture.parameter_names import named_modules
 from gradwatch.runtime import guard
 from gradwatch.taps.graph.node_numbers import next_number
-from gradwatch.taps.hook_numbers import own_numbers
+from gradwatch.taps.hook_ids import own_ids
 
 LEAF = 2**63  # AccumulateGrad is numbered beyond every operation
 
@@ -53,7 +53,7 @@ class ModuleAttribution:
     def __enter__(self) -> ModuleAttribution:
         self._thread = threading.get_ident()
         # One by one: an exception between the two must leave the first to be removed.
-        with own_numbers:
+        with own_ids:
             self._handles.append(register_module_forward_pre_hook(self._enters))
             self._handles.append(register_module_forward_hook(self._ran, always_call=True))
         return self
@@ -83,7 +83,7 @@ class ModuleAttribution:
             self._note()
             if module._forward_hooks:
                 # What the user's forward hooks compute belongs to the module too, and the global hook runs before them.
-                with own_numbers:
+                with own_ids:
                     self._last[id(module)] = module.register_forward_hook(self._leaves, always_call=True)
         except Exception as error:
             guard.fault("localise", error)

@@ -20,7 +20,7 @@ from gradwatch.capture.parameter_names import named_modules
 from gradwatch.localise.diagnosis.tensor_values import tensors
 from gradwatch.reading.layouts import dense
 from gradwatch.records.finding import Layer
-from gradwatch.taps.hook_numbers import own_numbers
+from gradwatch.taps.hook_ids import own_ids
 
 
 class Profile:
@@ -41,7 +41,7 @@ class Profile:
         self._handles: list[Any] = []
 
     def __enter__(self) -> Profile:
-        with own_numbers:
+        with own_ids:
             self._handles = [
                 register_module_forward_pre_hook(self._before),
                 register_module_forward_hook(self._after),
@@ -75,7 +75,7 @@ class Profile:
         if not isinstance(arg, Tensor) or arg.grad_fn is None:
             return arg
         view = arg.view_as(arg)
-        with own_numbers:
+        with own_ids:
             view.register_hook(_listener(squares))
         return view
 
@@ -85,7 +85,7 @@ class Profile:
         if row is not None:
             for tensor in tensors(output):
                 if tensor.grad_fn is not None:
-                    with own_numbers:
+                    with own_ids:
                         tensor.register_hook(_listener(row[2]))
 
 

@@ -19,7 +19,7 @@ from gradwatch.localise.loss.interpreter.calls import Arguments
 from gradwatch.localise.loss.same_values import same_values
 from gradwatch.localise.replay.step_replay import refuse, within
 from gradwatch.taps import module_calls
-from gradwatch.taps.hook_numbers import own_numbers
+from gradwatch.taps.hook_ids import own_ids
 
 Held: TypeAlias = Sequence[tuple[nn.Module, Call]]
 
@@ -72,7 +72,7 @@ class ModelCalls:
         def after(module: nn.Module, args: Any, output: Any) -> None:
             for position, tensor in enumerate(tensors(output)):
                 if tensor.requires_grad and tensor.grad_fn is not None:
-                    with own_numbers:
+                    with own_ids:
                         tensor.register_hook(self._reached(call, position))
 
         ignore = module_calls.listen(base, after=after)

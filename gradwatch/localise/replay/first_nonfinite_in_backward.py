@@ -26,7 +26,7 @@ from gradwatch.records.finding import Frame, Operand
 from gradwatch.runtime.interruption import not_ours
 from gradwatch.taps.dispatch_modes import dispatch_disabled
 from gradwatch.taps.dynamo import untraced
-from gradwatch.taps.hook_numbers import own_numbers
+from gradwatch.taps.hook_ids import own_ids
 
 COUNTED = 16  # further culprits looked for
 
@@ -102,7 +102,7 @@ class BackwardTracer:
             if variable is not None:
                 self.leaves.append(variable)
                 continue
-            with own_numbers:
+            with own_ids:
                 self._handles.append(node.register_hook(self._listener(node)))
             self.has_custom |= isinstance(node, torch.autograd.function.BackwardCFunction)
 

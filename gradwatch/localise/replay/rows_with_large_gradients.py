@@ -27,7 +27,7 @@ from gradwatch.localise.hold.recorded_call import Call
 from gradwatch.localise.replay.first_nonfinite_in_forward import key_of
 from gradwatch.localise.replay.step_replay import CallListener, Replayed, seeded
 from gradwatch.taps import nested_containers
-from gradwatch.taps.hook_numbers import own_numbers
+from gradwatch.taps.hook_ids import own_ids
 from gradwatch.taps.process_totals import uncounted
 
 CARRIED = 0.9
@@ -141,7 +141,7 @@ class _RowsTraced(CallListener):
                 rows = (one for one in tensors(args) if self._has_rows(one))
                 self._looked_up += (key_of(one) in given for one in rows)
 
-        with own_numbers:
+        with own_ids:
             handle = register_module_forward_hook(after)
         try:
             yield traced

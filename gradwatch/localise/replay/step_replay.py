@@ -34,7 +34,7 @@ from gradwatch.localise.sharded.whole_parameters import without_sharding
 from gradwatch.records.finding import Frame, Operand
 from gradwatch.taps import dynamo, module_calls, module_tree, nested_containers
 from gradwatch.taps.graph.node_numbers import next_number
-from gradwatch.taps.hook_numbers import own_numbers
+from gradwatch.taps.hook_ids import own_ids
 from gradwatch.taps.muted_forwards import transforming
 from gradwatch.taps.process_totals import uncounted
 
@@ -285,7 +285,7 @@ def seeded(roots: Sequence[Tensor], seeds: Sequence[Tensor]) -> Iterator[None]:
     """An output computed from another one: what reached it, all told, is its seed."""
     with contextlib.ExitStack() as hooks:
         for root, seed in zip(roots, seeds, strict=True):
-            with own_numbers:
+            with own_ids:
                 handle = root.register_hook(lambda grad, seed=seed: seed)
             hooks.callback(handle.remove)
         yield

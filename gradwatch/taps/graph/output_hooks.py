@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradwatch.taps.hook_numbers import own_numbers
+from gradwatch.taps.hook_ids import own_ids
 
 _OURS = -1  # torch numbers its own hooks from 0 on
 
@@ -20,7 +20,7 @@ def on_gradient(tensor: Tensor, hook: Callable[[Tensor], Any]) -> None:
     """
     register: Any = getattr(tensor.grad_fn, "_register_hook_dict", None)
     if register is None or type(tensor) is not Tensor or tensor._backward_hooks is not None:
-        with own_numbers:
+        with own_ids:
             tensor.register_hook(hook)
         return
     # Later hooks are added to this dict by torch, which refers to it weakly: a plain dict would not do.

@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 import gradwatch
-from gradwatch.taps.hook_numbers import FIRST, own_numbers
+from gradwatch.taps.hook_ids import FIRST, own_ids
 from tests.support.kept import Kept
 
 REGISTERING = "register_"
@@ -54,13 +54,13 @@ def test_no_number_is_given_twice_where_blocks_overlap() -> None:
     """As those of two threads do; the script's counter goes on where it was."""
     hooks: OrderedDict[int, Any] = OrderedDict()
     first = RemovableHandle.next_id
-    own_numbers.__enter__()
+    own_ids.__enter__()
     numbers = [RemovableHandle(hooks).id]
-    own_numbers.__enter__()
+    own_ids.__enter__()
     numbers.append(RemovableHandle(hooks).id)
-    own_numbers.__exit__()
-    numbers += [own_numbers.take(), RemovableHandle(hooks).id]
-    own_numbers.__exit__()
+    own_ids.__exit__()
+    numbers += [own_ids.take(), RemovableHandle(hooks).id]
+    own_ids.__exit__()
     assert RemovableHandle(hooks).id == first
     assert len(set(numbers)) == len(numbers)
     assert numbers[0] >= FIRST
@@ -75,7 +75,7 @@ def test_the_counter_goes_on_where_it_was_after_blocks_of_many_threads_at_once()
     def register() -> None:
         together.wait()
         for _ in range(20_000):
-            with own_numbers:
+            with own_ids:
                 RemovableHandle(hooks)
 
     threads = [threading.Thread(target=register) for _ in range(4)]
@@ -89,7 +89,7 @@ def test_the_counter_goes_on_where_it_was_after_blocks_of_many_threads_at_once()
 def test_a_child_forked_while_another_thread_registers_goes_on_with_the_scripts_numbers() -> None:
     """That thread does not run in it, and would never leave its block."""
     first = RemovableHandle.next_id
-    with own_numbers:
+    with own_ids:
         child = os.fork()
         if not child:
             os._exit(RemovableHandle.next_id != first)
@@ -99,7 +99,7 @@ def test_a_child_forked_while_another_thread_registers_goes_on_with_the_scripts_
 
 
 def test_every_hook_of_ours_is_registered_under_a_number_of_its_own() -> None:
-    """By the syntax trees of all files: a call that registers a hook stands in a `with own_numbers:`."""
+    """By the syntax trees of all files: a call that registers a hook stands in a `with own_ids:`."""
     package, missing = Path(gradwatch.__file__).parent, []
     for file in package.rglob("*.py"):
         if not file.as_posix().endswith(SCRIPTS_OWN):
@@ -115,7 +115,7 @@ def test_every_hook_of_ours_is_registered_under_a_number_of_its_own() -> None:
 
 def _own(node: ast.AST) -> bool:
     return isinstance(node, ast.With) and any(
-        ast.unparse(item.context_expr) == "own_numbers" for item in node.items
+        ast.unparse(item.context_expr) == "own_ids" for item in node.items
     )
 
 

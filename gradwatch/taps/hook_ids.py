@@ -1,4 +1,4 @@
-"""Numbers of their own for gradwatch's hooks, so that the script's hooks have those that they have without it.
+"""Ids of their own for gradwatch's hooks, so that the script's hooks have those that they have without it.
 
 torch numbers the hooks of all modules, tensors and optimizers by one counter, and what it saves of a module or tensor
 has the numbers of its hooks in it.
@@ -13,8 +13,8 @@ from torch.utils.hooks import RemovableHandle
 FIRST = 1 << 62
 
 
-class _OwnNumbers:
-    """While it is entered hooks get numbers from FIRST on; blocks of several threads may overlap.
+class _OwnIds:
+    """While it is entered hooks get ids from FIRST on; blocks of several threads may overlap.
 
     The counter is changed with no call in between, where Python lets no other thread run. A hook that the script
     registers on another thread meanwhile gets one of these numbers, too: none is given twice.
@@ -52,6 +52,6 @@ class _OwnNumbers:
         return self._next - count
 
 
-own_numbers = _OwnNumbers()
-"""`with own_numbers:` around each registration of a hook."""
-os.register_at_fork(after_in_child=own_numbers.forked)
+own_ids = _OwnIds()
+"""`with own_ids:` around each registration of a hook."""
+os.register_at_fork(after_in_child=own_ids.forked)
