@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from gradwatch.account.session_counts import SessionCounts
+from gradwatch.actions.exit_status import end_with_status
 from gradwatch.actions.step_actions import Outcome
 from gradwatch.engine.actions.failed_actions import failed
 from gradwatch.engine.actions.norms_after_actions import reshaped
@@ -16,7 +17,6 @@ from gradwatch.records.finding import Finding
 from gradwatch.records.record import Record
 from gradwatch.records.snapshot import Snapshot
 from gradwatch.records.verdict import Verdict
-from gradwatch.runtime.exit_status import end_with_status
 from gradwatch.session.binding.optimizer_rules import Clock, OptimizerRules
 from gradwatch.sinks.circuit_breaker import Breaker
 
