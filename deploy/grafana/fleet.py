@@ -25,7 +25,7 @@ from panels import (
 JOB = 'job=~"$job"'
 RUN_COLUMNS = {
     "run_id": RUN_COLUMN,
-    "Value #A": Column("Rules firing", "short", ((None, "green"), (1, "red"))),
+    "Value #A": Column("Fired", "short", ((None, "green"), (1, "red"))),
     "Value #B": Column("Steps / s", "ops"),
     "Value #C": Column("Since last step", "s", ((None, "text"), (300, "red"))),
     "Value #D": Column("Gradient norm", "none"),
@@ -33,9 +33,23 @@ RUN_COLUMNS = {
     "Value #F": Column("Skipped", "short", ((None, "text"), (1, "orange"))),
     "Value #G": Column("Overhead", "percentunit", ((None, "text"), (0.05, "red"))),
     "Value #H": Column("Coverage", "percentunit", ((None, "red"), (1, "text"))),
-    "outcome": Column("Ended"),
+    "outcome": Column(
+        "Ended",
+        texts={"died": ("died", "red"), "stopped": ("stopped", "orange"), "finished": ("finished", "green")},
+    ),
 }
 """As the queries of the table come, A to I; of the last one only a label is shown."""
+
+
+FIRED = (
+    "round(sum by (job, run_id) (max by (job, run_id, rule) "
+    f"(increase(gradwatch_rule_firings_total{{{JOB}}}[$__range]))))"
+)
+
+
+def last(series: str) -> str:
+    """Its last value in the time range."""
+    return f"last_over_time({series}{{{JOB}}}[$__range])"
 
 
 def now() -> tuple[Any, ...]:
@@ -55,9 +69,10 @@ def now() -> tuple[Any, ...]:
             "short",
         ),
         number(
-            "Firing",
-            "Runs in which some rule was firing at the last step.",
-            f"count(run_id:gradwatch_rules_active:count{{{JOB}}} > 0) or vector(0)",
+            "Fired",
+            "Runs in which a rule fired in the time range, or is firing.",
+            f"count(max_over_time(run_id:gradwatch_rule_firings:increase{{{JOB}}}[$__range]) > 0.5 "
+            f"or max_over_time(run_id:gradwatch_rules_active:count{{{JOB}}}[$__range]) > 0) or vector(0)",
             "short",
             OK_IS_ZERO,
         ),
@@ -79,7 +94,7 @@ def now() -> tuple[Any, ...]:
             for state, colours in (
                 ("finished", CALM),
                 ("stopped", CALM),
-                ("died", CALM),
+                ("died", OK_IS_ZERO),
                 ("silent", CALM),
             )
         ),
@@ -92,32 +107,32 @@ def runs() -> tuple[Any, ...]:
         Row("Runs"),
         rows_of(
             "Runs",
-            "One line a run that trains, or that `gradwatch serve` saw end within the hour; firing ones first.",
+            "One line a run of the time range, those that fired most first; one that has ended keeps its last numbers.",
             RUN_COLUMNS,
-            f"run_id:gradwatch_rules_active:count{{{JOB}}}",
+            FIRED,
             f"run_id:gradwatch_steps:rate{{{JOB}}}",
-            f"time() - run_id:gradwatch_last_step_timestamp_seconds:max{{{JOB}}}",
-            f"run_id:gradwatch_grad_norm:max{{{JOB}}}",
-            f"run_id:gradwatch_nonfinite_steps:max{{{JOB}}}",
-            f"run_id:gradwatch_skipped_steps:max{{{JOB}}}",
-            f"run_id:gradwatch_overhead:max{{{JOB}}}",
-            f"run_id:gradwatch_coverage:min{{{JOB}}}",
+            f"time() - {last('run_id:gradwatch_last_step_timestamp_seconds:max')}",
+            last("run_id:gradwatch_grad_norm:max"),
+            last("run_id:gradwatch_nonfinite_steps:max"),
+            last("run_id:gradwatch_skipped_steps:max"),
+            last("run_id:gradwatch_overhead:max"),
+            last("run_id:gradwatch_coverage:min"),
             f"max by (run_id, outcome) (gradwatch_run_outcome{{{JOB}}}) == 1",
-            sort="Rules firing",
+            sort="Fired",
             span=24,
         ),
         rows_of(
             "Alerts",
-            "Every alert of gradwatch that is pending or firing.",
+            "Every alert of gradwatch that is pending or firing, once for all ranks of a run.",
             {
                 "alertname": Column("Alert", width=280),
                 "alertstate": Column("State"),
                 "severity": Column("Severity"),
                 "run_id": RUN_COLUMN,
-                "rank": Column("Rank"),
                 "rule": Column("Rule"),
+                "Value": Column("Ranks", "short"),
             },
-            'ALERTS{alertname=~"Gradwatch.+"}',
+            'count by (alertname, alertstate, severity, run_id, rule) (ALERTS{alertname=~"Gradwatch.+"})',
             sort="State",
             descending=False,
             span=24,

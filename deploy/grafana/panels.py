@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from grafana_foundation_sdk.builders import common, stat, table, timeseries
+from grafana_foundation_sdk.builders import common, heatmap, stat, statetimeline, table, timeseries
 from grafana_foundation_sdk.builders.dashboard import (
     Dashboard,
     DashboardLink,
@@ -16,7 +16,7 @@ from grafana_foundation_sdk.builders.dashboard import (
     ThresholdsConfig,
 )
 from grafana_foundation_sdk.builders.prometheus import Dataquery
-from grafana_foundation_sdk.models.common import LineInterpolation, ScaleDistribution
+from grafana_foundation_sdk.models.common import LineInterpolation, ScaleDistribution, VisibilityMode
 from grafana_foundation_sdk.models.dashboard import (
     DashboardCursorSync,
     DashboardLinkType,
@@ -25,8 +25,11 @@ from grafana_foundation_sdk.models.dashboard import (
     DynamicConfigValue,
     Threshold,
     ThresholdsMode,
+    ValueMap,
+    ValueMappingResult,
     VariableRefresh,
 )
+from grafana_foundation_sdk.models.heatmap import HeatmapColorMode, HeatmapColorScale
 from grafana_foundation_sdk.models.prometheus import PromQueryFormat
 
 SOURCE = DataSourceRef(type_val="prometheus", uid="$datasource")
@@ -57,9 +60,15 @@ CALM = steps((None, "text"))
 
 
 def number(
-    title: str, about: str, expr: str, unit: str, colours: ThresholdsConfig = CALM, span: int = 3
+    title: str,
+    about: str,
+    expr: str,
+    unit: str,
+    colours: ThresholdsConfig = CALM,
+    span: int = 3,
+    texts: Mapping[str, tuple[str, str]] | None = None,
 ) -> Any:
-    """One number, as of the end of the time range."""
+    """One number, as of the end of the time range, or one of the `texts` in its place."""
     return (
         stat.Panel()
         .title(title)
@@ -67,6 +76,7 @@ def number(
         .datasource(SOURCE)
         .unit(unit)
         .thresholds(colours)
+        .mappings(words(texts or {}))
         .span(span)
         .height(4)
         .with_target(query(expr, instant=True))
@@ -83,6 +93,52 @@ def lines(title: str, about: str, unit: str, *queries: Dataquery, log: bool = Fa
     for each in queries:
         panel = panel.with_target(each)
     return panel
+
+
+def words(texts: Mapping[str, tuple[str, str]]) -> list[ValueMap]:
+    """Texts and colours in the place of values."""
+    shown = {
+        value: ValueMappingResult(text=text, color=colour, index=number)
+        for number, (value, (text, colour)) in enumerate(texts.items())
+    }
+    return [ValueMap(options=shown)]
+
+
+def spans(
+    title: str, about: str, texts: Mapping[str, tuple[str, str]], *queries: Dataquery, span: int = 12
+) -> Any:
+    """A bar for each series, coloured by its state; `texts` are those of its values."""
+    panel = statetimeline.Panel().title(title).description(about).datasource(SOURCE).unit("short")
+    panel = panel.span(span).height(8).mappings(words(texts)).merge_values(True).row_height(0.8)
+    panel = panel.show_value(VisibilityMode.NEVER).line_width(0).fill_opacity(80)
+    for each in queries:
+        panel = panel.with_target(each)
+    return panel
+
+
+def by_row(title: str, about: str, unit: str, each: Dataquery, span: int = 24) -> Any:
+    """A row for each series over time, coloured by its value."""
+    colours = (
+        heatmap.HeatmapColorOptions()
+        .mode(HeatmapColorMode.SCHEME)
+        .scheme("Turbo")
+        .scale(HeatmapColorScale.EXPONENTIAL)
+        .exponent(1)
+        .steps(64)
+    )
+    return (
+        heatmap.Panel()
+        .title(title)
+        .description(about)
+        .datasource(SOURCE)
+        .unit(unit)
+        .span(span)
+        .height(10)
+        .calculate(False)
+        .color(colours)
+        .cell_values(heatmap.CellValues().unit(unit))
+        .with_target(each)
+    )
 
 
 def states(title: str, about: str, *queries: Dataquery, span: int = 12) -> Any:
@@ -106,6 +162,7 @@ class Column:
     colours: tuple[tuple[float | None, str], ...] = ()
     link: str = ""
     width: int = 0
+    texts: Mapping[str, tuple[str, str]] | None = None
 
     def properties(self) -> list[DynamicConfigValue]:
         """As overrides of the field."""
@@ -115,6 +172,13 @@ class Column:
         if self.colours:
             levels = [{"value": value, "color": colour} for value, colour in self.colours]
             found.append(DynamicConfigValue(id_val="thresholds", value={"mode": "absolute", "steps": levels}))
+            found.append(DynamicConfigValue(id_val="custom.cellOptions", value={"type": "color-text"}))
+        if self.texts:
+            shown = {
+                value: {"text": text, "color": colour, "index": number}
+                for number, (value, (text, colour)) in enumerate(self.texts.items())
+            }
+            found.append(DynamicConfigValue(id_val="mappings", value=[{"type": "value", "options": shown}]))
             found.append(DynamicConfigValue(id_val="custom.cellOptions", value={"type": "color-text"}))
         if self.width:
             found.append(DynamicConfigValue(id_val="custom.width", value=self.width))

@@ -10,6 +10,7 @@ from grafana_foundation_sdk.builders.dashboard import (
     Dashboard,
     Row,
 )
+from grafana_foundation_sdk.models.dashboard import DynamicConfigValue
 from panels import (
     OK_IS_ZERO,
     RANK,
@@ -18,11 +19,13 @@ from panels import (
     SOURCE,
     Column,
     board,
+    by_row,
     counts,
     lines,
     number,
     query,
     rows_of,
+    spans,
     states,
     steps,
     variable,
@@ -57,6 +60,27 @@ HAS_FIRED = (
     f" + max by (rule) (increase(gradwatch_rule_firings_total{{{RANK}}}[$__range] @ end()))"
 )
 STEPS_RATE = f"rate(gradwatch_steps_total{{{RANK}}}[{RATE}])"
+DIED, TRAINS, FINISHED, STOPPED, ENDED = range(5)
+# A process that ends in order is no target any more; `gradwatch serve` knows how it ended.
+PROCESS = (
+    f'{DIED} * max(gradwatch_run_outcome{{{RANK},outcome="died"}})'
+    f" or {TRAINS} * min(up{{{RANK}}})"
+    f' or {STOPPED} * max(gradwatch_run_outcome{{{RANK},outcome="stopped"}})'
+    f' or {FINISHED} * max(gradwatch_run_outcome{{{RANK},outcome="finished"}})'
+    f" or {ENDED} * clamp(max(last_over_time(gradwatch_steps_total{{{RANK}}}[$__range])), 1, 1)"
+)
+OF_PROCESS = {
+    str(DIED): ("died, or cut off", "red"),
+    str(TRAINS): ("trains", "green"),
+    str(FINISHED): ("finished", "text"),
+    str(STOPPED): ("stopped", "orange"),
+    str(ENDED): ("ended", "text"),
+}
+
+
+def last(gauge: str) -> str:
+    """Its last value in the time range: a job that has died keeps its numbers."""
+    return f"last_over_time({gauge}{{{RANK}}}[$__range])"
 
 
 def healthy() -> tuple[Any, ...]:
@@ -64,26 +88,31 @@ def healthy() -> tuple[Any, ...]:
     return (
         Row("Is it healthy?"),
         number(
-            "Rules firing",
-            "Rules that were firing at the last step of any rank.",
-            f"sum(max by (rule) (gradwatch_rule_active{{{RANK}}}))",
-            "short",
-            OK_IS_ZERO,
-        ),
-        number("Steps / s", "Optimizer steps per second of a rank.", f"max({STEPS_RATE})", "ops"),
-        number(
-            "Since last step",
-            "Age of the oldest last step among the ranks.",
-            f"time() - min(max without (optimizer) (gradwatch_last_step_timestamp_seconds{{{RANK}}}))",
-            "s",
-            steps((None, "green"), (300, "red")),
-        ),
-        number(
-            "Firings",
+            "Fired",
             "Rule firings in the time range, the same rule on several ranks counted once.",
             f"round(sum(max by (rule) (increase(gradwatch_rule_firings_total{{{RANK}}}[$__range]))))",
             "short",
-            steps((None, "green"), (0.5, "orange")),
+            steps((None, "green"), (0.5, "red")),
+        ),
+        number(
+            "Still firing",
+            "Rules that were firing at the last step of any rank.",
+            f"sum(max by (rule) ({last('gradwatch_rule_active')}))",
+            "short",
+            OK_IS_ZERO,
+        ),
+        number(
+            "Process",
+            "Whether all ranks still answer; of those that have ended, how (by `gradwatch serve`).",
+            PROCESS,
+            "short",
+            texts=OF_PROCESS,
+        ),
+        number(
+            "Steps / s",
+            "Optimizer steps per second of a rank.",
+            f"max({STEPS_RATE}) or 0 * max({last('gradwatch_steps_total')})",
+            "ops",
         ),
         number(
             "Non-finite",
@@ -102,14 +131,14 @@ def healthy() -> tuple[Any, ...]:
         number(
             "Overhead",
             "Share of the time of recent steps that gradwatch itself took.",
-            f"max(gradwatch_overhead_ratio{{{RANK}}})",
+            f"max({last('gradwatch_overhead_ratio')})",
             "percentunit",
             steps((None, "green"), (0.05, "red")),
         ),
         number(
             "Coverage",
             "Share of the parameters that can be measured; below 100 % some gradients are not watched.",
-            f"min(gradwatch_coverage_ratio{{{RANK}}})",
+            f"min({last('gradwatch_coverage_ratio')})",
             "percentunit",
             steps((None, "red"), (1, "green")),
         ),
@@ -128,6 +157,24 @@ def norms() -> tuple[Any, ...]:
             query(f"max(gradwatch_grad_norm_applied{{{RANK}}})", "applied"),
             query(f"max(gradwatch_grad_norm_recent_max{{{RANK}}})", "maximum of 60 s"),
             log=True,
+        ),
+        lines(
+            "Loss and learning rate",
+            "The loss that backward was called on, and the learning rate of the first parameter group (right).",
+            "none",
+            query(f"max(gradwatch_loss{{{RANK}}})", "loss"),
+            query(f"max(gradwatch_learning_rate{{{RANK}}})", "learning rate"),
+        ).override_by_name(
+            "learning rate", [DynamicConfigValue(id_val="custom.axisPlacement", value="right")]
+        ),
+        by_row(
+            "Norms by parameter",
+            "log10 of the gradient norm of every exported parameter; a gap is NaN, zero or no gradient.",
+            "none",
+            query(
+                f'log10(max by (param) (gradwatch_param_grad_norm{{{RANK},group=~"$group"}}) > 0)',
+                "{{param}}",
+            ),
         ),
         lines(
             "By group",
@@ -167,9 +214,10 @@ def places() -> tuple[Any, ...]:
     """Which parameters and groups."""
     return (
         Row("Where?"),
-        states(
+        spans(
             "Firing rules",
-            "1 while a rule fires, and where it began to fire between two scrapes; rules that never did are left out.",
+            "When each rule was firing, or began to between two scrapes; rules that never did are left out.",
+            {"0": ("calm", "transparent"), "1": ("firing", "red")},
             query(f"clamp_max({FIRING}, 1) and on (rule) ({HAS_FIRED} > 0)", "{{rule}}"),
         ).no_value("No rule has fired in this time."),
         rows_of(

@@ -134,6 +134,7 @@ class Training:
                         decision=skip(shadow=step % 200 == 50) if bad else None,
                         wall_time=time.time(),
                         loss_scale=1024.0,
+                        scalars={"loss": 2.0 + float(norm[0]), "lr": 0.1},
                     )
                 )
             step += 1

@@ -59,7 +59,8 @@ def answered(prometheus: Prometheus, name: str, run_id: str, seconds: float) -> 
     for panel in board(name)["panels"]:
         results = []
         for target in panel.get("targets") or []:
-            expr = substituted(target["expr"].replace("$run_id", run_id), name)
+            expr = target["expr"].replace("$run_id", run_id).replace("$__range", f"{seconds:.0f}s")
+            expr = substituted(expr, name)
             asked: dict[str, Any] = {"query": expr}
             if target.get("instant"):
                 path, asked["time"] = "query", now

@@ -1,5 +1,5 @@
 // Draws the panels of window.DATA (see pages.py) with @grafana/ui, transformed and formatted by @grafana/data.
-// What Grafana keeps in its core plugins is drawn here: the heatmap's cells, and the layout of the bar gauge.
+// What Grafana keeps in its core plugins is drawn here: heatmaps, state timelines, and the layout of the bar gauge.
 import React, { useEffect, useState } from 'react';
 import { createRoot } from 'react-dom/client';
 import {
@@ -58,7 +58,7 @@ const OVERRIDABLE = new FieldConfigOptionsRegistry(() => [
   ...['cellOptions', 'drawStyle', 'lineInterpolation', 'lineWidth', 'fillOpacity', 'showPoints', 'spanNulls'].map((id) =>
     property(id, true)
   ),
-  ...['scaleDistribution', 'axisSoftMax', 'axisSoftMin', 'width', 'noValue'].map((id) => property(id, true)),
+  ...['scaleDistribution', 'axisSoftMax', 'axisSoftMin', 'axisPlacement', 'width', 'noValue'].map((id) => property(id, true)),
 ]);
 
 const number = (text) => (text === '+Inf' ? Infinity : text === '-Inf' ? -Infinity : Number(text));
@@ -230,6 +230,82 @@ function Heatmap({ panel, width, height }) {
   );
 }
 
+// A row for each series, its bars coloured by `colour(value)`; null draws nothing.
+function Timelines({ data, width, height, colour, foot = null }) {
+  const left = 170;
+  const from = DATA.from * 1000;
+  const across = (width - left) / (DATA.to * 1000 - from);
+  const down = (height - 40) / data.length;
+  const ink = THEME.colors.text.secondary;
+  const at = (time) => left + (time - from) * across;
+  return (
+    <svg width={width} height={height} fontFamily="Inter, sans-serif" fontSize={11}>
+      {data.map((frame, row) => {
+        const [time, field] = frame.fields;
+        const step = time.values.length > 1 ? time.values[1] - time.values[0] : 1000;
+        return (
+          <g key={row}>
+            <text x={left - 6} y={row * down + down / 2 + 4} textAnchor="end" fill={ink}>
+              {field.config.displayNameFromDS}
+            </text>
+            {field.values.map((value, k) => {
+              const fill = Number.isFinite(value) ? colour(value, field) : null;
+              return fill ? (
+                <rect
+                  key={k}
+                  x={at(time.values[k])}
+                  y={row * down + down * 0.1}
+                  width={Math.min(step, time.values[k + 1] - time.values[k] || step) * across + 0.5}
+                  height={down * 0.8}
+                  fill={fill}
+                />
+              ) : null;
+            })}
+          </g>
+        );
+      })}
+      {[0, 1, 2, 3, 4].map((tick) => {
+        const time = from + ((DATA.to * 1000 - from) * tick) / 5;
+        return (
+          <text key={tick} x={at(time)} y={height - 24} fill={ink}>
+            {new Date(time).toISOString().slice(11, 19)}
+          </text>
+        );
+      })}
+      {foot ? (
+        <text x={left} y={height - 6} fill={ink}>
+          {foot}
+        </text>
+      ) : null}
+    </svg>
+  );
+}
+
+const TURBO = ['#30123b', '#4662d7', '#36aaf9', '#1ae4b6', '#72fe5e', '#c7ef34', '#faba39', '#f66b19', '#ca2a04', '#7a0403'];
+
+function Spans({ panel, data, ...size }) {
+  const texts = panel.fieldConfig.defaults.mappings[0].options;
+  const shown = (value) => texts[String(value)].color;
+  return (
+    <Timelines
+      {...size}
+      data={data}
+      colour={(value) => (shown(value) === 'transparent' ? null : THEME.visualization.getColorByName(shown(value)))}
+      foot={Object.values(texts)
+        .filter((each) => each.color !== 'transparent')
+        .map((each) => `${each.color}: ${each.text}`)
+        .join(' · ')}
+    />
+  );
+}
+
+function RowHeat({ data, ...size }) {
+  const values = data.flatMap((frame) => frame.fields[1].values).filter(Number.isFinite);
+  const [least, most] = [Math.min(...values), Math.max(...values)];
+  const colour = (value) => TURBO[Math.round(((value - least) / (most - least || 1)) * (TURBO.length - 1))];
+  return <Timelines {...size} data={data} colour={colour} foot={`${least.toFixed(2)} (dark blue) to ${most.toFixed(2)} (red)`} />;
+}
+
 function Rows({ panel, data, width, height }) {
   const [shown, show] = useState(null);
   useEffect(() => {
@@ -274,7 +350,10 @@ function Inside({ panel, width, height }) {
     return <Rows {...size} data={found} />;
   }
   if (panel.type === 'heatmap') {
-    return <Heatmap {...size} />;
+    return panel.results[0].format === 'heatmap' ? <Heatmap {...size} /> : <RowHeat {...size} data={found} />;
+  }
+  if (panel.type === 'state-timeline') {
+    return <Spans {...size} data={found} />;
   }
   const data = configured(panel, found);
   return panel.type === 'stat' ? (
