@@ -7,8 +7,8 @@ A checkpoint taken now is *healthy* unless
   usual). Once one was, until none is more than 2 times as large, or 100 steps have shown that it was learning: 90 % of
   their losses below that of the first step and below their mean at the last healthy look. `Watch.healthy` looks at what
   this rank holds at the moment it is asked; without being asked weights are looked at after every jump of the total
-  norm and else once a second or less often, at 0.1 % of the time at most, and `weights_step` says after which step that
-  was last done and nothing was found;
+  norm, when watching ends, and else once a second or less often, at 0.1 % of the time at most, and `weights_step` says
+  after which step that was last done and nothing was found (None: never, as where the model is gone when it ends);
 - the norm of a parameter is more than 10 times the larger of its own when watching began and sqrt(numel) times the root
   mean square of all weights then (or that of such matrices), and the loss of its optimizer was not below that of the
   first step in most of the last 50: so a learning rate that is too large from the first step on is seen, also where no

@@ -23,7 +23,7 @@ from gradwatch.journal.norms_batch import StepNorms, encode_norms, put_together,
 from gradwatch.journal.norms_cadence import FIRST, Cadence
 from gradwatch.journal.retention import Retention
 from gradwatch.records.event import Event
-from gradwatch.records.record import Record
+from gradwatch.records.record import CheckpointHealth, Record
 from gradwatch.records.run_info import RunInfo
 from gradwatch.records.snapshot import Sites, Snapshot
 from gradwatch.runtime.backoff import Backoff
@@ -106,6 +106,10 @@ class Recorder:
     def end_with(self, end: EndEntry) -> None:
         """Have the journal end with this entry; `close` adds the number of Records to it."""
         self.end = end
+
+    def judge_weights(self, health: CheckpointHealth) -> None:
+        """Have the checkpoint tag end with this: the weights were looked at once more."""
+        self._tag.end_with(health)
 
     def begin(self) -> None:
         """Make the first file, which says who records: a process that is killed at once has left that much."""

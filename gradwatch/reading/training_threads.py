@@ -7,7 +7,17 @@ and so does whatever looks at gradients for it.
 
 from __future__ import annotations
 
+import sys
 from threading import get_ident
+
+_BEGAN: set[int] = set()  # threads of this process that have begun a backward while something was watched
+
+
+def several_live() -> bool:
+    """True if more than one thread lives that has begun a backward: another may be at work at any moment."""
+    if len(_BEGAN) > 1:
+        _BEGAN.intersection_update(sys._current_frames())
+    return len(_BEGAN) > 1
 
 
 class TrainingThreads:
@@ -21,6 +31,7 @@ class TrainingThreads:
 
     def began(self, thread: int) -> None:
         """A thread other than the `first` begins a backward: the first of all, or one of several for good."""
+        _BEGAN.add(thread)
         if self.first:
             self.several = True
         else:

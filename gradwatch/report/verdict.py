@@ -24,6 +24,8 @@ _HEAD: dict[State, str] = {
     "running": "So far",
     "nothing": "Nothing to see",
 }
+NOTHING_FOUND = "Nothing found"
+"""Of a run that is healthy as far as is known: its weights were gone before they were looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,9 @@ class RunFacts:
 def verdict(run: RunFacts) -> RunVerdict:
     """The state of the run and its sentence."""
     state = _state(run)
-    return RunVerdict(state, one_line(f"{_HEAD[state]}: {'; '.join(_parts(run))}.", LONGEST_SENTENCE))
+    unseen = run.weights is not None and run.weights.weights_step is None
+    head = NOTHING_FOUND if state == "healthy" and unseen else _HEAD[state]
+    return RunVerdict(state, one_line(f"{head}: {'; '.join(_parts(run))}.", LONGEST_SENTENCE))
 
 
 def _state(run: RunFacts) -> State:
@@ -92,7 +96,9 @@ def _parts(run: RunFacts) -> Iterator[str]:
     yield f"{_ended(account)}{_weights(run)}"
     if run.weights is not None and not run.weights.healthy:
         last = run.weights.last_healthy_step
-        yield "no step before was healthy" if last is None else f"the last healthy step was {last:,}"
+        yield (
+            "no step before is known to be healthy" if last is None else f"the last healthy step was {last:,}"
+        )
 
 
 def _fired(run: RunFacts) -> Iterator[str]:
@@ -151,6 +157,16 @@ def _weights(run: RunFacts) -> str:
     if run.weights is None:
         return ""
     after = "" if run.weights_after is None else f" after step {run.weights_after:,}"
+    looked = run.weights.weights_step
+    if run.weights.healthy and looked is None:
+        return ", and its weights were not looked at"
+    if (
+        run.weights.healthy
+        and run.weights_after is not None
+        and looked is not None
+        and looked < run.weights_after
+    ):
+        return f", and its weights were healthy after step {looked:,}, when they were last looked at"
     if run.weights.healthy:
         return f", and its weights{after} are healthy"
     found = run.weights.reasons

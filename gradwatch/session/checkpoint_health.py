@@ -91,9 +91,11 @@ class Checkpoints:
             self._seen(found[1], found[0])
 
     def _steps(self) -> dict[int, int]:
-        """The last step taken, by optimizer."""
+        """The last step taken, by optimizer; of those whose weights are still there."""
         return {
-            ctx.captured.index: ctx.captured.step - 1 for ctx in self._contexts if ctx.bound_rules is not None
+            ctx.captured.index: ctx.captured.step - 1
+            for ctx in self._contexts
+            if ctx.bound_rules is not None and ctx.captured.params
         }
 
     def _seen(self, ruin: tuple[str, ...], steps: Mapping[int, int]) -> None:

@@ -422,7 +422,6 @@ class Session:
             self._sinks.forked()
         try:
             state = self.state_dict()
-            self.checkpoint()
         except Exception as error:  # a session that cannot tell its state must still release its parts
             self.health.report("close", error)
             state = dict(saved_state.NOTHING_SAVED)
@@ -450,11 +449,12 @@ class Session:
             return
         self._concluding = True
         try:
-            account = self.account()
+            account, weights = self.account(), self.checkpoint()
         except Exception as error:
             self.health.report("close", error)
             return
         self._accounting.conclude(account)
+        self._sinks.judge_weights(weights)
         quiet = not account.trained_or_watched or printed_at_exit[0] or quiet_asked()
         self._sinks.conclude(account, quiet)
 

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from gradwatch.account import Account
 from gradwatch.errors import AttachError
+from gradwatch.records.record import CheckpointHealth
 from gradwatch.records.run_info import RunInfo
 from gradwatch.rules.rule_set import RuleSet
 from gradwatch.runtime.internal_errors import Health
@@ -66,6 +67,11 @@ class SessionSinks:
         deadline = time.monotonic() + timeout
         done = [breaker.flush(max(0.0, deadline - time.monotonic())) for breaker in self._breakers]
         return all(done)
+
+    def judge_weights(self, health: CheckpointHealth) -> None:
+        """Give each the health of the weights by a last look at them."""
+        for breaker in self._breakers:
+            breaker.judge_weights(health)
 
     def conclude(self, account: Account, quiet: bool) -> None:
         """Give each the account of the session; `quiet`: not the log."""

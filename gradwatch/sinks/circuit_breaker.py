@@ -9,7 +9,7 @@ from typing import Concatenate, ParamSpec, TypeVar
 
 from gradwatch.account import Account
 from gradwatch.errors import TrainingStopped
-from gradwatch.records.record import Record
+from gradwatch.records.record import CheckpointHealth, Record
 from gradwatch.records.run_info import RunInfo
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.runtime.interruption import not_ours
@@ -141,6 +141,13 @@ class Breaker:
         if self._closed or not self._opened or self.is_disabled:
             return False
         return self.sink.flush(timeout)
+
+    @_contained(None)
+    def judge_weights(self, health: CheckpointHealth) -> None:
+        """Give the sink the health of the weights by a last look at them, if it takes it."""
+        judge_weights = getattr(self.sink, "judge_weights", None)
+        if judge_weights is not None and not self._closed and self._opened:
+            judge_weights(health)
 
     @_contained(None)
     def conclude(self, account: Account) -> None:

@@ -20,7 +20,7 @@ from gradwatch.journal.norms_cadence import record_bytes
 from gradwatch.journal.retention import Retention
 from gradwatch.journal.writer import Recorder
 from gradwatch.records.event import Event
-from gradwatch.records.record import Record
+from gradwatch.records.record import CheckpointHealth, Record
 from gradwatch.records.run_info import RunInfo
 from gradwatch.runtime.internal_errors import Health
 
@@ -164,6 +164,11 @@ class JournalSink:
             while self._flush_answered < asked and (left := deadline - time.monotonic()) > 0:
                 self._condition.wait(left)
             return self._flush_answered >= asked and self._flush_safe and self._failures == failures
+
+    def judge_weights(self, health: CheckpointHealth) -> None:
+        """Have the checkpoint tag end with this."""
+        if self._recorder is not None:
+            self._recorder.judge_weights(health)
 
     def conclude(self, account: Account) -> None:
         """Have the end of the journal carry the account of the process."""

@@ -30,7 +30,8 @@ class Sink(Protocol):
     `open` and `write` run on the training thread and must not wait for anything: `write` has microseconds,
     may keep the Record (it is immutable) and must leave slow work to a thread of its own. `close` may be
     called twice, and without `open`. `name` is the `component` label of its errors. A sink may also have
-    `conclude(account)`, which is called just before `close` with the `Account` of the process, and
+    `conclude(account)`, which is called just before `close` with the `Account` of the process, before it
+    `judge_weights(health)` with the `CheckpointHealth` by a last look at the weights, and
     `write_all(records)`, called instead of `write` for several steps of one optimizer on which no rule changed:
     no event, no order but of `clip:`, and findings, of what was found by then, with the last of them alone. Not so
     where `write` is newer than `write_all`, as in a class derived from a shipped sink.

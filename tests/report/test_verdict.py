@@ -109,7 +109,7 @@ BAD = CheckpointHealth(False, 39, ("rule nan is firing", "a gradient was not fin
         (
             1,
             FiringEnd(1241, True),
-            CheckpointHealth(True, 59),
+            CheckpointHealth(True, 59, weights_step=59),
             "Went wrong: rule nan (critical) fired at step 1,234 (sqrt) and was over at step 1,241; "
             "the training finished, and its weights after step 59 are healthy.",
         ),
@@ -126,7 +126,8 @@ BAD = CheckpointHealth(False, 39, ("rule nan is firing", "a gradient was not fin
             FiringEnd(1300, True),
             CheckpointHealth(False),
             "Went wrong: rule nan (critical) fired 3 times, first at step 1,234 (sqrt), and was over at step 1,300; "
-            "the training finished, and its weights after step 59 are not healthy; no step before was healthy.",
+            "the training finished, and its weights after step 59 are not healthy; no step before is known to be "
+            "healthy.",
         ),
         (
             1,
@@ -173,3 +174,29 @@ def test_a_cause_is_one_printable_line() -> None:
         sentence = verdict(RunFacts([track()], order, ALL_SEEN)).sentence
         assert sentence.isprintable()
         assert len(sentence) < 600
+
+
+@pytest.mark.parametrize(
+    ("looked", "said"),
+    [
+        (
+            None,
+            "Nothing found: no rule fired in 9 recorded steps; the training finished, and its weights were not looked "
+            "at.",
+        ),
+        (
+            40,
+            "Healthy: no rule fired in 9 recorded steps; the training finished, and its weights were healthy after "
+            "step 40, when they were last looked at.",
+        ),
+        (
+            59,
+            "Healthy: no rule fired in 9 recorded steps; the training finished, and its weights after step 59 are "
+            "healthy.",
+        ),
+    ],
+)
+def test_weights_are_called_healthy_only_as_of_a_look_at_them(looked: int | None, said: str) -> None:
+    """A tag says healthy where nothing speaks against it, which is less."""
+    weights = CheckpointHealth(True, 59, weights_step=looked)
+    assert verdict(RunFacts([track()], [], ALL_SEEN, weights=weights, weights_after=59)).sentence == said

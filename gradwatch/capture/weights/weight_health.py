@@ -176,6 +176,8 @@ class Weights:
     def check(self) -> tuple[str, ...]:
         """The reason why these weights are no healthy ones, empty where they are; waits for a device."""
         named = self._trained()
+        if not named:  # not met yet, or gone: a look that found nothing is none
+            return self._unoptimized.check()
         if not readable(named):
             return (UNREADABLE,)
         with self._lock.held:

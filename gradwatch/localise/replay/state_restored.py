@@ -20,17 +20,26 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradwatch.localise.hold.module_attributes import attributes
+from gradwatch.localise.hold.module_attributes import Refused, attributes
 from gradwatch.localise.hold.random_generators import Generators
+from gradwatch.reading.training_threads import several_live
 from gradwatch.taps.muted_forwards import muted
+
+OTHER_THREADS = (
+    "several threads train, and a step that is run again would draw from the random generator that they draw from, and "
+    "use the models that they use"
+)
 
 
 @contextlib.contextmanager
 def state_restored(model: nn.Module, max_bytes: int) -> Iterator[None]:
     """Run what is inside, then restore generators, anomaly flags, grad mode and module attributes.
 
-    Raises `Refused`, before anything is run, where the tensors among those attributes take more than `max_bytes`.
+    Raises `Refused`, before anything is run, where the tensors among those attributes take more than `max_bytes`, and
+    where several threads train: the generators and the modules are theirs as well.
     """
+    if several_live():
+        raise Refused(OTHER_THREADS)
     restores: list[Callable[[], None]] = [
         Generators.now((model,)).restore,
         _anomaly(),

@@ -88,7 +88,7 @@ class JournalSource:
             self._firing_elsewhere(own),
             notes=self._notes(own),
             reading=not own.waiting,
-            weights_healthy=None if self._weights is None else self._weights.healthy,
+            weights_healthy=_known(self._weights),
             unfit=next(iter(self._weights.reasons), "") if self._weights is not None else "",
         )
 
@@ -141,3 +141,8 @@ class JournalSource:
         if self._unfollowed:
             notes.append(f"{self._unfollowed:,} more ranks are not followed")
         return notes
+
+
+def _known(weights: CheckpointHealth | None) -> bool | None:
+    """Whether weights are healthy; None where they were never looked at."""
+    return None if weights is None or (weights.healthy and weights.weights_step is None) else weights.healthy

@@ -45,7 +45,12 @@ def test_a_pipe_gets_it_once_without_colours(tmp_path: Path, capsys: pytest.Capt
     ("norms", "tag", "said"),
     [
         ([1.0, 1.0], None, "no rule has fired in 2 steps; of the weights nothing is known"),
-        ([1.0, 1.0], CheckpointHealth(True, 1), "healthy: no rule has fired in 2 steps"),
+        ([1.0, 1.0], CheckpointHealth(True, 1, weights_step=1), "healthy: no rule has fired in 2 steps"),
+        (
+            [1.0, 1.0],
+            CheckpointHealth(True, 1),
+            "no rule has fired in 2 steps; of the weights nothing is known",
+        ),
         (
             [1.0, 1.0],
             CheckpointHealth(False, 0, ("a norm grew",)),
