@@ -122,7 +122,7 @@ def _without_steps(account: Account) -> Iterator[str]:
         backwards = plural(taken.backwards, "backward")
         yield f"{lost:,} of {backwards} reached no parameter that is watched, or did not get that far"
     # As such they are no fault: those that a GAN's generator leaves at the discriminator, SAM's first ones.
-    if not no_step and seen.cleared_suspicious:
+    if seen.cleared_suspicious:
         kinds = {"NaN or Inf": seen.cleared_nonfinite, "beside weights that moved unseen": seen.cleared_moved}
         of_them = ", ".join(f"{count:,} of them {kind}" for kind, count in kinds.items() if count)
         yield (

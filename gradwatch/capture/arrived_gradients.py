@@ -231,6 +231,8 @@ class ArrivedGradients(OptimizerParameters):
             return False
         self.thread = thread
         self.losses.add(root)
+        if self._weights_at is None:  # before its first step: that may be one which is not seen
+            self._weights_at = self._weight_versions()
         return True
 
     def begins(self) -> bool:

@@ -359,9 +359,10 @@ class Attached:
         if not self._activity.idle():  # while it pauses it sees no steps, either
             unused = self.contexts.of(captured).unused_gradients
             if unused.unused(captured, self.capture.captures):
-                self._services.publishing.totals.count_cleared(
-                    captured.left_nonfinite, captured.weights_moved
-                )
+                moved = captured.weights_moved
+                self._services.publishing.totals.count_cleared(captured.left_nonfinite, moved)
+                if moved and not captured.step and captured.optimizer is not None:
+                    self._notices.unseen_steps(type(captured.optimizer()).__name__)
         if self.causes is not None:
             self.causes.cleared(None if captured.optimizer is None else captured.optimizer())
 

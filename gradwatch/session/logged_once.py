@@ -38,6 +38,12 @@ UNDECIDED = (
     "models whose parameters have the same names and shapes ({}) were gone at the same time, and gradwatch cannot tell "
     "which new model replaces which: they get names and baselines in their order, so a baseline may be another model's"
 )
+UNSEEN = 4  # once is what a sharpness-aware optimizer does before its first step
+UNSEEN_STEPS = (
+    "weights are changed and no step of their {0} is seen: its `step` was replaced by one that does not call the "
+    "original, or the script updates the weights itself. Nothing is judged, and no action is carried out; have the new "
+    "`step` call the original one, or make it a subclass of {0}"
+)
 NO_LOSS = "rules on the loss have no value for such a step: {}; give them one with observe(loss=…)"
 
 
@@ -49,6 +55,7 @@ class Notices:
         self._health = health
         self._incomplete = self._captured = self._no_loss = self._no_optimizer = self._unowned = False
         self._uncleared = self._undecided = False
+        self._unseen_steps = 0
 
     def say(self, component: str, error: BaseException) -> None:
         """Give this sentence to every sink that takes one."""
@@ -101,6 +108,12 @@ class Notices:
         if not self._no_loss:
             self._no_loss = True
             self.say("loss", AttachError(NO_LOSS.format(reason)))
+
+    def unseen_steps(self, optimizer: str) -> None:
+        """Report that weights move, again, while no step of their optimizer, of this class, has been seen."""
+        self._unseen_steps += 1
+        if self._unseen_steps == UNSEEN:
+            self.say("capture", AttachError(UNSEEN_STEPS.format(optimizer)))
 
     def inactive(
         self,

@@ -17,7 +17,9 @@ from torch import nn
 import gradwatch
 from gradwatch.records.record import Record
 from gradwatch.session.watch import session_of
+from tests.support import warm
 from tests.support.kept import Kept
+from tests.support.launch_cases import GRADWATCH
 
 X = torch.randn(4, 3, generator=torch.Generator().manual_seed(3))
 
@@ -286,3 +288,30 @@ def test_gradients_of_autograd_grad_are_not_held(tmp_path: Path) -> None:
         local = next(iter(session_of(gw).attached.rule_bindings)).local
         assert local is not None
         assert not local._running.pending
+
+
+REPLACED_STEP = """
+import torch
+from torch import nn
+model = nn.Linear(4, 1)
+optimizer = torch.optim.SGD(model.parameters(), 0.1)
+def step(closure=None):
+    with torch.no_grad():
+        for param in model.parameters():
+            param.sub_(param.grad, alpha=0.1)
+optimizer.step = step
+for number in range(12):
+    optimizer.zero_grad()
+    (model(torch.randn(8, 4)).square().mean() * (float("nan") if number == 7 else 1)).backward()
+    optimizer.step()
+"""
+
+
+def test_an_optimizer_whose_step_was_replaced_is_told_while_it_trains(tmp_path: Path) -> None:
+    """Its weights move and no step is seen: a line says so at once, and the account counts what was NaN."""
+    (tmp_path / "x.py").write_text(REPLACED_STEP)
+    done = warm.run([*GRADWATCH, "run", "--", sys.executable, "x.py"], tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "no step of their SGD is seen" in done.stderr
+    assert done.stderr.index("no step of their SGD is seen") < done.stderr.index("steps watched")
+    assert "gradients were cleared 11 times (4 of them NaN or Inf, 11 of them beside weights" in done.stderr
