@@ -47,6 +47,7 @@ class JournalFiles:
         self._name = JournalName(rank, attempt)
         self._started = False
         self._fd: int | None = None
+        self._file = 0, 0  # device and inode of the file that was opened
         self._fallocates = True
         self._dirty = False
         self._end = self._allocated = self._sequence = self._salt = self._sampled = 0
@@ -58,6 +59,7 @@ class JournalFiles:
 
     def ensure_open(self) -> None:
         """Begin a file where none is open."""
+        self._release_if_closed()
         if self._fd is None:
             self.path = None
             self._open()
@@ -86,6 +88,7 @@ class JournalFiles:
         After a failed fsync the kernel may have dropped the very pages it could not write and reports success
         the next time, so the file is given up and the next append begins a new one.
         """
+        self._release_if_closed()
         if self._fd is None or not self._dirty:
             return
         try:
@@ -100,6 +103,7 @@ class JournalFiles:
 
     def rotate(self) -> None:
         """Seal the present file; the next append begins another."""
+        self._release_if_closed()
         if self._fd is None:
             return
         self.sync()
@@ -109,6 +113,7 @@ class JournalFiles:
 
     def close(self) -> None:
         """Cut the reserve off, sync, close."""
+        self._release_if_closed()
         if self._fd is None:
             return
         try:
@@ -122,15 +127,28 @@ class JournalFiles:
         fd, self._fd = self._fd, None
         if fd is not None:
             self.generation += 1
-            os.close(fd)
+            if self._is_ours(fd):
+                os.close(fd)
             if self.path is not None:
                 self.retention.seal(self.path, max(self._end, self._allocated), self._sampled)
 
     def discard(self) -> None:
         """Release the parent's file in a forked child, and touch nothing on the disk."""
         fd, self._fd = self._fd, None
-        if fd is not None:
+        if fd is not None and self._is_ours(fd):
             os.close(fd)
+
+    def _release_if_closed(self) -> None:
+        """Begin anew where the script has closed all descriptors, as daemons do: another file may have its number."""
+        if self._fd is not None and not self._is_ours(self._fd):
+            self.abandon()
+
+    def _is_ours(self, fd: int) -> bool:
+        try:
+            found = os.fstat(fd)
+        except OSError:
+            return False
+        return (found.st_dev, found.st_ino) == self._file
 
     def _allocate(self, size: int, essential: bool) -> None:
         wanted = self._end + size + RESERVE
@@ -198,6 +216,8 @@ class JournalFiles:
         while self._fd is None:
             try:
                 self._fd = os.open(str(name), flags, 0o600, dir_fd=directory_fd)
+                found = os.fstat(self._fd)
+                self._file = found.st_dev, found.st_ino
             except FileExistsError:
                 name = (
                     replace(name, segment=name.segment + 1)

@@ -210,6 +210,40 @@ def test_an_unlinked_file_is_noticed(tmp_path: Path, opened: Callable[..., Journ
     assert journal.incidents() == [after]
 
 
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_descriptor_that_the_script_closed_is_used_no_more(
+    tmp_path: Path, opened: Callable[..., Journal], taken: bool
+) -> None:
+    """As daemons close all; the file of the script's that has its number then is neither written nor closed."""
+    journal = opened(tmp_path)
+    journal.await_acknowledged(journal.write(incident=True))
+    (number,) = descriptors_of(tmp_path)
+    os.close(number)
+    own = tmp_path / "own"
+    if taken:
+        other = os.open(own, os.O_CREAT | os.O_RDWR)
+        os.dup2(other, number)
+        os.close(other)
+    journal.await_acknowledged(journal.write(incident=True))
+    journal.sink.close()
+    assert journal.incidents() == [0, 1]
+    if taken:
+        assert own.read_bytes() == b""
+        os.close(number)
+
+
+def descriptors_of(folder: Path) -> list[int]:
+    """Of the journals there that this process has open."""
+    numbers = map(int, os.listdir("/proc/self/fd"))
+    return [one for one in numbers if str(folder) in _target(one) and _target(one).endswith(".gwj")]
+
+
+def _target(number: int) -> str:
+    with contextlib.suppress(OSError):
+        return os.readlink(f"/proc/self/fd/{number}")
+    return ""
+
+
 def failing(monkeypatch: pytest.MonkeyPatch, name: str, code: int, times: int, half: bool = False) -> None:
     """Let the next calls of `os.<name>` fail, for a write after half of it was done."""
     real, left = getattr(os, name), [times]
