@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+from pathlib import Path
+from typing import Any
+
 import pytest
 
 from gradwatch.errors import GradwatchError
@@ -35,15 +39,33 @@ def test_plugins_are_loaded_when_they_are_asked_for(monkeypatch: pytest.MonkeyPa
     loaded: list[str] = []
 
     class Entry:
+        name = "k"
+
         def load(self) -> int:
             loaded.append("k")
             return 1000
 
-    def entry_points(group: str, name: str) -> list[Entry]:
-        return [Entry()] if (group, name) == ("plugins", "k") else []
+    def entry_points(group: str) -> list[Entry]:
+        asked.append(group)
+        return [Entry()] if group == "plugins" else []
+
+    asked: list[str] = []
 
     monkeypatch.setattr("gradwatch.runtime.registry.entry_points", entry_points)
     numbers: Registry[int] = Registry("number", "plugins")
     found = [numbers.find(name, lambda entry: numbers.register("k", entry)) for name in ("k", "k", "m")]
     assert found == [1000, 1000, None]
     assert loaded == ["k"]
+    assert asked == ["plugins"]
+
+
+def test_a_package_that_comes_meanwhile_is_found(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """As by `pip install` in a notebook, after a name was asked for in vain."""
+    monkeypatch.syspath_prepend(tmp_path)
+    numbers: Registry[Any] = Registry("number", "plugins-of-a-test")
+    assert numbers.find("pi", lambda entry: numbers.register("pi", entry)) is None
+    folder = tmp_path / "circle-1.dist-info"
+    folder.mkdir()
+    (folder / "METADATA").write_text("Name: circle\nVersion: 1\n")
+    (folder / "entry_points.txt").write_text("[plugins-of-a-test]\npi = math:pi\n")
+    assert numbers.find("pi", lambda entry: numbers.register("pi", entry)) == math.pi
