@@ -50,5 +50,5 @@ class Event:
 
 
 def severity_rank(severity: str) -> int:
-    """Where a severity comes in an order with the most severe first (0); what is none of them comes last."""
+    """Place of a severity in an order with the most severe first (0); what is none of them comes last."""
     return len(SEVERITIES) - 1 - SEVERITIES.index(severity) if severity in SEVERITIES else len(SEVERITIES)

@@ -301,6 +301,14 @@ _ENTRIES = (
         "Correct the id, or delete it.",
     ),
     Code(
+        "GW220",
+        "a group where globs belong",
+        "`exclude:` takes globs on the names of parameters. The name of a group there would be a glob that matches a"
+        " parameter of exactly that name, and so nothing.",
+        'groups: {embed: {params: ["*embed*"]}}\nrules: {norm-fall: {exclude: [embed]}}',
+        "Write the globs of the group, or say with `groups:` which ones the rule is about.",
+    ),
+    Code(
         "GW301",
         "a series that cannot be read",
         "In a test file the values of a series are written as promtool writes them: numbers, NaN, Inf and _ (missing),"

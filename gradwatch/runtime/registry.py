@@ -30,7 +30,7 @@ def _plugins(group: str, installed: tuple[tuple[str, int], ...]) -> dict[str, li
 
 
 def _installed() -> tuple[tuple[str, int], ...]:
-    """What changes where a package comes or goes: the folders that Python looks in, and when each was written to."""
+    """Folders that Python looks in, and when each was written to: changed where a package comes or goes."""
     places = []
     for folder in sys.path:
         try:

@@ -18,7 +18,7 @@ from typing import Any
 import gradwatch
 from gradwatch.cli.docs.markdown_text import escaped, linked, prose, table
 from gradwatch.cli.entry_point import COMMANDS, build_parser
-from gradwatch.cli.rules.reference import entries_of
+from gradwatch.cli.rules.reference import entries_of, sections
 from gradwatch.detectors import DETECTORS
 from gradwatch.rules.files import load_rules, parse_rules
 from gradwatch.rules.packs import pack_names, pack_path
@@ -39,6 +39,7 @@ def pages() -> dict[str, str]:
     """The text of every page, by its path below the folder of the reference."""
     kinds = {f"kinds/{kind}.md": kind_page(kind) for kind in entries_of("kinds")}
     found = {
+        "rule-file.md": rule_file_page(),
         "kinds.md": kinds_page(),
         **kinds,
         "actions.md": entries_page("actions", "Actions", "What a rule may do, under `do:`."),
@@ -54,6 +55,46 @@ def pages() -> dict[str, str]:
 
 
 # -- rules ---------------------------------------------------------------------------------------------------
+
+_RULE_FILE = """\
+# Keys of a rule file
+
+What may stand where, besides what belongs to a [kind](kinds.md) (`detect:`), an [action](actions.md) (`do:`), a
+[clip policy](policies.md) or a [sink](sinks.md). A key that is left out has no effect, or the default that is named;
+defaults of `for`, `warmup` and `half_life` are those of the kind. `gradwatch rules check FILE` reports everything that
+is wrong, and `gradwatch rules list --rules FILE` shows all rules as they are in force.
+
+## What `extends:` merges and what it replaces
+
+{merged}
+
+Of several clip policies that apply to a parameter (`total`, its group's, a rule's `clip`) the strictest wins, once: one
+for a group does not take its parameters out of the total.
+"""
+_MERGED = (
+    ("`rules`", "by id, key by key; `enabled: false` switches a rule off"),
+    (
+        "`detect`, `labels`, `annotations` of a rule",
+        "key by key too (`norm-spike: {detect: {above: 20}}` changes one threshold); another `kind` starts afresh",
+    ),
+    ("`do`, `groups`, `exclude`, `inhibited_by`, `unless`, `when` of a rule", "replaced as a whole"),
+    (
+        "`groups`",
+        "by name, key by key; those of the later file are looked at first: the first that matches a parameter has it",
+    ),
+    ("`clip`", "`total` is replaced, `groups` are merged by name"),
+    ("`defaults`, `modules`, `histograms`", "key by key"),
+    ("`sinks`", "replaced as a whole; where no file has any: `[journal, log, prometheus]`"),
+)
+
+
+def rule_file_page() -> str:
+    """The keys of every map of a rule file, and how files on top of each other are merged."""
+    merged = table(("of the later file", "on top of the earlier"), _MERGED)
+    parts = [_RULE_FILE.replace("{merged}", merged).rstrip()]
+    for place, entry in sections().items():
+        parts.append(f"## `{place}`\n\n{prose(entry['does'])}\n\n{_keys(entry)}")
+    return "\n\n".join(parts)
 
 
 def kinds_page() -> str:
@@ -144,7 +185,7 @@ def _of(rule: Rule) -> str:
 
 
 def _does(rule: Rule) -> str:
-    return ", ".join(action.name for action in rule.do) or "alert"
+    return ", ".join(action.name for action in rule.do) or "(alert)"
 
 
 def entries_page(topic: str, title: str, lead: str) -> str:
@@ -193,6 +234,7 @@ def packs_page() -> str:
                 f"`{rule.id}`",
                 f"[`{rule.kind}`](kinds/{rule.kind}.md)" if rule.kind in DETECTORS else rule.kind,
                 f"`{_of(rule)}`",
+                _thresholds(rule),
                 str(rule.for_),
                 rule.severity,
                 _does(rule) if rule.enabled else "off",
@@ -203,8 +245,23 @@ def packs_page() -> str:
         parts.append(f"## `{pack}`\n\n{escaped(_first_paragraph(head))}")
         if pack != "default":
             parts.append("Its rules that are not as in `default`:")
-        parts.append(table(("rule", "kind", "of", "for", "severity", "does"), rows))
+        parts.append(table(("rule", "kind", "of", "keys of `detect`", "for", "severity", "does"), rows))
     return "\n\n".join(parts)
+
+
+def _thresholds(rule: Rule) -> str:
+    """The keys of its detector that are not as its kind has them, and the parameters that it is about."""
+    if rule.kind not in DETECTORS:
+        return ""
+    keys = entries_of("kinds")[rule.kind]["keys"]
+    values = {name: _plain(getattr(rule.detect, name, None)) for name in keys if name != "of"}
+    said = [
+        f"{name}: {_yaml(value)}"
+        for name, value in values.items()
+        if value is not None and (keys[name]["required"] or value != _plain(keys[name]["default"]))
+    ]
+    said += [f"{name}: {list(named)}" for name in ("groups", "exclude") if (named := getattr(rule, name))]
+    return escaped(f"`{', '.join(said)}`") if said else ""
 
 
 def _first_paragraph(lines: list[str]) -> str:

@@ -131,6 +131,30 @@ def _columns() -> dict[str, dict[str, Any]]:
     }
 
 
+def sections() -> dict[str, dict[str, Any]]:
+    """Every map of a rule file by where it stands, with its keys and what applies where they are left out."""
+    from gradwatch.rules.files import pydantic_models as models
+    from gradwatch.rules.files.rule_building import BUILT_IN
+
+    found = {
+        "the file": models.Document,
+        "defaults:": models.Defaults,
+        "groups: NAME:": models.GroupEntry,
+        "rules: ID:": models.RuleEntry,
+        "when:": models.ConditionEntry,
+        "clip:": models.ClipEntry,
+        "modules:": models.ModulesEntry,
+        "histograms:": models.HistogramsEntry,
+        "overrides: - …": models.Override,
+        "match:": models.Match,
+    }
+    entries = {place: _entry(model, model) for place, model in found.items()}
+    for place in ("defaults:", "rules: ID:"):
+        for key, value in BUILT_IN.items():
+            entries[place]["keys"][key]["default"] = value
+    return entries
+
+
 def _entry(cls: type[Any], model: Any) -> dict[str, Any]:
     schema = model.model_json_schema()
     required = set(schema.get("required", ()))

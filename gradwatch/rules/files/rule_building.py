@@ -95,6 +95,7 @@ class Resolver:
         """The actions of a rule, after checking its groups and texts."""
         do = actions(node.get("do"), self.problems)
         self._known_groups(node.get("groups"))
+        self._excluded_groups(node.get("exclude"))
         check_annotations(node.get("annotations"), self.problems)
         check_labels(node.get("labels"), self.problems)
         return do
@@ -123,6 +124,16 @@ class Resolver:
         for item in node.items if isinstance(node, Seq) else ():
             if isinstance(item, Scalar) and isinstance(item.value, str) and item.text not in self.group_names:
                 unknown_group(item.text, item.mark, self.group_names, self.problems)
+
+    def _excluded_groups(self, node: Node | None) -> None:
+        """Report groups where globs on the names of parameters belong: they would match nothing, in silence."""
+        for item in node.items if isinstance(node, Seq) else ():
+            if isinstance(item, Scalar) and item.text in self.group_names:
+                message = (
+                    f"{quoted(item.text)} is a group, and 'exclude' takes globs on the names of parameters"
+                )
+                hint = f'write the globs of the group, as in `exclude: ["*{item.text}*"]`'
+                self.problems.add(item.mark, "GW220", message, hint)
 
     def _not_built(self, rule_id: str, node: Map, entry: RuleEntry, found: Found) -> None:
         if entry.optional or entry.enabled is False:
