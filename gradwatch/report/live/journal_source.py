@@ -144,5 +144,5 @@ class JournalSource:
 
 
 def _known(weights: CheckpointHealth | None) -> bool | None:
-    """Whether weights are healthy; None where they were never looked at."""
+    """Health of the weights by their tag; None where they were never looked at."""
     return None if weights is None or (weights.healthy and weights.weights_step is None) else weights.healthy
