@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from gradwatch.cli.run_argument import add_directory, default_directory, newest
 from gradwatch.cli.terminal import paint
 from gradwatch.errors import GradwatchError
 from gradwatch.runtime.printable import one_line, plural, printable
+
+if TYPE_CHECKING:
+    from gradwatch.rules.proposed_groups import ProposedGroup
 
 DEFAULT_FILE = "my.gradwatch.yaml"
 STDOUT = "-"
@@ -45,7 +49,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--extends", metavar="PACK", help="shipped pack (default: by the names, else default)"
     )
-    parser.add_argument("--force", action="store_true", help="replace FILE")
+    parser.add_argument("--force", action="store_true", help="replace FILE, if it is a regular file")
     add_directory(parser)
     parser.set_defaults(handler=handle)
 
@@ -57,28 +61,50 @@ def handle(arguments: argparse.Namespace) -> int:
     from gradwatch.rules.starter_file import starter_text
 
     path = None if arguments.file == STDOUT else Path(arguments.file)
-    if path is not None and path.exists() and not arguments.force:
-        raise GradwatchError(f"{path} is there already; name another file, or replace it with --force")
+    if path is not None:
+        check_free(path, arguments.force)
     named = names_of(arguments)
     groups = proposed(named.names)
     pack = arguments.extends or pack_for([group.name for group in groups])
     base = load_rules(checked_pack(pack))
     file = str(path or DEFAULT_FILE)
-    text = starter_text(one_line(file, 200), named.source, len(named.names), groups, pack, base)
+    text = starter_text(one_line(file, 200), named.source, named.names, groups, pack, base)
     parse_rules(text, file)  # what is written is right
     if path is None:
         sys.stdout.write(text)
         return 0
     save(path, text)
     shown = one_line(str(path), 4096)
-    whose = (
-        f"groups by {plural(len(named.names), 'parameter')} of {named.source}"
-        if named.names
-        else "without groups"
-    )
+    whose = groups_in_words(named, groups, {group.name for group in base.groups})
     print(f"{paint(shown, 'bold')}: extends {pack}, {whose}")
     print(f"next: gradwatch rules check {shown} && gradwatch run --rules {shown} -- python train.py")
     return 0
+
+
+def groups_in_words(named: Named, groups: Sequence[ProposedGroup], in_pack: Collection[str]) -> str:
+    """Whose parameters the groups are by; where none was made, why."""
+    from gradwatch.rules.proposed_groups import why_none
+
+    if not named.source:
+        return "no groups: there is no run that has names of parameters (--run or --model names one)"
+    if not named.names:
+        return f"no groups: no parameter of {named.source} is trained"
+    of = f"{plural(len(named.names), 'parameter')} of {named.source}"
+    if not groups:
+        return f"no groups by the names of {of}: {why_none(named.names)}"
+    if all(group.name in in_pack for group in groups):
+        return f"no groups by {of} but those that the pack has: {', '.join(group.name for group in groups)}"
+    return f"groups by {of}"
+
+
+def check_free(path: Path, force: bool) -> None:
+    """Raise GradwatchError where the file is there already, unless `force` may replace it."""
+    from gradwatch.runtime.atomic_files import not_replaceable
+
+    if reason := not_replaceable(path):
+        raise GradwatchError(f"cannot write {path}: {reason}; name another file")
+    if os.path.lexists(path) and not force:
+        raise GradwatchError(f"{path} is there already; name another file, or replace it with --force")
 
 
 def checked_pack(name: str) -> str:
@@ -101,10 +127,11 @@ def pack_for(groups: Sequence[str]) -> str:
 def names_of(arguments: argparse.Namespace) -> Named:
     """Names of the parameters that the options, or the newest run, give; none where there is no run."""
     if arguments.model:
+        from gradwatch.capture.parameter_names import named_parameters
         from gradwatch.cli.rules.read_cost import model_of
 
-        model = model_of(arguments.model)
-        trained = [name for name, param in model.named_parameters() if param.requires_grad]
+        named = named_parameters([("", model_of(arguments.model))])  # as a watch calls them, without wrappers
+        trained = [name for name, param in named if param.requires_grad]
         return Named(one_line(arguments.model, 200), [printable(name) for name in trained])
     if arguments.run:
         return of_run(Path(arguments.run))
@@ -135,9 +162,9 @@ def of_run(run: Path) -> Named:
 
 def save(path: Path, text: str) -> None:
     """Write the file as a whole. Raises GradwatchError if it cannot be written."""
-    from gradwatch.runtime.atomic_files import write_whole
+    from gradwatch.runtime.atomic_files import write_named
 
     try:
-        write_whole(path, text.encode("utf-8", "replace"), 0o644)
+        write_named(path, text.encode("utf-8", "replace"))
     except OSError as error:
         raise GradwatchError(f"cannot write {path}: {error.strerror}; name another file") from None

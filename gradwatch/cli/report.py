@@ -64,6 +64,8 @@ def handle(arguments: argparse.Namespace) -> int:
     """Write the report; 0 whatever it says."""
     runs = [Path(run) for run in arguments.runs] or [newest(Path(arguments.dir or default_directory()))]
     output = chosen_output(arguments, runs)
+    if output.path is not None:
+        check_replaceable(output.path)
     reports = [read(run, arguments.rank) for run in runs]
     content = written(reports, output.form)
     if output.path is None:
@@ -115,12 +117,20 @@ def written(reports: Sequence[RunReport], form: str) -> str:
     return html_page.page(reports)
 
 
+def check_replaceable(path: Path) -> None:
+    """Raise GradwatchError, before minutes of work, where a file of this name will not be written."""
+    from gradwatch.runtime.atomic_files import not_replaceable
+
+    if reason := not_replaceable(path):
+        raise GradwatchError(f"cannot write {path}: {reason}; name another file: -o FILE")
+
+
 def save(path: Path, content: str) -> None:
     """Replace the file as a whole. Raises GradwatchError if it cannot be written."""
-    from gradwatch.runtime.atomic_files import write_whole
+    from gradwatch.runtime.atomic_files import write_named
 
     try:
-        write_whole(path, content.encode("utf-8", "replace"), 0o644)
+        write_named(path, content.encode("utf-8", "replace"))
     except OSError as error:
         raise GradwatchError(f"cannot write {path}: {error.strerror}; name another file: -o FILE") from None
 

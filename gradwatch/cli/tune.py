@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from gradwatch.cli.report import save
+from gradwatch.cli.report import check_replaceable, save
 from gradwatch.cli.run_argument import add_jobs, add_rank
 from gradwatch.cli.terminal import Counter, table
 from gradwatch.errors import GradwatchError, RuleFileError
@@ -124,6 +124,7 @@ def base_of(rules: str, output: Path) -> str:
         raise GradwatchError(
             f"cannot write {output}: --rules {rules} is read from it; name another file: -o FILE"
         ) from None
+    check_replaceable(output)
     return base
 
 

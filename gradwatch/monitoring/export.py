@@ -20,7 +20,7 @@ from gradwatch.monitoring.prometheus_files import (
 from gradwatch.monitoring.scrape_interval import Pace
 from gradwatch.monitoring.yaml_text import to_yaml
 from gradwatch.rules.rule_set import RuleSet
-from gradwatch.runtime.atomic_files import write_whole
+from gradwatch.runtime.atomic_files import not_replaceable, write_named
 from gradwatch.sinks.prometheus.metric_catalogue import SERVE_METRICS, documentation
 
 MADE = "Made by `gradwatch deploy export`; change the rule file and export again, not this file."
@@ -88,7 +88,7 @@ def export(directory: Path, options: Options, *, overwrite: bool = False) -> lis
     """Write the stack and return the paths written; files that are there with the same content stay untouched.
 
     Raises GradwatchError, having written nothing, where a file of other content is in the way and `overwrite`
-    is not set; OSError where the disk refuses.
+    is not set, or something that is no regular file; OSError where the disk refuses.
     """
     wanted = {directory / name: content for name, content in files(options).items()}
     differing = [path for path, content in wanted.items() if _content(path) != content]
@@ -98,6 +98,9 @@ def export(directory: Path, options: Options, *, overwrite: bool = False) -> lis
         raise GradwatchError(
             f"these files exist and differ; nothing was written (--force replaces them):{listed}"
         )
+    refused = "".join(f"\n  {path}: {reason}" for path in in_the_way if (reason := not_replaceable(path)))
+    if refused:
+        raise GradwatchError(f"these cannot be replaced; nothing was written:{refused}")
     for path in differing:
         _write(path, wanted[path])
     return differing
@@ -105,7 +108,7 @@ def export(directory: Path, options: Options, *, overwrite: bool = False) -> lis
 
 def _content(path: Path) -> str | None:
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8") if path.is_file() else None  # a FIFO would be waited for
     except (OSError, UnicodeDecodeError):
         return None
 
@@ -113,4 +116,4 @@ def _content(path: Path) -> str | None:
 def _write(path: Path, content: str) -> None:
     """Whole or not at all: a Prometheus that reloads meanwhile must not read half a file."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, content, 0o666)
+    write_named(path, content, 0o666)

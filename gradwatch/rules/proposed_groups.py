@@ -19,7 +19,7 @@ KINDS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("convolutions", ("*conv*", "*downsample*")),
     ("recurrent", ("*lstm*", "*gru*", "*rnn*", "*weight_hh_*")),
 )
-"""Parts of models by the names that libraries give them; the first that matches has a parameter."""
+"""Parts of models by the names that libraries give them; a parameter that several match belongs to the first."""
 MOST_MODULES = 8
 """Modules at the top that become groups where no name is known."""
 _EXAMPLES = 2
@@ -37,13 +37,29 @@ class ProposedGroup:
 
 
 def proposed(names: Sequence[str]) -> list[ProposedGroup]:
-    """The groups of `names`, in the order in which the first match holds.
+    """The groups of `names`, in their order: a parameter that several match belongs to the first.
 
     Parts that are known by their names; of a model with none, its modules at the top, if there are 2 to MOST_MODULES.
     A group that would have all parameters says nothing, and is none.
     """
     found = list(_known(names)) or list(_modules(names))
     return [group for group in found if group.count < len(names)]
+
+
+def why_none(names: Sequence[str]) -> str:
+    """Why `proposed` makes no group of these names, of which there is one at least."""
+    if found := [*_known(names), *_modules(names)]:
+        return f"all of them would be in one, {found[0].name}"
+    tops = {name.partition(".")[0] for name in names}
+    if len(tops) == 1:
+        why = "all of them are in one module"
+    elif len(tops) > MOST_MODULES:
+        why = f"there are more than {MOST_MODULES} modules at the top"
+    elif all(map(str.isdecimal, tops)):
+        why = "the modules at the top are numbered"
+    else:
+        why = "the modules at the top have names that are no words"
+    return f"no name is that of a known part, and {why}"
 
 
 def _known(names: Sequence[str]) -> Iterator[ProposedGroup]:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 
-from gradwatch.rules.proposed_groups import ProposedGroup
+from gradwatch.rules.proposed_groups import ProposedGroup, why_none
 from gradwatch.rules.rule_set import RuleSet
 
 _KNOWN_RULE = "total-norm-spike"
+_LONGER = 100
+_FIRST = "A parameter that several of them match belongs to the first."
 _HEAD = """\
 # Rules of a training, begun by `gradwatch init`. What is commented out works as it stands: take `# ` away.
 #   gradwatch rules check {file}              everything wrong with it, with its place
@@ -23,9 +25,10 @@ extends: [{pack}]
 """
 _RULES = """
 rules:
-  # A rule of the pack, by its name: what is given here changes, the rest stays.
+  # A rule of the pack, by its name: what is given here changes, the rest stays. Here: what fires again within so many
+  # steps of its end is one incident with what fired before, not {cooldown} steps as in the pack.
   {rule}:
-    severity: {severity}
+    cooldown: {longer}
 
   # A rule of your own. kind: how it judges; of: what; above: from which score on; for: after how many samples.
   # norms-of-one-group:
@@ -66,31 +69,43 @@ _SINKS = """
 
 
 def starter_text(
-    file: str, source: str, count: int, groups: Sequence[ProposedGroup], pack: str, base: RuleSet
+    file: str, source: str, names: Sequence[str], groups: Sequence[ProposedGroup], pack: str, base: RuleSet
 ) -> str:
-    """The rule file. `source` says whose `count` parameters the groups are of; `base` is what `pack` has."""
+    """The rule file. `source` says whose parameters have the `names`, of which the groups are; `base` is `pack`."""
     in_pack = {group.name for group in base.groups}
     own = [group for group in groups if group.name not in in_pack]
     there = [group for group in groups if group.name in in_pack]
     group = own[0].name if own else there[0].name if there else "matrices"
     rule = next((one for one in base.rules if one.id == _KNOWN_RULE), base.rules[0])
     off = next((one.id for one in reversed(base.rules) if one.enabled and one.id != rule.id), rule.id)
-    parts = [_HEAD.format(file=file), _EXTENDS.format(pack=pack), *_groups(source, count, own, there)]
+    cooldowns = {
+        "cooldown": rule.cooldown,
+        "longer": _LONGER if rule.cooldown < _LONGER else 2 * rule.cooldown,
+    }
     return "".join(
-        [*parts, _RULES.format(group=group, rule=rule.id, severity=rule.severity, off=off), _CLIP, _SINKS]
+        [
+            _HEAD.format(file=file),
+            _EXTENDS.format(pack=pack),
+            *_groups(source, names, own, there),
+            _RULES.format(group=group, rule=rule.id, off=off, **cooldowns),
+            _CLIP,
+            _SINKS,
+        ]
     )
 
 
 def _groups(
-    source: str, count: int, own: Sequence[ProposedGroup], there: Sequence[ProposedGroup]
+    source: str, names: Sequence[str], own: Sequence[ProposedGroup], there: Sequence[ProposedGroup]
 ) -> Iterator[str]:
-    if not count:
+    if names and (own or there):
+        yield f"\n# Groups by the names of the {len(names):,} parameters of {source}. {_FIRST}\n"
+    elif names:
+        yield f"\n# No groups by the names of the {len(names):,} parameters of {source}: {why_none(names)}.\n"
+    if not own and not there:
         yield (
-            "\n# Groups of parameters by their names: * crosses dots, the first match has a parameter.\n"
+            f"\n# Groups of parameters by their names: * crosses dots. {_FIRST}\n"
             '# groups:\n#   head: {params: ["*head*", "*classifier*"], optional: true}\n'
         )
-        return
-    yield f"\n# Groups by the names of the {count:,} parameters of {source}; the first match has a parameter.\n"
     for group in there:
         yield f"# `{group.name}` ({_counted(group)}) is a group of the pack already.\n"
     if own:

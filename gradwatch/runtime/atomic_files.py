@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
+
+_SPECIAL = {
+    stat.S_IFDIR: "a folder",
+    stat.S_IFIFO: "a pipe (FIFO)",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+}
 
 
 @contextmanager
@@ -45,6 +54,31 @@ def write_whole(
     """Replace the file by one with this content, text as UTF-8; see `replacing`."""
     with replacing(path, mode, durable=durable) as file:
         file.write(content.encode() if isinstance(content, str) else content)
+
+
+def not_replaceable(path: str | os.PathLike[str]) -> str:
+    """Why a file that a user has named is not to be written; "" for a new name, and for a regular file."""
+    try:
+        mode = os.lstat(path).st_mode
+    except OSError:
+        return ""  # what is wrong with the folder is told when it is written
+    if stat.S_ISLNK(mode):
+        return "it is a link, which is not written through"
+    return "" if stat.S_ISREG(mode) else f"it is {_SPECIAL.get(stat.S_IFMT(mode), 'no regular file')}"
+
+
+def write_named(path: str | os.PathLike[str], content: str | bytes, mode: int = 0o644) -> None:
+    """Write a file that a user has named: a new one, or a regular one, which keeps its permissions.
+
+    Raises OSError, with the reason as its `strerror`, for anything else: to replace a device is to destroy it.
+    """
+    if reason := not_replaceable(path):
+        raise OSError(errno.EINVAL, reason, os.fspath(path))
+    kept = stat.S_IMODE(os.lstat(path).st_mode) if os.path.lexists(path) else None
+    with replacing(path, mode) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+        if kept is not None:
+            os.fchmod(file.fileno(), kept)
 
 
 def read_regular(path: str | os.PathLike[str], most_bytes: int) -> bytes:

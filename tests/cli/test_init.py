@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 import re
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from gradwatch.cli import main
-from gradwatch.rules.files import parse_rules
+from gradwatch.rules.files import load_rules, parse_rules
 from gradwatch.rules.packs import pack_names
 from gradwatch.rules.rule_set import RuleSet
 from tests.report.runs import recorded, steps
@@ -99,6 +102,66 @@ def test_a_file_that_is_there_is_left_alone(folder: Path, capsys: pytest.Capture
     assert parse_rules(capsys.readouterr().out, "-").rules
     assert main(["init", "--force"]) == 0
     assert written().rules
+
+
+@pytest.mark.parametrize("options", [[], ["--force"]])
+def test_nothing_but_a_file_is_replaced(
+    folder: Path, capsys: pytest.CaptureFixture[str], options: list[str]
+) -> None:
+    """Neither a link, to nothing or to a file, nor a pipe, whatever is said."""
+    (folder / "mine").write_text("mine")
+    for name, target in (("a", "nowhere"), ("b", "mine")):
+        (folder / name).symlink_to(target)
+    os.mkfifo("pipe")
+    for name, what in (("a", "a link"), ("b", "a link"), ("pipe", "a pipe (FIFO)")):
+        assert main(["init", name, *options]) == 2
+        assert f"cannot write {name}: it is {what}" in capsys.readouterr().err
+    assert sorted(os.listdir()) == ["a", "b", "mine", "pipe"]
+    assert (folder / "mine").read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    ("model", "said"),
+    [
+        ("nn.Sequential(nn.Linear(1, 1), nn.Linear(1, 1))", "the modules at the top are numbered"),
+        ("nn.ModuleDict({'body': nn.Linear(1, 1)})", "all of them are in one module"),
+        ("nn.ModuleDict({f'p{n}': nn.Linear(1, 1) for n in range(9)})", "more than 8 modules at the top"),
+        (
+            "nn.ModuleDict({'norm1': nn.Linear(1, 1), 'norm2': nn.Linear(1, 1)})",
+            "all of them would be in one, norms",
+        ),
+    ],
+)
+def test_where_no_group_is_made_that_is_said(
+    folder: Path, capsys: pytest.CaptureFixture[str], model: str, said: str
+) -> None:
+    """On stdout and in the file, with the reason."""
+    (folder / "built_so.py").write_text(f"from torch import nn\ndef build():\n    return {model}\n")
+    sys.modules.pop("built_so", None)
+    assert main(["init", "--model", "built_so:build"]) == 0
+    assert re.search(
+        rf"no groups by the names of \d+ parameters of built_so:build: .*{said}", capsys.readouterr().out
+    )
+    text = Path("my.gradwatch.yaml").read_text(encoding="utf-8")
+    assert re.search(rf"# No groups by the names of the \d+ parameters of built_so:build: .*{said}", text)
+    assert "# Groups by the names" not in text
+
+
+def test_a_wrapper_is_not_in_the_names(folder: Path) -> None:
+    """A watch leaves it out of them, so that a group with it would match nothing."""
+    source = "from torch import nn\ndef build():\n    return nn.DataParallel(nn.ModuleDict({%s}))\n"
+    (folder / "wrapped.py").write_text(source % "'enc': nn.Linear(1, 1), 'dec': nn.Linear(1, 1)")
+    assert main(["init", "--model", "wrapped:build"]) == 0
+    assert {group.name: group.params for group in written().groups}["enc"] == ("enc.*",)
+
+
+@pytest.mark.parametrize("pack", pack_names())
+def test_the_rule_that_is_no_comment_changes_something(folder: Path, pack: str) -> None:
+    """As it says: one setting of one rule of the pack."""
+    assert main(["init", "--extends", pack]) == 0
+    base = {rule.id: rule for rule in load_rules(pack).rules}
+    (changed,) = (rule for rule in written().rules if rule != base[rule.id])
+    assert changed == replace(base[changed.id], cooldown=changed.cooldown)
 
 
 @pytest.mark.parametrize(

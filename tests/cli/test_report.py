@@ -87,12 +87,17 @@ def test_no_name_reaches_the_terminal_as_it_is(tmp_path: Path, capsys: pytest.Ca
 
 
 def test_what_cannot_be(runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """No run, no such rank, no such folder to write to: one line on stderr, exit 2, no traceback."""
+    """No run, no such rank, no such folder to write to, no file: one line on stderr, exit 2, no traceback."""
+    os.mkfifo(tmp_path / "pipe")
     for words, said in (
         (["--dir", str(tmp_path)], "no runs in"),
         ([str(tmp_path / "gone")], "no journal at"),
         ([str(runs / "newer"), "--rank", "7"], "no journal of rank 7"),
         ([str(runs / "newer"), "-o", str(tmp_path / "gone" / "x.html")], "cannot write"),
+        (
+            [str(runs / "newer"), "-o", str(tmp_path / "pipe")],
+            "it is a pipe (FIFO); name another file: -o FILE",
+        ),
     ):
         assert main(["report", *words]) == 2
         error = capsys.readouterr().err

@@ -75,7 +75,10 @@ def test_json(runs: list[str], capsys: Captured) -> None:
         (["--healthy"], "say --budget 0.999"),
         (["--healthy", "--budget", "2", "-o", "nowhere/x.yaml"], "cannot write nowhere/x.yaml"),
         (["--healthy", "--budget", "inf"], "--budget inf: "),
-        (["--healthy", "--budget", "2", "-o", "rules"], "Is a directory; name another file: -o FILE\n"),
+        (
+            ["--healthy", "--budget", "2", "-o", "rules"],
+            "rules: it is a folder; name another file: -o FILE\n",
+        ),
     ],
 )
 def test_the_way_out_of_an_error(runs: list[str], capsys: Captured, words: list[str], said: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -68,6 +69,24 @@ def test_files_of_others_are_not_overwritten(tmp_path: Path, capsys: pytest.Capt
     assert mine.read_text(encoding="utf-8") == (DEPLOY / "prometheus" / "prometheus.yml").read_text(
         encoding="utf-8"
     )
+
+
+def test_what_is_no_file_is_not_replaced(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A link or a pipe in the place of a file stops the export before anything is written, with --force too."""
+    folder = tmp_path / "stack"
+    folder.joinpath("prometheus").mkdir(parents=True)
+    link, pipe = folder / "prometheus" / "prometheus.yml", folder / "prometheus" / "rules"
+    link.symlink_to(tmp_path / "elsewhere")
+    pipe.mkdir()
+    pipe = pipe / "alerts.yml"
+    os.mkfifo(pipe)
+    assert main(["deploy", "export", str(folder), "--force"]) == 2
+    said = capsys.readouterr().err
+    assert f"{link}: it is a link" in said
+    assert f"{pipe}: it is a pipe (FIFO)" in said
+    assert link.is_symlink()
+    assert pipe.is_fifo()
+    assert not [path for path in tmp_path.rglob("*") if path.is_file()]
 
 
 @pytest.mark.parametrize("pack", pack_names())

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from gradwatch.runtime.atomic_files import read_regular, replacing, write_whole
+from gradwatch.runtime.atomic_files import read_regular, replacing, write_named, write_whole
 
 
 def test_a_fault_leaves_the_old_file_and_nothing_else(tmp_path: Path) -> None:
@@ -81,6 +81,28 @@ def test_only_regular_files_are_read(tmp_path: Path) -> None:
     for name in ("link", "fifo"):
         with pytest.raises(OSError, match=r"not a regular file|symbolic link|Too many"):
             read_regular(tmp_path / name, 3)
+
+
+@pytest.mark.parametrize("kind", ["link", "link to nothing", "pipe", "folder"])
+def test_a_file_that_a_user_names_is_a_new_or_a_regular_one(tmp_path: Path, kind: str) -> None:
+    """Anything else is refused with the reason, and is there as it was; a regular file keeps its permissions."""
+    path, other = tmp_path / "named", tmp_path / "other"
+    other.write_text("kept")
+    other.chmod(0o640)
+    if kind == "pipe":
+        os.mkfifo(path)
+    elif kind == "folder":
+        path.mkdir()
+    else:
+        path.symlink_to(other if kind == "link" else tmp_path / "nothing")
+    before = path.lstat().st_mode
+    with pytest.raises(OSError, match=f"it is a {kind.split()[0]}"):
+        write_named(path, "new")
+    assert path.lstat().st_mode == before
+    assert sorted(os.listdir(tmp_path)) == ["named", "other"]
+    assert other.read_text() == "kept"
+    write_named(other, "new")
+    assert (other.read_text(), stat.S_IMODE(other.stat().st_mode)) == ("new", 0o640)
 
 
 def _umask() -> int:
