@@ -58,6 +58,7 @@ COUNTS = (
     "steps",
     "backwards",
     "rejected",
+    "rejected_inside",
     "unowned",
     "cleared",
     "cleared_nonfinite",
@@ -76,23 +77,25 @@ COUNTS = (
 class Watched:
     """Totals of what was watched.
 
-    `steps` optimizer steps taken, `backwards` those that reached a watched parameter (parts of one count, too),
-    `rejected` those that a GradScaler kept from the optimizer, `unowned` windows of gradients that belong to no torch
-    optimizer (observed only), `cleared` windows whose gradients were cleared before a step was seen,
-    `cleared_nonfinite` those of them whose gradients held NaN or Inf, as far as these were read on the host,
-    `cleared_moved` those before which weights were written to outside of steps that were seen, `replaced` windows
+    `steps` calls of an optimizer's step, `backwards` those that reached a watched parameter (parts of one count, too),
+    `rejected` steps for which a GradScaler has not called the optimizer, `rejected_inside` those of the `steps` that a
+    fused optimizer, which is called all the same, left out because a GradScaler told it to; `unowned` windows of
+    gradients that belong to no torch optimizer (observed only), `cleared` windows whose gradients were cleared before a
+    step was seen, `cleared_nonfinite` those of them whose gradients held NaN or Inf, as far as these were read on the
+    host, `cleared_moved` those before which weights were written to outside of steps that were seen, `replaced` windows
     without an optimizer of which no step is known, since others unlike theirs took their place; `without_histogram`
     steps at which histograms of gradients were due and whose loss scale is no power of two; `provisional` and
     `unjudged` steps of those watched, `nonfinite_unjudged` those whose gradients held NaN or Inf with no rule that says
     so. `optimizers` of which a step, taken or rejected, was watched; `parameters` watched at one time, at most (those
     of an optimizer that is gone until another one takes its place); `coverage` 0..1 of the parameters that want a
-    gradient. `own_seconds` of `seconds` were gradwatch's, from the second recorded step on;
-    `attach_seconds` are what it took before: imports, hooks, the binding of rules.
+    gradient. `own_seconds` of `seconds` were gradwatch's, from the second recorded step on; `attach_seconds` are what
+    it took before: imports, hooks, the binding of rules.
     """
 
     steps: int = 0
     backwards: int = 0
     rejected: int = 0
+    rejected_inside: int = 0
     unowned: int = 0
     cleared: int = 0
     cleared_nonfinite: int = 0
@@ -168,6 +171,18 @@ class Account:
         """True if there are rules, and a step or window that they could judge."""
         seen = self.watched
         return self.rules > 0 and seen.steps + seen.unowned > seen.provisional + seen.unjudged
+
+    @property
+    def steps(self) -> tuple[int, int]:
+        """Steps that were not rejected: those watched, and those taken as far as known."""
+        inside = self.watched.rejected_inside
+        return max(0, self.watched.steps - inside), max(0, self.taken.steps - inside)
+
+    @property
+    def rejected(self) -> tuple[int, int]:
+        """Steps that a GradScaler rejected, whether it called the optimizer or not: those watched, and all known."""
+        inside = self.watched.rejected_inside
+        return self.watched.rejected + inside, self.taken.rejected + inside
 
     @property
     def trained_or_watched(self) -> bool:

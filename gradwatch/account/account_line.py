@@ -34,10 +34,11 @@ def fields(account: Account) -> Iterator[tuple[str, object]]:
     taken, seen = account.taken, account.watched
     without_data = never_evaluated(account)
     share = seen.own_share
+    steps, of = account.steps
     line: dict[str, object] = {
-        "steps_watched": seen.steps,
-        "steps_taken": taken.steps,
-        "rejected": taken.rejected or "",
+        "steps_watched": steps,
+        "steps_taken": of,
+        "rejected": account.rejected[1] or "",
         "optimizers": seen.optimizers,
         "optimizers_stepped": "" if taken.stepped == seen.optimizers else taken.stepped,
         "parameters": seen.parameters,
@@ -134,13 +135,13 @@ def _parts(account: Account, folder: str) -> Iterator[str]:
 def _steps(account: Account) -> str:
     if account.unended and not account.counted:
         return f"{recorded(account)} in {unended(account, 'that ')}"
-    taken, seen = account.taken, account.watched
+    (steps, of), (rejected, of_rejected) = account.steps, account.rejected
     line = f"rank {account.rank}: " if account.rank else ""
-    line += f"{seen.steps:,} of {taken.steps:,} steps watched"
-    if seen.rejected or taken.rejected:
-        line += f" and {seen.rejected:,} of {taken.rejected:,} rejected by a GradScaler"
-    if seen.unowned:
-        line += f", {seen.unowned:,} windows without an optimizer"
+    line += f"{steps:,} of {of:,} steps watched"
+    if rejected or of_rejected:
+        line += f" and {rejected:,} of {of_rejected:,} rejected by a GradScaler"
+    if unowned := account.watched.unowned:
+        line += f", {unowned:,} windows without an optimizer"
     if account.processes > 1:
         line += f" in {account.processes:,} processes"
     return line

@@ -122,8 +122,11 @@ class SessionCounts:
         parameters: int,
         replaced: int = 0,
         waiting: int = 0,
+        uncalled: int = 0,
     ) -> Watched:
         """The totals of now; several Records may belong to one of the `steps`.
+
+        `uncalled` are rejected steps for which no optimizer was called; the other ones that Records tell are steps.
 
         What was measured, and is not `waiting` to be judged, has a Record unless an error ended its judging: one of
         gradwatch, or of the script.
@@ -133,7 +136,8 @@ class SessionCounts:
         return Watched(
             steps=steps,
             backwards=backwards,
-            rejected=self.rejected,
+            rejected=uncalled,
+            rejected_inside=max(0, self.rejected - uncalled),
             cleared=self.cleared,
             cleared_nonfinite=self.cleared_nonfinite,
             cleared_moved=self.cleared_moved,

@@ -58,17 +58,17 @@ def _steps(account: Account) -> Iterator[str]:
     """Optimizer steps that torch's hooks saw and no watch did."""
     taken, seen = account.taken, account.watched
     missed = taken.steps - seen.steps
+    rejected, of_rejected = account.rejected
     if missed > 0:
         why = "; ".join((*account.reasons, *_raised(account))) or _guess(account)
-        yield f"{missed:,} of {plural(taken.steps, 'optimizer step')} not watched: {why}"
+        yield f"{missed:,} of {plural(account.steps[1], 'optimizer step')} not watched: {why}"
     elif seen.steps > taken.steps + taken.nested:
         yield f"{plural(seen.steps, 'step')} watched, but only {taken.steps:,} counted in this process"
     elif taken.raised > (account.ended in ("stopped", "failed")):  # perhaps by what ended the training
         steps = plural(taken.raised, "watched step")
         yield f"whether the weights moved in {steps} that an exception, or os._exit, ended"
-    if taken.rejected > seen.rejected:
-        lost = taken.rejected - seen.rejected
-        yield f"{lost:,} of {plural(taken.rejected, 'step')} rejected by a GradScaler not watched"
+    if of_rejected > rejected:
+        yield f"{of_rejected - rejected:,} of {plural(of_rejected, 'step')} rejected by a GradScaler not watched"
 
 
 def _why_unjudged(account: Account) -> str:

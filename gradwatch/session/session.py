@@ -268,6 +268,7 @@ class Session:
         boundary, rule_bindings = attached.boundary, attached.rule_bindings
         return Counted(
             boundary.steps,
+            boundary.uncalled,
             self.backwards,
             boundary.optimizers.count,
             self._activity.pauses,

@@ -22,12 +22,14 @@ _concluded: list[Account] = []  # of the sessions closed so far, put together in
 class Counted:
     """Optimizer steps, backwards, optimizers and pauses after internal errors of a session, and what rules wait for.
 
+    `uncalled` are steps for which a GradScaler has not called the optimizer, which are none of the `steps`;
     `parameters` is the most that the optimizers have held together, `warming_up` why a rule has had no data yet,
     `replaced` windows without an optimizer whose parameters made way for others unlike them; `waiting` steps
     that are measured and not judged yet.
     """
 
     steps: int = 0
+    uncalled: int = 0
     backwards: int = 0
     optimizers: int = 0
     pauses: int = 0
@@ -76,6 +78,7 @@ class Accounting:
                 counted.parameters,
                 counted.replaced,
                 counted.waiting,
+                counted.uncalled,
             ),
             ended="stopped" if totals.stopped else ended,
             fired=dict(totals.fired),

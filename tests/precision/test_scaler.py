@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import torch.distributed as dist
 from torch import nn
 
 import gradwatch
+from gradwatch.account.account_line import lines
 from gradwatch.capture import optimizer_capture as captured
 from gradwatch.errors import TrainingStopped
 from gradwatch.rules.files import parse_rules
@@ -241,6 +243,29 @@ def test_a_loop_that_unscales_and_then_does_not_step(overflow: bool) -> None:
                 assert sink.records[-1].snapshot.micro == 1
     skips = [record.snapshot.scalars["scaler_skip"] for record in sink.records]
     assert skips == ([0, 0, 1, 0, 0] if overflow else [0, 0, 0, 0])
+
+
+@pytest.mark.parametrize("way", ["stepped", "unscaled and stepped", "unscaled alone"])
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_account_counts_a_rejected_step_once(name: str, way: str) -> None:
+    """Whether a fused optimizer is called for it, none is, or the loop itself looks: it is no step, here and there."""
+    loop = ScaledLoop(OPTIMIZERS[name])
+    gw, _ = watched(loop.model, loop.optimizer)
+    with gw:
+        for step in range(6):
+            loop.optimizer.zero_grad()
+            bad = step in (2, 4)
+            loop.scaler.scale(loop.loss(loop.model, step, 0) * (math.nan if bad else 1.0)).backward()
+            if way != "stepped":
+                loop.scaler.unscale_(loop.optimizer)
+            if not (bad and way == "unscaled alone"):
+                loop.scaler.step(loop.optimizer)
+            loop.scaler.update()
+        account = session_of(gw).account()
+    assert (account.steps, account.rejected) == ((4, 4), (2, 2))
+    told = lines(account)
+    assert told[0].startswith("gradwatch: 4 of 4 steps watched and 2 of 2 rejected by a GradScaler · ")
+    assert not told[1:]
 
 
 def test_a_disabled_scaler_is_not_there() -> None:

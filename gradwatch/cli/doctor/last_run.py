@@ -89,6 +89,8 @@ def account_of_metrics(text: str) -> Account:
         return int(totals.get(f"gradwatch_{name}", 0))
 
     rejected = number("scaler_skips_total")
+    # The optimizer was not called for these; for the others a fused one was, which left the step out by itself.
+    uncalled = min(rejected, number("process_rejected_steps_total"))
     return Account(
         Taken(
             backwards=number("process_backwards_total"),
@@ -98,8 +100,9 @@ def account_of_metrics(text: str) -> Account:
             clips=number("process_clips_total"),
         ),
         Watched(
-            steps=number("steps_total") - rejected,
-            rejected=rejected,
+            steps=number("steps_total") - uncalled,
+            rejected=uncalled,
+            rejected_inside=rejected - uncalled,
             parameters=number("params"),
             coverage=coverage,
         ),

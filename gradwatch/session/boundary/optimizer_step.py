@@ -91,6 +91,7 @@ class Boundary:
         self._closures = Closures(capture, pipeline, self._current.find, self._at_step, self._guarded, reset)
         self._spent = capture.spent
         self.steps = 0  # measured; an optimizer that wraps another one takes a step together with it
+        self.uncalled = 0  # rejected by a GradScaler that has not called the optimizer: none of these steps
         self.optimizers = Distinct()  # of which a step was measured
         self._counted = 0  # number of the step counted last
         self._removes = [
@@ -406,6 +407,7 @@ class Boundary:
         ctx.acting.restore(finished=False)
         window = self._closed_window(optimizer, ctx, rejected=True)
         measurement = self._pipeline.measure(ctx, window)
+        self.uncalled += 1
         self.optimizers.add(optimizer)
         if captured.on_cpu or self._must_wait(ctx, optimizer):
             ctx.deferral.flush(self._judging_failed)
@@ -426,6 +428,7 @@ class Boundary:
                 continue
             overflow = found[id(optimizer)]
             if overflow is not None and on_host(overflow) and host_value(start_copy(overflow)):
+                process_totals.step_rejected(optimizer)  # the scaler was not asked, so that no tap has counted it
                 self.rejected(optimizer)
             else:
                 captured.discard()
