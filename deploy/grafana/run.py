@@ -160,7 +160,7 @@ def norms() -> tuple[Any, ...]:
         ),
         lines(
             "Loss and learning rate",
-            "The loss that backward was called on, and the learning rate of the first parameter group (right).",
+            "The loss that backward was called on, and the largest learning rate of the parameter groups (right).",
             "none",
             query(f"max(gradwatch_loss{{{RANK}}})", "loss"),
             query(f"max(gradwatch_learning_rate{{{RANK}}})", "learning rate"),

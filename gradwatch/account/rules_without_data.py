@@ -35,7 +35,7 @@ NEVER_CAME = {
     CLIPPED_SCALE: NO_CLIP,
     IDLE_CLIPS: NO_CLIP,
     "loss": "no loss was observed (a backward started from C++ exposes none: pass it with `gw.observe(loss=…)`)",
-    "lr": "the optimizer's first group has no learning rate that is one number",
+    "lr": "a parameter group of the optimizer has no learning rate that is one number",
     "loss_scale": "no GradScaler was seen",
     "scaler_skip": "no GradScaler was seen",
     "norm_local": "needs several ranks",

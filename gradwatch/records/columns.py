@@ -228,7 +228,7 @@ CATALOGUE: tuple[ColumnInfo, ...] = (
     _ranks("rank_mismatch", "parameters", "reduced norms that are not those of the other ranks"),
     _step("total_norm", "‖g‖", "L2 norm of all gradients of the optimizer together", "sum of squares", True),
     _step("loss", "", "the value that backward was called on, or that was observed", "mean"),
-    _step("lr", "", "learning rate of the first parameter group", "same on all"),
+    _step("lr", "", "largest learning rate of the parameter groups that are trained", "same on all"),
     _step(BATCH_HASH, "", "a hash of what the model was called with", "")._replace(reads="batch"),
     _step("loss_scale", "", "the GradScaler's scale, which is divided out of everything else", "same on all"),
     _step(

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from numbers import Real
 from typing import Any
 
 from torch import Tensor
@@ -24,6 +23,7 @@ from gradwatch.reading.device_norms import Number, host_value, is_ready, start_c
 from gradwatch.records.columns import BATCH_HASH, OBSERVED_ONLY, RESERVED_NAMES
 from gradwatch.session.binding.optimizer_rules import ORDINARY, Clock, OptimizerRules
 from gradwatch.session.optimizer_context import OptimizerContext
+from gradwatch.session.pipeline.learning_rate import learning_rate
 
 MOST_KEPT = 1024
 """Names whose last value is kept for optimizers that have not stepped since; those that no step has are kept all."""
@@ -171,9 +171,7 @@ class ExtraColumns:
                         scalars[BATCH_HASH] = seen
                     break
         if optimizer is not None:
-            lr = optimizer.param_groups[0].get("lr")
-            if type(lr) is not float:
-                lr = one_number(lr)
+            lr = learning_rate(optimizer)
             if lr is not None:
                 scalars["lr"] = lr
         if window.skipped is not None:
@@ -214,21 +212,6 @@ class ExtraColumns:
             and window.skipped is None
             and (ctx.needs_no_ranks or not ctx.exchanges)
         )
-
-
-def one_number(lr: Any) -> Number | None:
-    """A learning rate that is no float: a capturable optimizer's is a tensor, copied without waiting.
-
-    None where it is not one real number: a schedule, None (an optimizer that finds its own), one for each dimension.
-    """
-    if isinstance(lr, Tensor):
-        return start_copy(lr) if lr.numel() == 1 and not lr.is_complex() and not lr.is_meta else None
-    if not isinstance(lr, Real):
-        return None
-    try:
-        return float(lr)
-    except OverflowError:
-        return math.inf
 
 
 def _broken(ctx: OptimizerContext, window: WindowNorms) -> bool:

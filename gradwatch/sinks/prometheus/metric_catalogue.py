@@ -208,7 +208,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "gradwatch_learning_rate",
         "gauge",
-        "Learning rate of the optimizer's first parameter group at the last step.",
+        "Largest learning rate of the optimizer's parameter groups that are trained, at the last step.",
         "Snapshot.scalars['lr']",
     ),
     Metric(

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import gradwatch
+from gradwatch.session.pipeline.learning_rate import learning_rate
 from gradwatch.session.watch import session_of
 from tests.support.kept import Kept
 
@@ -64,3 +65,38 @@ def test_every_step_is_recorded_with_the_rate_if_it_is_one_number(name: str, tmp
     assert account.watched.steps == STEPS
     assert ("lr-zero" in account.no_data) == (expected is None)
     assert not [e for record in sink.records for e in record.verdict.events if e.rule == "lr-zero"]
+
+
+GROUPS: dict[str, tuple[list[tuple[Any, bool]], float | None]] = {
+    "a frozen backbone by its rate": ([(0.0, True), (0.01, True)], 0.01),
+    "a head that wants no gradient": ([(0.0, True), (0.01, False)], 0.0),
+    "none is trained": ([(0.0, False), (0.01, False)], 0.01),
+    "a tensor beside a float": ([(torch.tensor(0.25), True), (0.01, True)], 0.25),
+    "one that finds its own": ([(0.0, True), (None, True)], None),
+}
+
+
+@pytest.mark.parametrize("name", GROUPS)
+def test_the_rate_of_several_groups_is_the_largest_of_those_that_are_trained(name: str) -> None:
+    """A group that wants no gradient counts where no other does; one whose rate is unknown may train by its own."""
+    groups, expected = GROUPS[name]
+    optimizer = Plain(
+        [{"params": [nn.Parameter(torch.ones(2), trained)], "lr": rate} for rate, trained in groups], {}
+    )
+    assert learning_rate(optimizer) == expected
+
+
+@pytest.mark.parametrize(("head", "fires"), [(0.01, False), (0.0, True)])
+def test_a_rate_of_zero_is_told_where_every_group_has_it(head: float, fires: bool, tmp_path: Path) -> None:
+    """A backbone at 0 beside a head that learns is transfer learning."""
+    torch.manual_seed(0)
+    body, top = nn.Linear(4, 4), nn.Linear(4, 1)
+    groups = [{"params": body.parameters(), "lr": 0.0}, {"params": top.parameters(), "lr": head}]
+    model, optimizer, sink = nn.Sequential(body, top), torch.optim.SGD(groups, 0.1), Kept()
+    with gradwatch.watch(model, optimizer, run_dir=tmp_path, sinks=[sink], strict=True):
+        for _ in range(8):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).square().sum().backward()
+            optimizer.step()
+    assert [record.snapshot.scalars["lr"] for record in sink.records] == [head] * 8
+    assert any(e.rule == "lr-zero" for record in sink.records for e in record.verdict.events) == fires
