@@ -17,7 +17,7 @@ from pathlib import Path
 
 from gradwatch.account import Account
 from gradwatch.account.launch_total import Part, launch_total
-from gradwatch.runtime.process_identity import alive
+from gradwatch.runtime.process_identity import alive, started_at
 from gradwatch.session.settings import DEFAULT_DIR, ROOT, TELLER, told_by
 
 _CLOCKS = 60.0  # seconds that the clock of a file server may be behind
@@ -47,8 +47,12 @@ def folder() -> Path:
 
 
 def recorded() -> bool:
-    """True if any process has written to the folder of this launch since the launch began."""
-    return any(_written(began()))
+    """True if any process has written to the folder of this launch since this process started.
+
+    Not since `began()`: a program that `os.exec…` has put in the place of one that trained begins anew, as the same
+    process.
+    """
+    return any(_written(started_at(os.getpid())))
 
 
 def handed_over() -> bool:

@@ -428,7 +428,9 @@ class Boundary:
                 continue
             overflow = found[id(optimizer)]
             if overflow is not None and on_host(overflow) and host_value(start_copy(overflow)):
-                process_totals.step_rejected(optimizer)  # the scaler was not asked, so that no tap has counted it
+                process_totals.step_rejected(
+                    optimizer
+                )  # the scaler was not asked, so that no tap has counted it
                 self.rejected(optimizer)
             else:
                 captured.discard()

@@ -25,8 +25,9 @@ def learning_rate(optimizer: Optimizer) -> Number | None:
         return rate if type(rate) is float else one_number(rate)
     trained = [group for group in groups if any(param.requires_grad for param in group["params"])]
     rates = [group.get("lr") for group in trained or groups]
-    if all(type(rate) is float for rate in rates):
-        return max(rates, default=None)
+    floats: list[float] = [rate for rate in rates if type(rate) is float]
+    if len(floats) == len(rates):
+        return max(floats, default=None)
     return _largest([rate if _on_device(rate) else one_number(rate) for rate in rates])
 
 
