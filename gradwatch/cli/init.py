@@ -82,7 +82,7 @@ def handle(arguments: argparse.Namespace) -> int:
 
 
 def groups_in_words(named: Named, groups: Sequence[ProposedGroup], in_pack: Collection[str]) -> str:
-    """Whose parameters the groups are by; where none was made, why."""
+    """A phrase that says whose parameters the groups are by; where none was made, why."""
     from gradwatch.rules.proposed_groups import why_none
 
     if not named.source:

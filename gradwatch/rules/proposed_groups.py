@@ -47,7 +47,7 @@ def proposed(names: Sequence[str]) -> list[ProposedGroup]:
 
 
 def why_none(names: Sequence[str]) -> str:
-    """Why `proposed` makes no group of these names, of which there is one at least."""
+    """The reason why `proposed` makes no group of these names, of which there is one at least."""
     if found := [*_known(names), *_modules(names)]:
         return f"all of them would be in one, {found[0].name}"
     tops = {name.partition(".")[0] for name in names}

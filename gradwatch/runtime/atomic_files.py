@@ -57,7 +57,7 @@ def write_whole(
 
 
 def not_replaceable(path: str | os.PathLike[str]) -> str:
-    """Why a file that a user has named is not to be written; "" for a new name, and for a regular file."""
+    """The reason why a file that a user has named is not to be written; "" for a new name, and for a regular file."""
     try:
         mode = os.lstat(path).st_mode
     except OSError:

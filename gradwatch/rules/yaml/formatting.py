@@ -44,7 +44,7 @@ class _Level(NamedTuple):
 
 
 class _Start(NamedTuple):
-    """Where something that may go on in further lines starts: its column as found, how far it and its line move."""
+    """Start of something that may go on in further lines: its column as found, how far it and its line move."""
 
     column: int
     moved: int

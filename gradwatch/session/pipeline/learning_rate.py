@@ -27,8 +27,12 @@ def learning_rate(optimizer: Optimizer) -> Number | None:
     rates = [group.get("lr") for group in trained or groups]
     floats: list[float] = [rate for rate in rates if type(rate) is float]
     if len(floats) == len(rates):
-        return max(floats, default=None)
+        return max(floats, key=_with_nan_first, default=None)
     return _largest([rate if _on_device(rate) else one_number(rate) for rate in rates])
+
+
+def _with_nan_first(rate: float) -> float:
+    return math.inf if math.isnan(rate) else rate
 
 
 def one_number(rate: Any) -> Number | None:
@@ -61,7 +65,7 @@ def _largest(rates: list[Any]) -> Number | None:
     there = [rate.detach().reshape(()) for rate in rates if isinstance(rate, Tensor)]
     here = [host_value(rate) for rate in rates if not isinstance(rate, Tensor)]
     if not there:
-        return max(here, default=None)
+        return max(here, key=_with_nan_first, default=None)
     largest = there[0].float()
     for rate in there[1:]:
         largest = torch.maximum(largest, rate.to(largest))

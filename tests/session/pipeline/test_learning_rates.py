@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -84,6 +85,15 @@ def test_the_rate_of_several_groups_is_the_largest_of_those_that_are_trained(nam
         [{"params": [nn.Parameter(torch.ones(2), trained)], "lr": rate} for rate, trained in groups], {}
     )
     assert learning_rate(optimizer) == expected
+
+
+@pytest.mark.parametrize("rates", [(0.1, math.nan), (math.nan, 0.1)])
+def test_a_rate_that_is_nan_is_the_largest(rates: tuple[float, float]) -> None:
+    """Whatever group has it: a comparison with NaN would hide it."""
+    groups = [{"params": [nn.Parameter(torch.ones(2))], "lr": rate} for rate in rates]
+    found = learning_rate(Plain(groups, {}))
+    assert isinstance(found, float)
+    assert math.isnan(found)
 
 
 @pytest.mark.parametrize(("head", "fires"), [(0.01, False), (0.0, True)])
