@@ -29,6 +29,8 @@ from gradwatch.launch import exit_summary, os_exit, strict_rules
 from gradwatch.launch.first_forwards import FirstForwards
 from gradwatch.launch.model_discovery import Found, discover, steps_through, trains
 from gradwatch.launch.models_without_optimizer import ModelsWithoutOptimizer
+from gradwatch.launch.selftest_faults import OWN_WATCH
+from gradwatch.launch.selftest_faults import VARIABLE as SELFTEST
 from gradwatch.runtime import guard, stderr
 from gradwatch.runtime.fork_safe_locks import ForkSafeLock
 from gradwatch.runtime.interruption import not_ours
@@ -65,6 +67,10 @@ def arm() -> None:
         backward_entry.count_backwards()
         _agents.append(Agent())
         os_exit.listen(_leave)
+        if _is_selftest():
+            from gradwatch.launch import fault_injection
+
+            fault_injection.arm()
 
 
 class Agent:
@@ -312,7 +318,12 @@ class Agent:
             else:
                 others.append(watch)
         if others:
-            ready = [pair for pair in ready if not any(other.owns(pair[0]) for other in others)]
+            unowned = [pair for pair in ready if not any(other.owns(pair[0]) for other in others)]
+            if _is_selftest() and len(unowned) < len(ready):
+                from gradwatch.launch import fault_injection
+
+                fault_injection.not_injected(OWN_WATCH)
+            ready = unowned
         if not (ready or any(found)):
             return None
         if own is not None and ready:
@@ -348,7 +359,7 @@ class Agent:
             self._baselines = Baselines(made)
             _greet(made, optimizers)
             self._forwards.handed_over(made)
-            if "GRADWATCH_SELFTEST" in os.environ:
+            if _is_selftest():
                 from gradwatch.launch import fault_injection
 
                 fault_injection.begin(made)
@@ -407,6 +418,10 @@ def _reload_of(session: Session) -> RulesReload | None:
     from gradwatch.launch.rules_reload import RulesReload
 
     return RulesReload(session, source)
+
+
+def _is_selftest() -> bool:
+    return SELFTEST in os.environ
 
 
 def _calls_wanted() -> bool:

@@ -6,12 +6,9 @@ import argparse
 import json
 import os
 import shutil
-import signal
-import subprocess
 import tempfile
-import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,6 +18,8 @@ from gradwatch.errors import GradwatchError
 
 if TYPE_CHECKING:
     from gradwatch.cli.selftest.proofs import Proof
+    from gradwatch.cli.selftest.scratch_folder import Copied
+    from gradwatch.cli.selftest.script_run import ScriptRun
 
 DESCRIPTION = """Would your rules find it? COMMAND is run as by `gradwatch run`, in a copy of this folder, and faults
 are injected into its gradients one after another: NaN, Inf, a spike, a layer that vanishes, one that freezes, and with
@@ -29,8 +28,6 @@ fired, what was done, whether /metrics shows it, and which alert Prometheus woul
 installed). The script is ended after the last fault.
 
 Exit status: 0 every fault that was injected was found, 1 not so, or some were not reached, 2 it could not be run."""
-EXITED_EARLY_SECONDS = 15.0
-START_SECONDS = 300.0
 _STOPPED = 86
 _HEADER = ("", "fault", "found by", "after", "done", "/metrics", "alert")
 _MOST_LINES = 15
@@ -73,8 +70,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def handle(arguments: argparse.Namespace) -> int:
     """Run it and print what was found. Raises GradwatchError without a command, or for a wrong option."""
+    from gradwatch.cli.processes.ending_signals import ended_by_signals
     from gradwatch.cli.run import anchored
-    from gradwatch.cli.selftest.proofs import not_reached, proofs
+    from gradwatch.cli.selftest.proofs import proofs
     from gradwatch.cli.selftest.scratch_folder import copy_folder
     from gradwatch.rules.files import load_rules
 
@@ -85,31 +83,43 @@ def handle(arguments: argparse.Namespace) -> int:
         raise GradwatchError("--seconds and --warmup are numbers above 0")
     rules = anchored(arguments.rules or os.environ.get("GRADWATCH_RULES") or "default")
     ruleset = load_rules(rules)
-    scratch = Path(tempfile.mkdtemp(prefix="gradwatch-selftest-"))
-    try:
+    with ended_by_signals(), _scratch_folder(arguments.keep) as scratch:
         work = scratch / "cwd"
         work.mkdir()
         copied = copy_folder(Path.cwd(), work, arguments.link)
         if not arguments.json:
-            print("\n".join(beforehand(copied.files, copied.left_out, arguments.link)), flush=True)
-        documents, status = _run_all(command, rules, scratch, arguments)
-        found = proofs(documents, ruleset, not_reached(documents[-1] if documents else {}, arguments.seconds))
-        return _conclude(found, ruleset, scratch, arguments, documents, status)
+            print("\n".join(beforehand(copied, arguments.link)), flush=True)
+        runs = _run_all(command, rules, scratch, arguments)
+        return _conclude(proofs(runs, ruleset, arguments.seconds), ruleset, scratch, arguments, runs)
+
+
+@contextmanager
+def _scratch_folder(keep: bool) -> Iterator[Path]:
+    scratch = Path(tempfile.mkdtemp(prefix="gradwatch-selftest-"))
+    try:
+        yield scratch
     finally:
-        if arguments.keep:
+        if keep:
             complain(f"gradwatch: kept: {scratch}")
         else:
             shutil.rmtree(scratch, ignore_errors=True)
+            if scratch.exists():
+                complain(f"gradwatch: could not be removed: {scratch}")
 
 
-def beforehand(files: int, left_out: Sequence[str], links: Sequence[str]) -> list[str]:
+def beforehand(copied: Copied, links: Sequence[str]) -> list[str]:
     """Lines on what is kept in, and what is not."""
-    lines = [f"in a copy of this folder ({files:,} files); what the script writes below it is thrown away"]
-    if left_out:
-        more = f" and {len(left_out) - 3:,} more" if len(left_out) > 3 else ""
-        lines.append(
-            f"  not copied, being large: {', '.join(left_out[:3])}{more} (if it reads them: --link PATH)"
-        )
+    lines = [
+        f"in a copy of this folder ({copied.files:,} files); what the script writes below it is thrown away"
+    ]
+    for why, paths in (
+        ("being large", copied.left_out),
+        ("being links to folders", copied.symlinks),
+        ("as trainings seldom read them", copied.by_rule),
+    ):
+        if paths:
+            more = f" and {len(paths) - 3:,} more" if len(paths) > 3 else ""
+            lines.append(f"  not copied, {why}: {', '.join(paths[:3])}{more} (if it reads them: --link PATH)")
     if links:
         lines.append(f"  linked, so that it could change them: {', '.join(links)}")
     lines.append(
@@ -120,89 +130,26 @@ def beforehand(files: int, left_out: Sequence[str], links: Sequence[str]) -> lis
 
 def _run_all(
     command: Sequence[str], rules: str, scratch: Path, arguments: argparse.Namespace
-) -> tuple[list[Mapping[str, Any]], int]:
+) -> list[ScriptRun]:
     """Run the command until every fault was injected: again where a rule has stopped it."""
-    from gradwatch.cli.selftest.proofs import read_results
-    from gradwatch.launch.selftest_faults import FAULTS
+    from gradwatch.cli.selftest.script_run import program, run_script
+    from gradwatch.launch.selftest_faults import FAULTS, Plan
 
     left = [fault.name for fault in FAULTS]
-    documents: list[Mapping[str, Any]] = []
+    words = [program(command[0], scratch / "cwd"), *command[1:]]
+    # What a process tells at its end names files that are removed.
+    environ = {**os.environ, **({} if arguments.keep else {"GRADWATCH_QUIET": "1"})}
+    runs: list[ScriptRun] = []
     while True:
-        results = Path(tempfile.mkdtemp(prefix="selftest-", dir=scratch))
-        status = _run(command, rules, scratch, results, left, arguments)
-        document = read_results(results)
-        if document:
-            documents.append({**document, "run": str(scratch / "runs" / results.name)})
-        reached = [one["fault"] for one in document.get("results", ())]
+        results = tempfile.mkdtemp(prefix="selftest-", dir=scratch)
+        run = run_script(
+            words, rules, scratch, Plan(results, left, arguments.seconds, arguments.warmup), environ
+        )
+        runs.append(run)
+        reached = [] if run.document is None else [one.fault for one in run.document.results]
         left = left[left.index(reached[-1]) + 1 :] if reached else []
-        if document.get("done") or status != _STOPPED or not left:
-            return documents, status
-
-
-def _run(
-    command: Sequence[str],
-    rules: str,
-    scratch: Path,
-    results: Path,
-    faults: Sequence[str],
-    arguments: argparse.Namespace,
-) -> int:
-    """One process of the script; its output goes to a file. The exit status, -1 where it had to be ended."""
-    from gradwatch.launch.script_environment import prepare
-    from gradwatch.launch.selftest_faults import VARIABLE
-    from gradwatch.session.settings import ROOT
-
-    plan = {
-        "directory": str(results),
-        "faults": list(faults),
-        "seconds": arguments.seconds,
-        "warmup": arguments.warmup,
-    }
-    settings = {
-        "GRADWATCH_RULES": rules,
-        "GRADWATCH_DIR": str(scratch / "runs"),
-        "GRADWATCH_RUN_ID": results.name,
-        "GRADWATCH_LISTEN": "127.0.0.1:0",
-        ROOT: str(scratch / "runs"),
-        VARIABLE: json.dumps(plan),
-    }
-    environ = {**os.environ, "WANDB_MODE": "offline", "PWD": str(scratch / "cwd")}
-    launch = prepare([program(command[0], scratch / "cwd"), *command[1:]], settings, environ)
-    with (scratch / "output").open("ab") as output:
-        try:
-            process = subprocess.Popen(
-                launch.argv,
-                cwd=scratch / "cwd",
-                env={**launch.env},
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=output,
-                start_new_session=True,
-            )
-        except OSError as error:
-            raise GradwatchError(f"cannot run {command[0]}: {error.strerror}") from None
-    try:
-        return _waited(process, results, arguments.seconds)
-    finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-
-
-def program(name: str, work: Path) -> str:
-    """The program as the copy's working folder finds it: `.venv/bin/python` is not copied."""
-    return name if os.sep not in name or (work / name).exists() else os.path.abspath(name)
-
-
-def _waited(process: subprocess.Popen[bytes], results: Path, seconds: float) -> int:
-    """The exit status of a process that has START_SECONDS to its first fault, and then so many and some more."""
-    deadline = time.monotonic() + START_SECONDS
-    began = False
-    while process.poll() is None and time.monotonic() < deadline:
-        if not began and any(results.iterdir()):
-            began, deadline = True, time.monotonic() + seconds + EXITED_EARLY_SECONDS
-        time.sleep(0.05)
-    return -1 if process.returncode is None else process.returncode
+        if run.status != _STOPPED or not left:
+            return runs
 
 
 def _conclude(
@@ -210,27 +157,31 @@ def _conclude(
     ruleset: Any,
     scratch: Path,
     arguments: argparse.Namespace,
-    documents: Sequence[Mapping[str, Any]],
-    status: int,
+    runs: Sequence[ScriptRun],
 ) -> int:
     from gradwatch.cli.selftest.alert_proof import alert_of, alerting
-    from gradwatch.cli.selftest.proofs import ONE_RANK
+    from gradwatch.cli.selftest.proofs import NO_FAULT_OF_RULES
 
-    injected = [one for one in found if not one.why]
-    if not injected:
-        complain("".join(_last_lines(scratch)))
-        complain(
-            f"gradwatch: no fault was injected: {found[0].why} (exit status {status}); its last lines are above"
-        )
+    failed = runs[-1].status not in (None, 0, _STOPPED)
+    reached = any(run.document is not None and run.document.results for run in runs)
+    last = "" if reached and not failed else _last_lines(scratch)
+    if last:
+        complain(last)
+    if not reached:
+        above = "; its last lines are above" if last else ""
+        status = "it was ended" if runs[-1].status is None else f"exit status {runs[-1].status}"
+        complain(f"gradwatch: no fault was injected: {found[0].why} ({status}){above}")
         return 2
     fired = list(dict.fromkeys(rule for one in found for rule in one.rules))
     alerts = alerting(ruleset, fired, scratch)
-    missed = [one for one in found if (not one.found or one.metric is False) and one.why != ONE_RANK]
+    missed = [
+        one for one in found if (not one.found or one.metric is False) and one.why not in NO_FAULT_OF_RULES
+    ]
     if arguments.json:
         rows = [
             {**asdict(one), "alerts": {rule: _alert(alerts, rule) for rule in one.rules}} for one in found
         ]
-        steps = sum(int(document["steps"]) for document in documents)
+        steps = sum(run.document.steps for run in runs if run.document is not None)
         print(json.dumps({"passed": not missed, "steps": steps, "faults": rows}, indent=2))
         return int(bool(missed))
     names = {rule: alert_of(ruleset, rule) for rule in fired}
@@ -246,9 +197,9 @@ def _alert(alerts: Mapping[str, bool] | None, rule: str) -> bool | None:
 
 
 def _row(one: Proof, alerts: Mapping[str, bool] | None, names: Mapping[str, str]) -> tuple[str, ...]:
-    from gradwatch.cli.selftest.proofs import TITLES
+    from gradwatch.launch.selftest_faults import FAULTS
 
-    title = TITLES[one.fault]
+    title = next(fault.title for fault in FAULTS if fault.name == one.fault)
     if one.why:
         return paint("–", "yellow"), title, one.why, "", "", "", ""
     if not one.found:
@@ -263,22 +214,22 @@ def _row(one: Proof, alerts: Mapping[str, bool] | None, names: Mapping[str, str]
 
 
 def _sum_up(found: Sequence[Proof], missed: Sequence[Proof], arguments: argparse.Namespace) -> str:
-    from gradwatch.cli.selftest.proofs import ONE_RANK
+    from gradwatch.cli.selftest.proofs import NO_FAULT_OF_RULES
 
     count, injected = sum(one.found for one in found), sum(not one.why for one in found)
     words = paint(f"{count} of {injected} injected faults found", "green" if count == injected else "red")
-    left = sum(one.why not in ("", ONE_RANK) for one in found)
+    left = sum(one.why not in ("", *NO_FAULT_OF_RULES) for one in found)
     untried = f"; {left} not tried to the end, with its reason above" if left else ""
     rules = f" --rules {arguments.rules}" if arguments.rules else ""
     advice = f"; all rules: gradwatch rules list{rules}" if missed else ""
     return f"{words}{untried}{advice}"
 
 
-def _last_lines(scratch: Path) -> list[str]:
+def _last_lines(scratch: Path) -> str:
     try:
-        lines = (scratch / "output").read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        lines = (scratch / "output").read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        return []
+        return ""
     from gradwatch.runtime.printable import one_line
 
-    return [one_line(line.rstrip("\n"), 500) + "\n" for line in lines[-_MOST_LINES:]]
+    return "\n".join(one_line(line, 500) for line in lines[-_MOST_LINES:])

@@ -2,33 +2,26 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
+from gradwatch.cli.selftest.script_run import START_SECONDS, ScriptRun
 from gradwatch.journal import JournalReader
 from gradwatch.journal.entries import EventsEntry
-from gradwatch.launch.selftest_faults import FAULTS, RESULTS
+from gradwatch.launch.selftest_faults import FAULTS, NO_OPTIMIZER, Result
 from gradwatch.rules.rule_set import RuleSet
 from gradwatch.runtime.printable import plural
 
 ONE_RANK = "one rank only"
 """Why a fault of another rank is not injected."""
-TITLES = {
-    "nan": "a NaN in a gradient",
-    "inf": "an Inf in a gradient",
-    "spike": "all gradients × 10,000",
-    "vanishing": "a layer's gradient × 1e-9",
-    "freeze": "a layer's gradient × 0",
-    "rank": "the gradients of rank 1 × 1,000",
-}
+REJECTED = "the GradScaler rejected the step, and no rule speaks of that"
+"""Why a fault that no rule found is not called missed: it has not reached the weights."""
+NO_FAULT_OF_RULES = frozenset({ONE_RANK, REJECTED})
 
 
 @dataclass(frozen=True, slots=True)
 class Proof:
-    """One fault. `why` says why it was not injected ("" = it was); `rules` fired, and `actions` were done.
+    """One fault. `why` says why rules had nothing to find ("" = they had); `rules` fired, and `actions` were done.
 
     `metric`: /metrics shows the firings; None where it was not looked at. `late` is how many steps the first rule took.
     """
@@ -49,75 +42,99 @@ class Proof:
         return bool(self.rules)
 
 
-def read_results(folder: Path) -> dict[str, Any]:
-    """Document that the script's process has written; empty where it did not come so far."""
-    try:
-        found: dict[str, Any] = json.loads((folder / RESULTS.format(0)).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found
-
-
-def proofs(documents: Sequence[Mapping[str, Any]], ruleset: RuleSet, why_not: str) -> list[Proof]:
-    """One for each of FAULTS; `documents` are those of all processes that took part, with their run's folder ("run").
-
-    `why_not` is said of faults that none of them came to.
-    """
+def proofs(runs: Sequence[ScriptRun], ruleset: RuleSet, seconds: float) -> list[Proof]:
+    """One for each of FAULTS, by all runs of the script that took part; `seconds` is the time that each had."""
     by_fault = {
-        one["fault"]: (one, Path(document["run"])) for document in documents for one in document["results"]
+        one.fault: (one, run) for run in runs if run.document is not None for one in run.document.results
     }
-    world = max((document.get("world_size", 1) for document in documents), default=1)
+    world = max((run.document.world_size for run in runs if run.document is not None), default=1)
     found = []
     for fault in FAULTS:
-        one, run = by_fault.get(fault.name, (None, Path()))
-        if fault.name == "rank" and world < 2:
+        if fault.rank is not None and world < 2:
             found.append(Proof(fault.name, why=ONE_RANK))
-        elif one is None:
-            found.append(Proof(fault.name, why=why_not))
-        elif one["ended"]:
-            found.append(_measured(one))
+        elif fault.name not in by_fault:
+            found.append(Proof(fault.name, why=not_reached(runs[-1], seconds)))
         else:
-            found.append(_ended_by(one, ruleset, run))
+            one, run = by_fault[fault.name]
+            found.append(_measured(one, fault.rank) if one.ended else _unended(one, ruleset, run, seconds))
     return found
 
 
-def _measured(one: Mapping[str, Any]) -> Proof:
-    rules, scraped = tuple(one["fired"]), one["scraped"]
-    first = one["first_fired"]
+def _measured(one: Result, rank: int | None) -> Proof:
+    rules = tuple(one.fired)
     return Proof(
-        one["fault"],
-        parameter=one["parameter"],
-        step=one["step"],
-        late=0 if first is None else first - one["step"] - 1,
+        one.fault,
+        "" if rules else _nothing_to_find(one, rank),
+        parameter=one.parameter,
+        step=one.step,
+        late=one.late or 0,
         rules=rules,
-        actions=tuple(sorted(one["actions"])),
-        metric=None if scraped is None or not rules else set(rules) <= set(scraped),
+        actions=tuple(sorted(one.actions)),
+        metric=None if one.scraped is None or not rules else set(rules) <= set(one.scraped),
     )
 
 
-def _ended_by(one: Mapping[str, Any], ruleset: RuleSet, run: Path) -> Proof:
+def _nothing_to_find(one: Result, rank: int | None) -> str:
+    """The reason why rules had nothing to find in a fault; "" where they had."""
+    if one.rejected == one.lasted:
+        return REJECTED
+    if not one.entered and not rank:  # of another rank this process knows nothing
+        return f"no gradient of {one.parameter or 'any parameter'} came by its tensor hook"
+    return ""
+
+
+def _unended(one: Result, ruleset: RuleSet, run: ScriptRun, seconds: float) -> Proof:
     """A fault during which the process ended: what its journal has of it, as where a rule says stop."""
     fired: dict[str, int] = {}
-    for path in sorted(run.glob("rank0-*.gwj"))[-1:]:
+    for path in sorted(run.folder.glob("rank0-*.gwj"))[-1:]:
         for entry in JournalReader(path).entries():
             if isinstance(entry, EventsEntry):
                 for event in entry.events:
-                    if event.kind == "firing" and event.step >= one["step"]:
+                    if event.kind == "firing" and event.step >= one.step:
                         fired.setdefault(event.rule, event.step)
     if not fired:
-        return Proof(one["fault"], why="the script ended while it lasted; let it take more steps")
+        return Proof(one.fault, why=_ended_meanwhile(run, seconds))
     does = {action.name for rule in fired for action in ruleset.rule(rule).do}
-    late = min(fired.values(), default=one["step"]) - one["step"]
-    return Proof(
-        one["fault"], "", one["parameter"], one["step"], late, tuple(fired), tuple(sorted(does)), None, True
+    late = min(fired.values()) - one.step
+    return Proof(one.fault, "", one.parameter, one.step, late, tuple(fired), tuple(sorted(does)), None, True)
+
+
+def _ended_meanwhile(run: ScriptRun, seconds: float) -> str:
+    if run.document is not None and run.document.broke:
+        return _own_fault(run.document.broke)
+    if run.time_up:
+        return f"the {seconds:g} s there were ended while it lasted: give more, --seconds {4 * seconds:.0f}"
+    return f"the script ended{_with_status(run)} while it lasted{'' if run.status else '; let it take more steps'}"
+
+
+def _with_status(run: ScriptRun) -> str:
+    return f" with exit status {run.status}" if run.status else ""
+
+
+def _own_fault(broke: str) -> str:
+    return f"gradwatch itself failed ({broke}), not the script: please report it"
+
+
+def not_reached(run: ScriptRun, seconds: float) -> str:
+    """Reason why the faults that are left were not injected in the last run of the script."""
+    document = run.document
+    if document is None:
+        return f"no step was taken in {START_SECONDS:.0f} s" if run.status is None else "no step was taken"
+    if document.broke:
+        return _own_fault(document.broke)
+    if document.why:
+        return document.why
+    if not document.steps:
+        rejected = plural(document.rejected, "step")
+        return f"the GradScaler rejected all of {rejected}" if document.rejected else NO_OPTIMIZER
+    steps = plural(document.steps, "step")
+    if run.time_up:
+        about = "about " if run.status is None else ""  # told once a second
+        return (
+            f"the {seconds:g} s there were ended after {about}{steps}: give more, --seconds {4 * seconds:.0f}"
+        )
+    most = document.most_steps
+    each = f", at most {most:,} of one optimizer" if most < document.steps else ""
+    return (
+        f"the script ended{_with_status(run)} after {steps}{each}{'' if run.status else '; let it take more'}"
     )
-
-
-def not_reached(document: Mapping[str, Any], seconds: float) -> str:
-    """Reason why the faults that are left were not injected."""
-    if not document:
-        return "no step was taken"
-    steps = plural(int(document["steps"]), "step")
-    if document["done"]:
-        return f"{steps} took the {seconds:.0f} s there were: give more, --seconds {4 * seconds:.0f}"
-    return f"the script ended after {steps}; let it take more"

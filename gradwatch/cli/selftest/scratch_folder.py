@@ -4,67 +4,97 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from gradwatch.errors import GradwatchError
 
 LARGEST_FILE = 1 << 20
 MOST_BYTES = 64 << 20
 MOST_FILES = 4000
-LEFT_OUT = frozenset({".git", "__pycache__", "node_modules", "gradwatch-runs", "wandb", "mlruns"})
-"""Folders that no training reads."""
+MADE_ANEW = frozenset({"__pycache__"})
+"""Folders that Python makes by itself."""
+LEFT_OUT = frozenset({".git", "node_modules", "gradwatch-runs", "wandb", "mlruns"})
+"""Folders that a training seldom reads."""
 
 
 @dataclass(slots=True)
 class Copied:
-    """Result of a copy: files copied, and the paths, from the folder, of those that were too many or too large."""
+    """Result of a copy: files copied, and the paths, from the folder, of what is not in it.
+
+    `left_out` are files that were too many or too large, `symlinks` links to folders, `by_rule` folders of LEFT_OUT and
+    virtual environments.
+    """
 
     files: int = 0
     size: int = 0
     left_out: list[str] = field(default_factory=list)
+    symlinks: list[str] = field(default_factory=list)
+    by_rule: list[str] = field(default_factory=list)
 
 
 def copy_folder(source: Path, target: Path, links: Sequence[str]) -> Copied:
     """Copy the small files of `source` to `target`, and link there what `links` name, paths from `source`.
 
-    Raises GradwatchError for a link to nothing.
+    Raises GradwatchError for a link to nothing, to the whole folder, or into another link.
     """
+    linked = _checked(source, links)
     copied = Copied()
-    linked = {os.path.normpath(link) for link in links}
-    for path in _files(source, linked):
-        relative = path.relative_to(source)
-        size = path.stat().st_size
-        if size > LARGEST_FILE or copied.files >= MOST_FILES or copied.size + size > MOST_BYTES:
-            copied.left_out.append(str(relative))
-            continue
-        (target / relative).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(path, target / relative)
-        copied.files += 1
-        copied.size += size
+    for folder, folders, names in os.walk(source):
+        near = os.path.relpath(folder, source)
+        folders[:] = [
+            name for name in sorted(folders) if _enters(copied, source, _joined(near, name), linked)
+        ]
+        for name in sorted(names):
+            path = _joined(near, name)
+            if path not in linked and (source / path).is_file():
+                _copy(copied, source, target, path)
     for link in linked:
-        place = source / link
-        if os.path.isabs(link) or link.startswith("..") or not place.exists():
-            raise GradwatchError(f"--link {link}: there is no such file or folder below {source}")
         (target / link).parent.mkdir(parents=True, exist_ok=True)
-        (target / link).symlink_to(place)
+        (target / link).symlink_to(source / link)
     return copied
 
 
-def _files(source: Path, linked: set[str]) -> Iterator[Path]:
-    """The regular files below `source`; no links out of it, no virtual environments, nothing that is linked."""
-    for folder, folders, names in os.walk(source):
-        here = Path(folder)
-        near = os.path.relpath(folder, source)
-        folders[:] = sorted(
-            name
-            for name in folders
-            if name not in LEFT_OUT
-            and os.path.normpath(os.path.join(near, name)) not in linked
-            and not (here / name / "pyvenv.cfg").exists()
-        )
-        for name in sorted(names):
-            path = here / name
-            if path.is_file() and os.path.normpath(os.path.join(near, name)) not in linked:
-                yield path
+def _joined(near: str, name: str) -> str:
+    return os.path.normpath(os.path.join(near, name))
+
+
+def _checked(source: Path, links: Sequence[str]) -> list[str]:
+    linked = sorted({os.path.normpath(link) for link in links})
+    for link in linked:
+        if link == os.curdir:
+            raise GradwatchError(f"--link {link}: that is the whole folder; name what the script reads in it")
+        if os.path.isabs(link) or PurePath(link).parts[0] == os.pardir or not (source / link).exists():
+            raise GradwatchError(f"--link {link}: there is no such file or folder below {source}")
+        around = [one for one in linked if one != link and PurePath(link).is_relative_to(one)]
+        if around:
+            raise GradwatchError(
+                f"--link {link}: it lies in {around[0]}, which is linked as well; leave one out"
+            )
+    return linked
+
+
+def _enters(copied: Copied, source: Path, path: str, linked: Sequence[str]) -> bool:
+    """True if a folder is copied; else it is noted why not."""
+    name = os.path.basename(path)
+    if path in linked or name in MADE_ANEW:
+        return False
+    if name in LEFT_OUT or (source / path / "pyvenv.cfg").exists():
+        copied.by_rule.append(path)
+    elif (source / path).is_symlink():
+        copied.symlinks.append(path)
+    else:
+        return True
+    return False
+
+
+def _copy(copied: Copied, source: Path, target: Path, path: str) -> None:
+    size = (source / path).stat().st_size
+    if size > LARGEST_FILE or copied.files >= MOST_FILES or copied.size + size > MOST_BYTES:
+        copied.left_out.append(path)
+        return
+    (target / path).parent.mkdir(parents=True, exist_ok=True)
+    shutil.copy(source / path, target / path)
+    copied.files += 1
+    copied.size += size

@@ -145,7 +145,8 @@ def watch(source: JournalSource | MetricsSource, stream: TextIO, seconds: float,
 
     The last picture stays on the terminal. Without `keys` nothing is read from standard input.
     """
-    from gradwatch.cli.top.keyboard import Keyboard, ended_by_signals
+    from gradwatch.cli.processes.ending_signals import ended_by_signals
+    from gradwatch.cli.top.keyboard import Keyboard
     from gradwatch.cli.top.screen import Picture, lines
 
     view = None

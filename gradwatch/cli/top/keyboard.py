@@ -1,17 +1,14 @@
-"""Keys of the live view, and the signals that end it with the terminal as it was."""
+"""Keys of the live view, read with the terminal given back as it was."""
 
 from __future__ import annotations
 
 import os
 import select
-import signal
 import sys
 import termios
 import time
 import tty
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
-from types import FrameType
+from contextlib import suppress
 from typing import Any
 
 
@@ -50,18 +47,3 @@ class Keyboard:
                 if not pressed or pressed[:1] in (b"q", b"Q", b"\x04") or pressed == b"\x1b":
                     return True
         return False
-
-
-@contextmanager
-def ended_by_signals() -> Iterator[None]:
-    """SIGTERM and SIGHUP raise SystemExit, so that the terminal is given back as it was."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import gradwatch
-from gradwatch.launch.fault_injection import SavedState
+from gradwatch.launch.fault_injection.saved_state import SavedState
 from tests.support.launch_cases import GRADWATCH
 
 TRAIN = """import pathlib, sys, torch
@@ -157,6 +157,116 @@ def test_ranks_are_tested_together(folder: Path) -> None:
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(one["rules"] and not one["why"] for one in faults(done).values())
+
+
+SCALED = (
+    ("optimizer = ", "scaler = torch.amp.GradScaler('cpu')\noptimizer = "),
+    ("    (model(x) - ", "    scaler.scale((model(x) - "),
+    (".mean().backward()", ".mean()).backward()"),
+    ("optimizer.step()", "scaler.step(optimizer); scaler.update()"),
+)
+
+
+def test_steps_that_a_scaler_rejects_end_a_fault(folder: Path) -> None:
+    """NaN and Inf last one rejected step each; the scale is put back, and all faults are tried."""
+    (folder / "train.py").write_text(_changed(TRAIN, *SCALED))
+    done = selftest(folder, "--json", "--seconds", "30")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert all(one["rules"] for name, one in faults(done).items() if name in FAULTS)
+
+
+def test_what_no_rule_says_of_rejected_steps_is_not_missed(folder: Path) -> None:
+    """The scaler has kept the fault from the weights."""
+    (folder / "train.py").write_text(_changed(TRAIN, *SCALED))
+    (folder / "rules.yaml").write_text(NONFINITE.replace("DOES", "skip_step"))
+    done = selftest(folder, "--rules", "rules.yaml", "--seconds", "30")
+    assert done.stdout.count("the GradScaler rejected the step, and no rule speaks of that") == 2
+    assert done.stdout.count("MISSED") == 3
+
+
+def test_faults_enter_sparse_gradients(folder: Path) -> None:
+    """A model of one sparse embedding, which has no other gradient."""
+    (folder / "train.py").write_text(
+        _changed(
+            TRAIN,
+            ("optimizer = torch.optim.Adam(", "optimizer = torch.optim.SparseAdam("),
+            ("nn.Sequential(nn.Linear(8, 16), nn.Tanh(), ", "nn.Embedding(50, 16, sparse=True)\n_ = ("),
+            ("torch.randn(16, 8)", "torch.randint(0, 50, (16, 4))"),
+            (
+                "(model(x) - x.norm(dim=1, keepdim=True)).square()",
+                "(model(x).mean((1, 2)) - 1).square()",
+            ),
+        )
+    )
+    done = selftest(folder, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_faults_enter_the_optimizer_that_goes_on(folder: Path) -> None:
+    """Not that of a probe before the training, which stays alive."""
+    probe = (
+        "probe = nn.Linear(8, 1); first = torch.optim.SGD(probe.parameters(), 0.1)\n"
+        "for _ in range(3): probe(torch.randn(4, 8)).mean().backward(); first.step()\n"
+    )
+    (folder / "train.py").write_text(_changed(TRAIN, ("model = ", probe + "model = ")))
+    done = selftest(folder, "--json")
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+OWN_LOOP = "with torch.no_grad(): [(p.sub_(p.grad, alpha=1e-3), p.grad.zero_()) for p in model.parameters()]"
+
+
+@pytest.mark.parametrize(
+    ("changes", "why"),
+    [
+        (
+            (("for step", "import gradwatch\ngw = gradwatch.watch(model, optimizer)\nfor step"),),
+            "the script has a gradwatch.watch of its own",
+        ),
+        (
+            (("optimizer.step()", OWN_LOOP), ("optimizer = ", "_ = "), ("optimizer.zero_grad()", "")),
+            "no optimizer took a step, and a loop without one cannot be tested",
+        ),
+    ],
+)
+def test_the_true_reason_is_said_where_no_fault_enters(
+    folder: Path, changes: tuple[tuple[str, str], ...], why: str
+) -> None:
+    """And no advice to look at a run that is removed."""
+    (folder / "train.py").write_text(_changed(TRAIN, *changes))
+    done = selftest(folder, steps=30)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert why in done.stderr
+    assert "gradwatch report" not in done.stderr
+
+
+def test_a_failure_of_the_injection_is_not_the_scripts(folder: Path) -> None:
+    """No exception comes out of the script's backward: the process ends, and gradwatch is named."""
+    breaks = "import gradwatch.launch.fault_injection.faulty_gradients as injected\ninjected.faulty = None\nfor step"
+    (folder / "train.py").write_text(_changed(TRAIN, ("for step", breaks)))
+    done = selftest(folder)
+    assert done.returncode == 1, done.stdout + done.stderr
+    assert (
+        "gradwatch itself failed (TypeError: 'NoneType' object is not callable), not the script"
+        in done.stdout
+    )
+    assert "Traceback" not in done.stderr
+
+
+def test_a_script_that_fails_later_is_shown(folder: Path) -> None:
+    """It is not told to take more steps."""
+    (folder / "train.py").write_text(_changed(TRAIN, ("    x = ", "    assert step < 20\n    x = ")))
+    done = selftest(folder)
+    assert "the script ended with exit status 1 after 20 steps" in done.stdout
+    assert "let it take more" not in done.stdout
+    assert "AssertionError" in done.stderr
+
+
+def _changed(script: str, *changes: tuple[str, str]) -> str:
+    for old, new in changes:
+        assert old in script
+        script = script.replace(old, new)
+    return script
 
 
 def test_weights_and_state_are_put_back(tmp_path: Path) -> None:

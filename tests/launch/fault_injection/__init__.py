@@ -1,0 +1,1 @@
+"""Faults that a selftest puts into gradients."""
