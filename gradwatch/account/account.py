@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any, Literal
 
@@ -53,7 +53,7 @@ class Taken:
 NOTHING_TAKEN = Taken()
 NOT_ARMED = "not armed: "
 """Begins the reason in `Account.inactive` for a rule that judges, but whose actions are off; or for a clip."""
-NUMBERS = ("rules", "rank", "told_by", "processes", "lost", "running", "unknown", "recorded")
+NUMBERS = ("rules", "rank", "told_by", "processes", "lost", "running", "unknown", "recorded", "unrecorded")
 COUNTS = (
     "steps",
     "backwards",
@@ -68,9 +68,8 @@ COUNTS = (
     "provisional",
     "unjudged",
     "nonfinite_unjudged",
-    "optimizers",
-    "parameters",
 )
+DISTINCT = ("optimizers", "parameters")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,9 +86,10 @@ class Watched:
     steps at which histograms of gradients were due and whose loss scale is no power of two; `provisional` and
     `unjudged` steps of those watched, `nonfinite_unjudged` those whose gradients held NaN or Inf with no rule that says
     so. `optimizers` of which a step, taken or rejected, was watched; `parameters` watched at one time, at most (those
-    of an optimizer that is gone until another one takes its place); `coverage` 0..1 of the parameters that want a
-    gradient. `own_seconds` of `seconds` were gradwatch's, from the second recorded step on; `attach_seconds` are what
-    it took before: imports, hooks, the binding of rules.
+    of an optimizer that is gone until another one takes its place); `optimizers_before` and `parameters_before` are
+    those of them that another watch of the process had counted when this one took its place, by other rules. `coverage`
+    0..1 of the parameters that want a gradient. `own_seconds` of `seconds` were gradwatch's, from the second recorded
+    step on; `attach_seconds` are what it took before: imports, hooks, the binding of rules.
     """
 
     steps: int = 0
@@ -107,6 +107,8 @@ class Watched:
     nonfinite_unjudged: int = 0
     optimizers: int = 0
     parameters: int = 0
+    optimizers_before: int = 0
+    parameters_before: int = 0
     coverage: float = 1.0
     own_seconds: float = 0.0
     attach_seconds: float = 0.0
@@ -139,8 +141,9 @@ class Account:
     on, and `unknown` were on another machine. These are in `fired` and `actions` as far as they were recorded, and
     `recorded` counts the steps that their journals hold, at least, which are not in `watched`.
 
-    `before` and `after` are the totals of the process when the watch was attached and when it ended: several watches of
-    one process overlap, so that their `taken` do not add up (`taken_by_one`).
+    `unrecorded` are steps that the watch before it has watched, by rules without a journal, when this one took its
+    place: no journal has them. `before` and `after` are the totals of the process when the watch was attached and when
+    it ended: several watches of one process overlap, so that their `taken` do not add up (`taken_by_one`).
     """
 
     taken: Taken = NOTHING_TAKEN
@@ -162,6 +165,7 @@ class Account:
     running: int = 0
     unknown: int = 0
     recorded: int = 0
+    unrecorded: int = 0
     before: Taken = NOTHING_TAKEN
     after: Taken = NOTHING_TAKEN
     rebaselined: Mapping[str, int] = field(default_factory=dict)
@@ -243,6 +247,7 @@ def merged(accounts: Iterable[Account], taken: Taken = NOTHING_TAKEN) -> Account
     last, having = found[-1], [one for one in found if one.has_judged] or found
     seen = [one.watched for one in found]
     totals = {name: sum(getattr(one, name) for one in seen) for name in COUNTS}
+    totals |= {name: _distinct(seen, name) for name in DISTINCT}
     times = {
         name: sum(getattr(one, name) for one in seen) for name in ("own_seconds", "attach_seconds", "seconds")
     }
@@ -262,6 +267,7 @@ def merged(accounts: Iterable[Account], taken: Taken = NOTHING_TAKEN) -> Account
         rank=min(one.rank for one in found),
         in_group=any(one.in_group for one in found),
         told_by=min(one.told_by for one in found),
+        unrecorded=sum(one.unrecorded for one in found),
     )
 
 
@@ -281,6 +287,13 @@ def taken_by_one(accounts: Iterable[Account]) -> Taken:
 def total(taken: Iterable[Taken]) -> Taken:
     """Totals of several processes."""
     return sum(taken, NOTHING_TAKEN)
+
+
+def _distinct(seen: Sequence[Watched], name: str) -> int:
+    """Number that these have counted, each once: one that took another's place had counted some of them before."""
+    counted: list[int] = [getattr(one, name) for one in seen]
+    before: list[int] = [getattr(one, f"{name}_before") for one in seen]
+    return max(sum(counted) - sum(before), *counted)
 
 
 def _of(kind: type, document: Mapping[str, Any]) -> dict[str, Any]:

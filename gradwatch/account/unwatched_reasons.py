@@ -59,6 +59,11 @@ def _steps(account: Account) -> Iterator[str]:
     taken, seen = account.taken, account.watched
     missed = taken.steps - seen.steps
     rejected, of_rejected = account.rejected
+    unrecorded = min(max(0, missed), account.unrecorded)
+    if unrecorded:
+        steps = plural(taken.steps, "optimizer step")
+        yield f"{unrecorded:,} of {steps} are in no journal: watched by rules that had none among their sinks"
+        missed -= unrecorded
     if missed > 0:
         why = "; ".join((*account.reasons, *_raised(account))) or _guess(account)
         yield f"{missed:,} of {plural(account.steps[1], 'optimizer step')} not watched: {why}"
@@ -67,7 +72,7 @@ def _steps(account: Account) -> Iterator[str]:
     elif taken.raised > (account.ended in ("stopped", "failed")):  # perhaps by what ended the training
         steps = plural(taken.raised, "watched step")
         yield f"whether the weights moved in {steps} that an exception, or os._exit, ended"
-    if of_rejected > rejected:
+    if of_rejected > rejected and not unrecorded:  # else they may be among those
         yield f"{of_rejected - rejected:,} of {plural(of_rejected, 'step')} rejected by a GradScaler not watched"
 
 
@@ -118,7 +123,7 @@ def _without_steps(account: Account) -> Iterator[str]:
         yield f"{plural(seen.replaced, 'window')} of gradients without an optimizer not watched: {REPLACED}"
     lost = taken.backwards - seen.backwards
     # Backwards of steps that were not watched are in another gap; without any watched one there is nothing to compare.
-    if seen.backwards and lost > max(0, taken.steps - seen.steps):
+    if seen.backwards and not account.unrecorded and lost > max(0, taken.steps - seen.steps):
         backwards = plural(taken.backwards, "backward")
         yield f"{lost:,} of {backwards} reached no parameter that is watched, or did not get that far"
     # As such they are no fault: those that a GAN's generator leaves at the discriminator, SAM's first ones.

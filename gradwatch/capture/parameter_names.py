@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import operator
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -194,8 +194,14 @@ class WatchedModels:
             self._gone += gone
         return models
 
-    def add(self, models: Iterable[nn.Module]) -> list[tuple[str, nn.Module, Named]]:
-        """Watch these too: (prefix, model, its parameters) of each that was not watched."""
+    def add(
+        self, models: Iterable[nn.Module], prefixes: Mapping[int, str] | None = None
+    ) -> list[tuple[str, nn.Module, Named]]:
+        """Watch these too: (prefix, model, its parameters) of each that was not watched.
+
+        `prefixes` are those that another watch has given some of them, by `id()`.
+        """
+        prefixes = prefixes or {}
         known = set(map(id, self.note_gone()))
         fresh = [model for model in models if id(model) not in known]
         alone = not self._alive and len(fresh) == 1
@@ -206,7 +212,8 @@ class WatchedModels:
             plain = {nn.Parameter}.issuperset(map(type, params))  # nearly always, and asked without a call
             shapes = tuple(map(_shape, params)) if plain else _shapes(params)
             one = _Watched(noted(model), type(model).__name__, "", names, shapes)
-            one.prefix = self._prefix(one, alone)
+            given = prefixes.get(id(model))
+            one.prefix = self._prefix(one, alone) if given is None else given
             self._alive.append(one)
             added.append((one.prefix, model, named))
         return added

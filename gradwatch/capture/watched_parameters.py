@@ -7,7 +7,7 @@ of a slot elsewhere (arrivals, captures) is held by its number.
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -71,14 +71,16 @@ class Slots:
         """The watched models that are still alive."""
         return self.watched.all()
 
-    def add_models(self, models: Iterable[nn.Module]) -> list[nn.Module]:
-        """Watch further models; those of them that were not watched yet."""
+    def add_models(
+        self, models: Iterable[nn.Module], prefixes: Mapping[int, str] | None = None
+    ) -> list[nn.Module]:
+        """Watch further models; those of them that were not watched yet. `prefixes`: as another watch named them."""
         disturbed = self.disturbed
         if disturbed and self.params:  # else what is added would hide it
             self.scan()
         fresh: list[nn.Module] = []
         listed: list[tuple[str, Named]] = []
-        for prefix, model, named in self.watched.add(models):
+        for prefix, model, named in self.watched.add(models, prefixes):
             fresh.append(model)
             listed.append((prefix, named))
         if fresh:

@@ -105,6 +105,11 @@ def handle(arguments: argparse.Namespace) -> int:
     launch = prepare(command, {**settings(arguments), ROOT: root}, os.environ)
     if launch.note:
         complain(paint(f"gradwatch: {launch.note}", "yellow", sys.stderr))
+    if arguments.reload and not os.path.isfile(anchored(rules)):
+        note = (
+            f"--reload has no file to look at: {rules!r} is a shipped pack; name a file of yours with --rules"
+        )
+        complain(paint(f"gradwatch: {note}", "yellow", sys.stderr))
     if arguments.live:
         from gradwatch.cli.top.beside_script import show
 

@@ -3,8 +3,8 @@
 Modules and optimizers are known by torch's events (`taps.registered`, `taps.optimizers.init`). Until one is made
 nothing else is done: DataLoader workers, compile workers and git helpers start no thread, open no socket and print
 nothing. Before the first `backward`, `scaler.scale`, clip or step, whichever comes first, every optimizer made since is
-watched, by one session that lives as long as the process. The calls of the forward before that are recorded from the
-making of the optimizer on (`first_forwards`).
+watched, by one session that lives as long as the process, or until one by other rules takes its place. The calls of the
+forward before that are recorded from the making of the optimizer on (`first_forwards`).
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class Agent:
         self._reached = 0  # backwards that reached something watched, when the last one began
         self._baselines: Baselines | None = None
         self._reload: RulesReload | None = None
-        self._new_rules: RuleSet | None = None  # of a rule file that has changed: for the next session
+        self._new_rules: RuleSet | None = None  # of a rule file that has changed, to be taken up
         self._forwards = FirstForwards(self.registered, self._lock, _calls_wanted)
         self._without_optimizer = ModelsWithoutOptimizer(self.registered)
         optimizer_init.listen(self._made)
@@ -111,17 +111,17 @@ class Agent:
         """Attach to an optimizer of which no event of torch was seen. Raises only with `--strict`."""
         if self._attaching.locked() or not self._knows(optimizer):
             self.attach_waiting(optimizer)
+        if self._new_rules is not None:
+            self._take_up_rules()
         if self._baselines is not None:
             self._baselines.before_step(optimizer)
 
     def after_step(self, optimizer: Optimizer) -> None:
-        """Save the baselines if the last time was long enough ago, and take up a rule file that has changed."""
+        """Save the baselines if the last time was long enough ago, and look whether the rule file has changed."""
         if self._baselines is not None:
             self._baselines.after_step()
-        if self._reload is not None and not self._inherited:
+        if self._reload is not None and self._new_rules is None:
             self._new_rules = self._reload.new_rules()
-            if self._new_rules is not None:
-                self._begin_anew()
 
     def _made(self, optimizer: Optimizer | None) -> None:
         for watch in _watches:
@@ -157,6 +157,15 @@ class Agent:
         look = self._without_optimizer.due(self._reached > before)
         if look or self._waiting or self._attaching.locked():
             self.attach_waiting(before=call if look else None)
+        if self._reload is not None:
+            self._look_between_windows(self._reload)
+            if self._new_rules is not None:
+                self._take_up_rules()
+
+    def _look_between_windows(self, reload: RulesReload) -> None:
+        """Look whether the rule file has changed, in loops that take no step of an optimizer."""
+        if self._new_rules is None and reload.due() and reload.session.between_windows():
+            self._new_rules = reload.new_rules()
 
     def _about_to_clip(self, clip: Clip) -> None:
         attaching = self._attaching.locked()
@@ -179,7 +188,7 @@ class Agent:
         _watches.clear()
         if self._baselines is not None:
             self._baselines.leave_to_parent()
-        self._baselines = None
+        self._baselines = self._reload = self._new_rules = None
         now = self.registered.clock
         for key, ref in self._seen.items():
             self._waiting.setdefault(key, (ref, now))
@@ -188,21 +197,38 @@ class Agent:
         self._without_optimizer.begin()
         self._attaching = threading.Lock()
 
-    def _begin_anew(self) -> None:
-        """Have the next backward begin a new watch: the one before is closed just before, its baselines go on."""
-        self._inherited += _watches
-        _watches.clear()
-        now = self.registered.clock
-        for key, ref in self._seen.items():
-            self._waiting.setdefault(key, (ref, now))
-        self._seen.clear()
+    def _take_up_rules(self) -> None:
+        """Have a session by the rules that have changed take the place of the one before, between two steps."""
+        with self._lock.held:
+            new, self._new_rules = self._new_rules, None
+            if new is None or self._reload is None or self._attaching.locked():
+                return
+            with self._attaching:
+                try:
+                    self._succeed(self._reload, new)
+                except Exception as error:
+                    if not_ours(error) or _strict():
+                        raise
+                    self._say_not_watching(error)
+
+    def _succeed(self, reload: RulesReload, rules: RuleSet) -> None:
+        began, former = perf_counter(), reload.session
+        try:
+            with filters_kept():
+                made = reload.take_up(rules)
+        finally:
+            if former.closed and former in _watches:
+                _watches.remove(former)
+        if made is None:
+            return
+        _watches.append(made)
+        if self._baselines is not None:
+            self._baselines.go_on(made)
+        self._forwards.handed_over(made)
+        made.count_attaching(perf_counter() - began)
 
     def close_former(self) -> None:
-        """Close the sessions that another one takes the place of: of the parent, or by rules that have changed."""
-        if self._new_rules is not None and self._baselines is not None:
-            self._baselines.save()  # here: the step after which the file had changed is concluded by now
-            self._baselines.leave_to_parent()
-            self._baselines = None
+        """Close the sessions of the parent, in a forked child that watches by its own."""
         while self._inherited:
             self._inherited.pop().close()
 
@@ -352,8 +378,10 @@ class Agent:
         try:
             with filters_kept():
                 from gradwatch.launch.resumed_baselines import Baselines
+                from gradwatch.session.watch_function import watch_optimizers
 
-                made = self._session(roots, optimizers, loose)
+                made = watch_optimizers(roots, optimizers, loose)
+                self._reload = _reload_of(made)
             _watches.append(made)
             _close_at_exit()
             self._baselines = Baselines(made)
@@ -367,41 +395,10 @@ class Agent:
         except BaseException:
             if made in _watches:
                 _watches.remove(made)
-            self._baselines = None
+            self._baselines = self._reload = None
             if made is not None:
                 made.close()
             raise
-
-    def _session(
-        self, roots: list[nn.Module], optimizers: list[Optimizer], loose: list[tuple[str, nn.Parameter]]
-    ) -> Session:
-        """A session by the rules of the environment, or by those read anew; where these fail, by the former."""
-        from gradwatch.session.watch_function import watch_optimizers
-
-        reload, new = self._reload, self._new_rules
-        if reload is None or new is None:
-            made = watch_optimizers(roots, optimizers, loose)
-            self._reload = _reload_of(made)
-            return made
-        from gradwatch.session.session import Session
-        from gradwatch.session.settings import Settings
-
-        self._new_rules = None
-        settings = Settings.resolve()
-        try:
-            made = Session(roots, optimizers, new, settings, None, "launcher", loose=loose)
-        except Exception as error:
-            if not_ours(error):
-                raise
-            made = Session(roots, optimizers, reload.ruleset, settings, None, "launcher", loose=loose)
-            reload.applied(made, reload.ruleset)
-            reload.refused(str(error))
-            return made
-        reload.applied(made, new)
-        stderr.say(
-            f"gradwatch: {settings.rules} has changed, and is in force: {len(made.ruleset.rules)} rules"
-        )
-        return made
 
     def _are_named(self, own: Session | None, ready: list[tuple[Optimizer, int]]) -> bool:
         """True if all parameters of these optimizers are watched, and no module was given anything since."""

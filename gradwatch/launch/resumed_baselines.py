@@ -109,6 +109,15 @@ class Baselines:
         now = time.monotonic()
         self._due = now + max(EVERY_SECONDS, SHARE * (now - started))
 
+    def go_on(self, watch: Session) -> None:
+        """Save the state of another session from now on: it has taken the place of the one before, with its state."""
+        self._watch = watch
+        self._known.clear()
+        path = os.path.join(watch.run.directory, f"state-rank{watch.run.rank}.json")
+        if path != self._path:  # other rules may name another folder
+            self._state_lock.release()
+            self._state_lock, self._path = StateLock(watch.run), path
+
     def leave_to_parent(self) -> None:
         """Save nothing any more: the process is a forked child, and the state is its parent's."""
         self._state_lock.release()

@@ -1,7 +1,8 @@
 """`gradwatch run --reload`: a rule file that changes while the script trains is taken up between two steps.
 
-The file, and those that it extends, are looked at once a second at most. A changed one is read by a thread: what is
-refused leaves the old rules in force, and is said; what is right goes to the agent, which begins a new watch by it.
+The file, and all that it extends, are looked at once a second at most. A changed one is read by a thread: what is
+refused leaves the session as it is, and is said; by what is right a new session takes its place, and goes on with what
+it has learned.
 """
 
 from __future__ import annotations
@@ -9,21 +10,25 @@ from __future__ import annotations
 import os
 import threading
 import time
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from gradwatch.errors import GradwatchError
 from gradwatch.runtime import stderr
+from gradwatch.runtime.interruption import not_ours
 
 if TYPE_CHECKING:
     from gradwatch.rules.rule_set import RuleSet
     from gradwatch.session.session import Session
+    from gradwatch.session.succession import Handover
 
 LOOK_SECONDS = 1.0
 SEVERAL_RANKS = (
     "ranks take up rules together or not at all, so those of a job of several ranks stay as they began"
 )
 
-Stamp = tuple[tuple[str, int, int, int], ...]
+Stamp = tuple[int, int, int]
+"""Inode, size and time of the last change of a file; zeros where there is none."""
 
 
 class RulesReload:
@@ -32,16 +37,14 @@ class RulesReload:
     def __init__(self, session: Session, source: str) -> None:
         self.session, self._source = session, source
         self.ruleset: RuleSet = session.ruleset
-        self._files = _files_of(self.ruleset, source)
-        self._known = _stamp(self._files)
+        self._known = _stamps(_files_of(source))
         self._due = time.monotonic() + LOOK_SECONDS
         self._reading: threading.Thread | None = None
         self._read: RuleSet | None = None
 
-    def applied(self, session: Session, ruleset: RuleSet) -> None:
-        """A new session is in force, by these rules."""
-        self.session, self.ruleset = session, ruleset
-        self._files = _files_of(ruleset, self._source)
+    def due(self) -> bool:
+        """True if it is time to ask for `new_rules`."""
+        return self._reading is not None or time.monotonic() >= self._due
 
     def new_rules(self) -> RuleSet | None:
         """Rules to be taken up now; None where nothing has changed, or what has is not read yet or is refused."""
@@ -51,20 +54,65 @@ class RulesReload:
             self._reading = None
             found, self._read = self._read, None
             return found
-        now = time.monotonic()
-        if now < self._due:
+        if not self.due():
             return None
-        self._due = now + LOOK_SECONDS
-        stamp = _stamp(self._files)
-        if stamp == self._known:
+        self._due = time.monotonic() + LOOK_SECONDS
+        stamps = _stamps(self._known)
+        if stamps == self._known:
             return None
-        self._known = stamp
+        self._known = stamps
         if self.session.run.world_size > 1:
             self.refused(SEVERAL_RANKS)
             return None
         self._reading = threading.Thread(target=self._load, name="gradwatch-reload", daemon=True)
         self._reading.start()
         return None
+
+    def take_up(self, ruleset: RuleSet) -> Session | None:
+        """The session by these rules that has taken the place of the other; None where that one stays.
+
+        Raises where neither the new rules nor the old ones can be watched by any more.
+        """
+        from gradwatch.session.session import Session
+        from gradwatch.session.settings import Settings
+
+        settings = Settings.resolve()
+        try:
+            self.session.check(ruleset, settings)
+        except Exception as error:
+            if not_ours(error):
+                raise
+            self.refused(str(error))
+            return None
+        before = self.session.hand_over()
+        if before is None:
+            return None
+
+        def successor(rules: RuleSet, before: Handover) -> Session:
+            watching = before.watching
+            return Session(
+                watching.models,
+                watching.optimizers,
+                rules,
+                settings,
+                None,
+                "launcher",
+                loose=watching.loose,
+                before=before,
+            )
+
+        try:
+            self.session = successor(ruleset, before)
+        except Exception as error:
+            if not_ours(error):
+                raise
+            self.session = successor(self.ruleset, before)
+            self.refused(str(error))
+        else:
+            self.ruleset = ruleset
+            count = len(self.session.ruleset.rules)
+            stderr.say(f"gradwatch: {self._source} has changed, and is in force: {count} rules")
+        return self.session
 
     def refused(self, why: str) -> None:
         """Say that the old rules stay; the metric says so until other ones are taken up."""
@@ -76,6 +124,9 @@ class RulesReload:
         from gradwatch.rules.files import load_rules
 
         try:
+            # Before the rules are read: what changes meanwhile is seen at the next look. Also what is refused is
+            # mended in one of its files, perhaps in one that the rules in force do not extend.
+            self._known = _stamps(_files_of(self._source))
             found = load_rules(self._source, run=self.session.run.run_id)
         except GradwatchError as error:
             self.refused(f"\n{error}")
@@ -89,20 +140,20 @@ class RulesReload:
             self._read = found
 
 
-def _files_of(ruleset: RuleSet, source: str) -> tuple[str, ...]:
-    """The rule file and those that it extends, shipped packs included."""
-    places = {place.rpartition(":")[0] for place in ruleset.origins.values()}
-    return (source, *sorted(place for place in places if place and place != source))
+def _files_of(source: str) -> tuple[str, ...]:
+    from gradwatch.rules.files import extended_files  # pydantic and ruamel: 0.2 s, which a pack does not need
+
+    return extended_files(source)
 
 
-def _stamp(files: tuple[str, ...]) -> Stamp:
-    """Changes whenever a file does: also one that is replaced, or goes."""
-    found = []
-    for file in files:
-        try:
-            status = os.stat(file)
-        except OSError:
-            found.append((file, 0, 0, 0))
-        else:
-            found.append((file, status.st_ino, status.st_size, status.st_mtime_ns))
-    return tuple(found)
+def _stamps(files: Iterable[str]) -> dict[str, Stamp]:
+    """Changes whenever a file does: also one that is replaced, or goes, or comes."""
+    return {file: _stamp(file) for file in files}
+
+
+def _stamp(file: str) -> Stamp:
+    try:
+        status = os.stat(file)
+    except OSError:
+        return 0, 0, 0
+    return status.st_ino, status.st_size, status.st_mtime_ns

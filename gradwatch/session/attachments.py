@@ -11,6 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from gradwatch.capture.columns.batch_hash import batch_hash
+from gradwatch.capture.columns.module_taps import ModuleTaps
 from gradwatch.capture.columns.nonfinite_running_statistics import RunningStatistics
 from gradwatch.capture.fsdp_backward_end import FlatTaps
 from gradwatch.capture.optimizer_capture import OptimizerCapture
@@ -31,6 +32,7 @@ from gradwatch.records.event import Event
 from gradwatch.records.run_info import RunInfo
 from gradwatch.records.snapshot import Sites
 from gradwatch.rules.rule_set import RuleSet
+from gradwatch.runtime.weak_references import Distinct
 from gradwatch.session.actions.localise_action import Causes, localising
 from gradwatch.session.active_or_paused import STEP_PATH, Activity
 from gradwatch.session.binding.backward_actions import module_bounds_of
@@ -45,6 +47,7 @@ from gradwatch.session.optimizer_context import Contexts
 from gradwatch.session.pipeline.extra_columns import ExtraColumns
 from gradwatch.session.pipeline.record_publishing import Publishing
 from gradwatch.session.pipeline.step_pipeline import Sources, StepPipeline, deferral_allowed
+from gradwatch.session.succession import Handover, watching_of
 from gradwatch.session.watched_optimizers import Ownership
 from gradwatch.taps.pipeline_stages import PipelineStages
 
@@ -109,8 +112,12 @@ class Attached:
         services: Services,
         strict_rules: bool,
         name: str,
+        before: Handover | None = None,
     ) -> None:
-        """`name` is the same on all ranks that run one script. Raises where the rules do not fit these models."""
+        """`name` is the same on all ranks that run one script. Raises where the rules do not fit these models.
+
+        With `before` it goes on with what another session, whose place its own takes, has learned of them.
+        """
         self.rules = rules
         self._services = services
         self._activity, self._notices = services.activity, services.notices
@@ -124,11 +131,16 @@ class Attached:
         spent = services.publishing.totals.own_time
         try:
             self.capture = self._part(
-                Capture(models, self._backward_ended, self._activity.failed, spent, ownership)
+                Capture((), self._backward_ended, self._activity.failed, spent, ownership)
             )
+            self.capture.slots.add_models(models, None if before is None else before.watching.prefixes)
             self.capture.slots.add_loose(loose, ownership.given(()))
+            if before is not None:
+                self.capture.slots.add_loose(before.watching.held_by_script)
             wanted = self._tapped(models, strict_rules)
             self._bind_to(wanted, name)
+            if before is not None:
+                self._go_on_from(before)
             self._hold(models)
         except BaseException:
             self.close()
@@ -151,11 +163,31 @@ class Attached:
         if self.taps is not None:
             self._part(self.taps)
         self._part(FlatTaps(models, self.capture.expect, failed))
-        wanted = self.capture.slots.wanting()
-        sites = self.sites()
+        return self._fit(rules, self.taps, models, strict_rules)
+
+    def _fit(
+        self, rules: Rules, taps: ModuleTaps | None, models: list[nn.Module], strict_rules: bool
+    ) -> list[nn.Parameter]:
+        """Fit rules to the models; the parameters to watch. Raises where they do not fit."""
+        wanted, sites = self.capture.slots.wanting(), self._sites_with(taps)
         rules.fit(refused_here(rules.engine, sites, models, wanted, rules.run.world_size))
         rules.engine.check(sites, strict_rules)
         return wanted
+
+    def check(self, ruleset: RuleSet, fitting: Fitting, strict_rules: bool) -> None:
+        """Raise where other rules would not fit the models; nothing stays attached for them."""
+        rules, models = Rules(ruleset, self.rules.run, fitting), self.capture.slots.models()
+        taps = fitting.taps(rules.engine, models, self._activity.failed)
+        try:
+            self._fit(rules, taps, models, strict_rules)
+        finally:
+            if taps is not None:
+                taps.close()
+
+    def _go_on_from(self, before: Handover) -> None:
+        self.rule_bindings.saved_states.go_on_from(before.states)
+        self.rule_bindings.count_on(before.parameters)
+        self.weights.load(before.weights)
 
     def _bind_to(self, wanted: Sequence[nn.Parameter], name: str) -> None:
         """Make the parts that rules are bound in; `wanted` are the parameters that want a gradient."""
@@ -197,8 +229,8 @@ class Attached:
             self._bundles = Bundles(rules.ruleset, self.causes, failed, rules.run)
         self.own_sinks = [] if self._bundles is None else [self._bundles]
 
-    def start(self, on_escalate: Callable[[Event], object] | None) -> None:
-        """Hook the step boundary: from here on steps are judged."""
+    def start(self, on_escalate: Callable[[Event], object] | None, counted: Distinct | None = None) -> None:
+        """Hook the step boundary: from here on steps are judged. `counted` optimizers are not counted again."""
         capture, activity, engine, notices = self.capture, self._activity, self.rules.engine, self._notices
         self.note_inactive()
         self.binder = Binder(
@@ -242,6 +274,8 @@ class Attached:
                 self._reset,
             )
         )
+        if counted is not None:
+            self.boundary.count_on(counted)
         capture.call_when_cleared(self._cleared)
         not_finite = None if self.causes is None else self.causes.loss_not_finite
         capture.losses.report_to(self._no_loss, not_finite)
@@ -261,7 +295,28 @@ class Attached:
 
     def sites(self) -> Sites:
         """Every parameter that wants a gradient, and every module that is tapped."""
-        return with_modules(self.capture.slots.all_sites(), () if self.taps is None else self.taps.names)
+        return self._sites_with(self.taps)
+
+    def _sites_with(self, taps: ModuleTaps | None) -> Sites:
+        return with_modules(self.capture.slots.all_sites(), () if taps is None else taps.names)
+
+    def hand_over(self, unrecorded: int) -> Handover:
+        """Everything that another session goes on with; `unrecorded` steps of it are in no journal."""
+        return Handover(
+            watching_of(self.capture, self.ownership),
+            self.rule_bindings.saved_states.learned(self.capture.captures),
+            self.weights.to_dict(),
+            self.boundary.optimizers,
+            self.rule_bindings.most_parameters,
+            unrecorded,
+        )
+
+    @property
+    def between_windows(self) -> bool:
+        """True if no gradient waits for a step of anything."""
+        return not any(
+            one.backwards and any(grad is not None for grad in one.grads()) for one in self.capture.captures
+        )
 
     @property
     def degraded(self) -> bool:

@@ -12,6 +12,7 @@ from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.errors import AttachError
 from gradwatch.session.binding.optimizer_rules import OptimizerRules
 from gradwatch.session.optimizer_context import Contexts
+from gradwatch.session.succession import LearnedState
 
 if TYPE_CHECKING:
     from gradwatch.session.attachments import Attached
@@ -45,10 +46,33 @@ class OptimizerStates:
     def __init__(self, contexts: Contexts) -> None:
         self._contexts = contexts
         self.waiting: Mapping[str, Any] = {}  # loaded, and not taken up by a step yet
+        self._learned: tuple[LearnedState, ...] = ()  # by the session before, and not taken up yet
 
     def keep(self, states: Mapping[str, Any]) -> None:
         """Keep loaded states until the optimizers that they are of take them up."""
         self.waiting = dict(states)
+
+    def go_on_from(self, learned: tuple[LearnedState, ...]) -> None:
+        """Keep what another session has learned until the captures that it is of take it up."""
+        self._learned = learned
+
+    @property
+    def awaited(self) -> bool:
+        """True if there is anything that a capture may take up."""
+        return bool(self.waiting or self._learned)
+
+    def learned(self, captures: Iterable[OptimizerCapture]) -> tuple[LearnedState, ...]:
+        """The states of all captures, and those that none has taken up yet, for the session that comes next."""
+        captures = list(captures)
+        states = self.of(captures)
+        return (
+            *self._learned,
+            *(
+                LearnedState(one.optimizer, frozenset(one.sites.names), states[str(one.index)])
+                for one in captures
+                if str(one.index) in states
+            ),
+        )
 
     def of(self, captures: Iterable[OptimizerCapture]) -> dict[str, Any]:
         """The state of every capture, JSON-safe."""
@@ -64,11 +88,21 @@ class OptimizerStates:
         return found
 
     def take_up(self, captured: OptimizerCapture, bound_rules: OptimizerRules) -> None:
-        """Go on from what was loaded for this capture, if anything was."""
+        """Go on from what was loaded for this capture, or learned by the session before, if anything was."""
+        learned = next((one for one in self._learned if one.is_of(captured)), None)
+        if learned is not None:
+            self._learned = tuple(one for one in self._learned if one is not learned)
+            self._go_on(captured, bound_rules, learned.state)
+            if learned.abandoned:
+                bound_rules.discard_rate()
         index = str(captured.index)
         found = self.waiting.get(index)
         if found is None:
             return
-        bound_rules.load(found)
-        captured.resume_at(int(found["step"]))
+        self._go_on(captured, bound_rules, found)
         self.waiting = {key: value for key, value in self.waiting.items() if key != index}
+
+    @staticmethod
+    def _go_on(captured: OptimizerCapture, bound_rules: OptimizerRules, state: Mapping[str, Any]) -> None:
+        bound_rules.load(state)
+        captured.resume_at(int(state["step"]))

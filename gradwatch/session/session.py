@@ -38,6 +38,7 @@ from gradwatch.session.pipeline.record_publishing import Publishing
 from gradwatch.session.session_account import Accounting, Counted, of_process, steps_concluded
 from gradwatch.session.session_sinks import SessionSinks, chosen_sinks
 from gradwatch.session.settings import Settings, quiet_asked, run_info
+from gradwatch.session.succession import Handover
 from gradwatch.session.watched_optimizers import Ownership
 from gradwatch.sinks import Sink
 from gradwatch.taps import step_hooks
@@ -80,8 +81,11 @@ class Session:
         active: bool = True,
         on_escalate: Callable[[Event], object] | None = None,
         loose: Sequence[tuple[str, nn.Parameter]] = (),
+        before: Handover | None = None,
     ) -> None:
+        """`before` is what another session, whose place this one takes, hands over."""
         self.origin = origin
+        self._unrecorded = 0 if before is None else before.unrecorded
         self.ended: Ending = ""
         self._ownership = Ownership(optimizers)
         self.attached: Attached | None = None  # until `close`
@@ -107,13 +111,13 @@ class Session:
             name = f"{self.run.attempt}/{number}"
             strict_rules = settings.strict_rules
             attached = Attached(
-                models, self._ownership, loose, self._rules, self._services, strict_rules, name
+                models, self._ownership, loose, self._rules, self._services, strict_rules, name, before
             )
             try:
                 self.run, self.ruleset, self.attached = self._rules.run, self._rules.ruleset, attached
                 every = [*chosen, *attached.own_sinks]
                 self._sinks.open(every, self.run, settings.strict, self._notices.say)
-                attached.start(on_escalate)
+                attached.start(on_escalate, None if before is None else before.counted)
                 self._activity.begin(self.run.pid)
                 self._go_live(attached, models)
             except BaseException:
@@ -276,6 +280,9 @@ class Session:
             rule_bindings.warming_up(),
             boundary.windows_replaced,
             boundary.waiting,
+            boundary.optimizers_before,
+            rule_bindings.parameters_before,
+            self._unrecorded,
         )
 
     def observed_only(self) -> list[int]:
@@ -412,6 +419,33 @@ class Session:
         if self.attached is not None:
             self.catch_up()
             saved_state.load(self.attached, state)
+
+    # -- another session in its place --------------------------------------------------------------------
+
+    def check(self, ruleset: RuleSet, settings: Settings) -> None:
+        """Raise where a session by these rules could not take the place of this one, which stays as it is."""
+        if self.attached is not None:
+            chosen_sinks(None, ruleset, settings)
+            fitting = Fitting(self.origin == "launcher" and not settings.strict_rules)
+            self.attached.check(ruleset, fitting, settings.strict_rules)
+
+    def between_windows(self) -> bool:
+        """True if it watches loops without an optimizer, and no gradient of theirs waits for a step."""
+        if self.attached is None or not self.observed_only():  # to catch up may wait for a device
+            return False
+        self.catch_up()
+        return self.attached.between_windows
+
+    def hand_over(self) -> Handover | None:
+        """Close it, and give everything that another session goes on with; None where it was closed before."""
+        self.catch_up()
+        attached = self.attached
+        if attached is None:
+            return None
+        recorded = any(breaker.name == "journal" for breaker in self._sinks)
+        given = attached.hand_over(0 if recorded else self._unrecorded + attached.boundary.steps)
+        self.close()
+        return given
 
     # -- the end -----------------------------------------------------------------------------------------
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from gradwatch.account import Account, Ending, Taken, merged
 from gradwatch.account.session_counts import SessionCounts
@@ -25,7 +25,8 @@ class Counted:
     `uncalled` are steps for which a GradScaler has not called the optimizer, which are none of the `steps`;
     `parameters` is the most that the optimizers have held together, `warming_up` why a rule has had no data yet,
     `replaced` windows without an optimizer whose parameters made way for others unlike them; `waiting` steps
-    that are measured and not judged yet.
+    that are measured and not judged yet. `optimizers_before` and `parameters_before` are those of them that the session
+    before has counted, and `unrecorded` the steps that it has watched without a journal.
     """
 
     steps: int = 0
@@ -37,6 +38,9 @@ class Counted:
     warming_up: Mapping[str, str] = field(default_factory=dict)
     replaced: int = 0
     waiting: int = 0
+    optimizers_before: int = 0
+    parameters_before: int = 0
+    unrecorded: int = 0
 
 
 class Accounting:
@@ -71,15 +75,20 @@ class Accounting:
             taken=after.since(self._before, self._elsewhere() - self._steps_elsewhere),
             before=self._before,
             after=after,
-            watched=totals.watched(
-                counted.steps,
-                counted.backwards,
-                counted.optimizers,
-                counted.parameters,
-                counted.replaced,
-                counted.waiting,
-                counted.uncalled,
+            watched=replace(
+                totals.watched(
+                    counted.steps,
+                    counted.backwards,
+                    counted.optimizers,
+                    counted.parameters,
+                    counted.replaced,
+                    counted.waiting,
+                    counted.uncalled,
+                ),
+                optimizers_before=counted.optimizers_before,
+                parameters_before=counted.parameters_before,
             ),
+            unrecorded=counted.unrecorded,
             ended="stopped" if totals.stopped else ended,
             fired=dict(totals.fired),
             actions=dict(totals.actions),
@@ -118,7 +127,11 @@ def steps_concluded() -> int:
 def of_process(live: Iterable[Account]) -> Account:
     """Account of this process: what it did, and what all its sessions watched: those `live`, and those closed."""
     found = [*_concluded, *live]
-    return merged(found, TOTALS.taken()) if found else Account(TOTALS.taken(), told_by=told_by())
+    if not found:
+        return Account(TOTALS.taken(), told_by=told_by())
+    return replace(
+        merged(found, TOTALS.taken()), unrecorded=0
+    )  # here they are known, with or without a journal
 
 
 def _discard() -> None:

@@ -34,6 +34,13 @@ class Ownership:
         found = {id(one): one for ref in refs if (one := ref()) is not None}
         return list(found.values())
 
+    def everyone(self, captures: Sequence[OptimizerCapture]) -> list[Optimizer]:
+        """Every optimizer that is watched or waits to be, those of `captures` first, in their order."""
+        captured = [one.optimizer for one in captures if one.optimizer is not None]
+        refs = [*captured, *self._given, *self.wanted, *map(weakref.ref, self._named)]
+        found = {id(one): one for ref in refs if (one := ref()) is not None}
+        return list(found.values())
+
     def waiting(self, capture: Captures) -> list[Optimizer]:
         """Optimizers named since captures were made last that have none yet."""
         found: list[Optimizer] = []

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import SGD, Optimizer
 
 import gradwatch
-from gradwatch.account import NOTHING_TAKEN, Account, gaps, lines
+from gradwatch.account import NOTHING_TAKEN, Account, Watched, gaps, lines, merged
 from gradwatch.account.launch_total import Part, launch_total
 from gradwatch.rules.files import parse_rules
 from gradwatch.session.watch import session_of
@@ -35,6 +35,21 @@ def closure_of(model: nn.Module, optimizer: Optimizer, before: Callable[[], Any]
         return loss
 
     return closure
+
+
+def test_a_watch_that_took_the_place_of_another_counts_nothing_twice() -> None:
+    """Optimizers and parameters of its account are those of both, also where the account before it is lost."""
+    first = Account(watched=Watched(optimizers=1, parameters=4))
+    second = Account(watched=Watched(optimizers=2, parameters=6, optimizers_before=1, parameters_before=4))
+    beside = Account(watched=Watched(optimizers=1, parameters=3))
+    for accounts, expected in (
+        ([first, second], (2, 6)),
+        ([second], (2, 6)),
+        ([merged([first, second]), beside], (3, 9)),
+        ([first, beside, second], (3, 9)),
+    ):
+        found = merged(accounts).watched
+        assert (found.optimizers, found.parameters) == expected
 
 
 def test_what_a_closure_trains_beside_its_own_model_is_steps_of_their_own() -> None:

@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from gradwatch.journal import EventsEntry, JournalReader, StepsEntry
 from tests.support.launch_cases import GRADWATCH
 
@@ -76,6 +78,17 @@ def fired(folder: Path) -> list[set[str]]:
     return found
 
 
+def recorded_steps(folder: Path) -> list[int]:
+    """The numbers of all steps recorded, in the order of the journals."""
+    return [
+        row.step
+        for path in sorted((folder / "gradwatch-runs").glob("*/*.gwj"))
+        for one in JournalReader(path).entries()
+        if isinstance(one, StepsEntry)
+        for row in one.rows
+    ]
+
+
 def test_a_changed_file_is_taken_up_and_a_wrong_one_is_not(tmp_path: Path) -> None:
     """New rules judge on; what is wrong leaves them in force, with its place and the metric, until it is mended."""
     script = f"""
@@ -100,11 +113,16 @@ for _ in range(5):
     (taken,) = re.findall(r"gradwatch: ([\d,]+) of ([\d,]+) steps watched", done.stderr)
     assert taken[0] == taken[1]
     assert "fired: first ×1, second ×1, third ×1" in done.stderr
+    assert "1 optimizer, 2 parameters," in done.stderr  # by three watches one after the other
 
 
-def test_baselines_go_on(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "optimizer", ["Adam(model.parameters(), 1e-6)", "SGD(model.parameters(), 1e-6, momentum=0.9)"]
+)
+def test_baselines_go_on(optimizer: str, tmp_path: Path) -> None:
     """A rule whose warm-up was over judges from the first step on after a change of another rule."""
     script = f"""
+optimizer = torch.optim.{optimizer}
 for _ in range(60):
     step()
 replaced(RULES.replace("NAME", "second") + MORE)
@@ -117,14 +135,97 @@ for _ in range(3):
     done = run(tmp_path, script, "--reload", more=spike)
     assert done.returncode == 0, done.stderr
     assert "spike" in fired(tmp_path)[-1]
-    steps = [
-        row.step
-        for path in sorted((tmp_path / "gradwatch-runs").glob("*/*.gwj"))
-        for one in JournalReader(path).entries()
-        if isinstance(one, StepsEntry)
-        for row in one.rows
-    ]
+    steps = recorded_steps(tmp_path)
     assert steps == list(range(len(steps)))
+
+
+def test_rules_that_do_not_fit_the_model_leave_the_session_as_it_is(tmp_path: Path) -> None:
+    """With --strict-rules: one journal, one watch, and the old rules judge on; what is mended is taken up."""
+    script = f"""
+until({has("first")})
+replaced(UNFIT)
+until({FAILED})
+for _ in range(5):
+    step()
+"""
+    unfit = RULES.replace("NAME", "second").replace("rules:", "groups: {none: {params: [nothing.*]}}\nrules:")
+    unfit += "  third: {detect: {kind: above, of: norm, threshold: 1}, groups: [none]}\n"
+    done = run(tmp_path, f"UNFIT = {unfit!r}\n" + script, "--reload", "--strict-rules")
+    assert done.returncode == 0, done.stderr
+    assert "is not taken up, the old rules stay: the rules do not fit this model" in done.stderr
+    assert fired(tmp_path) == [{"first"}]
+    assert "1 optimizer, 2 parameters," in done.stderr
+
+
+def test_a_file_that_only_refused_rules_extend_is_looked_at(tmp_path: Path) -> None:
+    """The new rules extend a file that is not there yet: as it comes, they are taken up."""
+    script = f"""
+until({has("first")})
+replaced("version: 1\\nextends: [more.yaml]\\n")
+until({FAILED})
+pathlib.Path("more.yaml").write_text(RULES.replace("NAME", "second"))
+until({has("second")})
+"""
+    done = run(tmp_path, script, "--reload")
+    assert done.returncode == 0, done.stderr
+    assert fired(tmp_path)[-1] == {"second"}
+
+
+def test_loops_without_an_optimizer_take_up_rules_between_two_windows(tmp_path: Path) -> None:
+    """Their windows are counted on, and two backwards of one window are not torn apart."""
+    script = f"""
+del optimizer
+
+def step():
+    for _ in range(2):
+        (model(torch.randn(8, 4)).square().mean()).backward()
+    with torch.no_grad():
+        for param in model.parameters():
+            param -= 1e-6 * param.grad
+            param.grad = None
+
+until({has("first")})
+replaced(RULES.replace("NAME", "second"))
+until({has("second")})
+"""
+    done = run(tmp_path, script, "--reload")
+    assert done.returncode == 0, done.stderr
+    assert fired(tmp_path) == [{"first"}, {"second"}]
+    steps = recorded_steps(tmp_path)
+    assert steps == list(range(len(steps)))
+    assert f"{2 * len(steps)} backwards and no step" in done.stderr
+
+
+def test_steps_watched_without_a_journal_are_said_to_be_in_none(tmp_path: Path) -> None:
+    """Rules without the journal among their sinks, and back: the audit does not take them for unwatched."""
+    script = f"""
+until({has("first")})
+replaced("sinks: [prometheus]\\n" + RULES.replace("NAME", "second"))
+until({has("second")})
+for _ in range(20):
+    step()
+replaced(RULES.replace("NAME", "third"))
+until({has("third")})
+"""
+    done = run(tmp_path, script, "--reload")
+    assert done.returncode == 0, done.stderr
+    ((watched, taken),) = re.findall(r"gradwatch: ([\d,]+) of ([\d,]+) steps watched", done.stderr)
+    assert watched == taken
+    folder = next((tmp_path / "gradwatch-runs").glob("*/*.gwj")).parent
+    audit = subprocess.run(
+        [*GRADWATCH, "audit", str(folder)], capture_output=True, text=True, check=False
+    ).stdout
+    missing = int(taken.replace(",", "")) - len(recorded_steps(tmp_path))
+    assert f"{missing:,} of {taken} optimizer steps are in no journal" in audit
+    assert "before gradwatch was attached" not in audit
+
+
+def test_a_pack_cannot_change_and_that_is_said(tmp_path: Path) -> None:
+    """`--reload` without a rule file of one's own: one line, and the script runs."""
+    command = [*GRADWATCH, "run", "--reload", "--", sys.executable, "-c", "pass"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0
+    assert done.stderr.count("--reload has no file to look at: 'default' is a shipped pack") == 1
 
 
 def test_without_the_option_nothing_is_looked_at(tmp_path: Path) -> None:

@@ -4,8 +4,9 @@
 against `pydantic_models`), `merge` joins them, `rule_building` makes rules, a section a file (`detect_section`, …).
 """
 
+from gradwatch.rules.files.extends import extended_files
 from gradwatch.rules.files.jsonschema import json_schema
 from gradwatch.rules.files.load import load_rules, parse_rules
 from gradwatch.rules.files.rules_digest import canonical
 
-__all__ = ["canonical", "json_schema", "load_rules", "parse_rules"]
+__all__ = ["canonical", "extended_files", "json_schema", "load_rules", "parse_rules"]

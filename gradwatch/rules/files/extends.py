@@ -65,11 +65,15 @@ def _packs_hint(path: str, problems: Problems) -> str:
 
 
 class Collector:
-    """Reads a file and everything it extends; `files` ends up in the order in which later wins."""
+    """Reads a file and everything it extends; `files` ends up in the order in which later wins.
+
+    `named` are the paths of what is extended, whether it could be read or not.
+    """
 
     def __init__(self, problems: Problems) -> None:
         self.problems = problems
         self.files: list[Map] = []
+        self.named: list[str] = []
         self._seen: set[str] = set()
 
     def add(self, text: str, path: str, chain: tuple[str, ...] = ()) -> None:
@@ -91,6 +95,7 @@ class Collector:
 
     def _extend(self, item: Scalar, beside: str, chain: tuple[str, ...]) -> None:
         path = locate(item.text, beside)
+        self.named.append(path)
         here = os.path.realpath(path)
         if here in chain:
             round_trip = " → ".join(os.path.basename(each) for each in (*chain[chain.index(here) :], here))
@@ -103,6 +108,16 @@ class Collector:
             self.problems.add(item.mark, "GW213", f"more than {MOST_FILES} files", "extend fewer files")
         elif (text := read(path, item.mark, self.problems)) is not None:
             self.add(text, path, chain)
+
+
+def extended_files(path: str) -> tuple[str, ...]:
+    """The rule file at `path` and all that it extends, also those that cannot be read, or are not there (yet)."""
+    problems = Problems()
+    collector = Collector(problems)
+    text = read(path, start(path), problems)
+    if text is not None:
+        collector.add(text, path)
+    return tuple(dict.fromkeys((path, *collector.named)))
 
 
 def start(path: str) -> Mark:

@@ -62,6 +62,7 @@ class RuleBindings:
         self.saved_states = OptimizerStates(contexts)
         self.hooks = TensorHooks(engine, ranks, activity, contexts)
         self.most_parameters = 0  # named in the captures at one time, each counted once
+        self.parameters_before = 0  # of these, counted by the session before
 
     def __iter__(self) -> Iterator[OptimizerRules]:
         return iter(self._contexts.bound())
@@ -164,7 +165,7 @@ class RuleBindings:
     def go_on(self, ctx: OptimizerContext) -> bool:
         """Go on with the rules of a context for another optimizer of the same sites; False where they need binding."""
         bound_rules = ctx.rules
-        if self.hooks.acts or self.saved_states.waiting or bound_rules.local is not None:
+        if self.hooks.acts or self.saved_states.awaited or bound_rules.local is not None:
             return False
         bound_rules.begin_anew(ctx.captured)
         return True
@@ -250,6 +251,10 @@ class RuleBindings:
             waiting = here | waiting
             warm |= bound_rules.bound.judging.difference(here)
         return {rule: waiting[rule] for rule in sorted(waiting) if rule not in warm}
+
+    def count_on(self, parameters: int) -> None:
+        """Count on from the most parameters that the session before has had."""
+        self.most_parameters = self.parameters_before = parameters
 
     def _count_parameters(self) -> None:
         named = (zip(bound_rules.sites.names, bound_rules.sites.kinds, strict=True) for bound_rules in self)

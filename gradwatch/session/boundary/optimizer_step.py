@@ -93,6 +93,7 @@ class Boundary:
         self.steps = 0  # measured; an optimizer that wraps another one takes a step together with it
         self.uncalled = 0  # rejected by a GradScaler that has not called the optimizer: none of these steps
         self.optimizers = Distinct()  # of which a step was measured
+        self.optimizers_before = 0  # of these, counted by the session before
         self._counted = 0  # number of the step counted last
         self._removes = [
             step_hooks.listen(self.before_step, self.after_step),
@@ -109,6 +110,10 @@ class Boundary:
         self.flush()
         for ctx in self._contexts:
             ctx.acting.close()
+
+    def count_on(self, optimizers: Distinct) -> None:
+        """Count on from the optimizers that the session before has counted."""
+        self.optimizers, self.optimizers_before = optimizers, optimizers.count
 
     def owns(self, optimizer: Optimizer) -> bool:
         """True if this optimizer is watched now."""
