@@ -100,6 +100,11 @@ class FrameScanner:
         self._buffer = b""
         self._buffer_offset = 0
 
+    @property
+    def in_doubt(self) -> bool:
+        """True if the last read stopped at bytes that the next one will find damaged, unless they change."""
+        return self._suspect >= 0
+
     def skip_to(self, offset: int) -> None:
         """Read on from this offset in bytes, which need not be the start of a frame."""
         self.offset = offset

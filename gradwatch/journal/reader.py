@@ -49,7 +49,8 @@ class JournalReader:
     `path` is any of its files. Reading never fails on content: what is damaged is stepped over and listed in
     `damage`, and no record is ever shown other than as it was written. `missing` counts frames that gaps
     prove lost, `unknown` entries of kinds this version does not know; `complete` says that the writer closed
-    the journal in order. All four speak of the latest full iteration. `OSError` where no file can be opened.
+    the journal in order. All four speak of the latest full iteration. `in_doubt`: `incoming` has stopped at what the
+    next look will find damaged, unless it changes. `OSError` where no file can be opened.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -64,6 +65,7 @@ class JournalReader:
         self.missing = 0
         self.unknown = 0
         self.complete = False
+        self.in_doubt = False
 
     @property
     def rank(self) -> int:
@@ -146,22 +148,25 @@ class JournalReader:
                 else:
                     time.sleep(poll_seconds)
 
-    def incoming(self) -> Generator[Entry | None, None, None]:
+    def incoming(self, over: Callable[[], bool] = lambda: False) -> Generator[Entry | None, None, None]:
         """Every entry as `follow` yields them, and None instead of a wait where there is nothing to read yet.
 
-        For readers that follow several journals, or do something else meanwhile. Ends with the journal; close it.
+        For readers that follow several journals, or do something else meanwhile. Ends with the journal, or where
+        `over()` says that no process writes it any more: then what makes no entry is damaged. Close it.
         """
         self._begin()
         done: set[Path] = set()
         while not self.complete:
             path = next((path for path in self.files if path not in done), None)
             if path is None:
+                if over():
+                    return
                 yield None
                 continue
-            yield from self._incoming_in(path)
+            yield from self._incoming_in(path, over)
             done.add(path)
 
-    def _incoming_in(self, path: Path) -> Iterator[Entry | None]:
+    def _incoming_in(self, path: Path, over: Callable[[], bool]) -> Iterator[Entry | None]:
         sealed = False
         with suppress(FileNotFoundError), opened(path) as scanner:  # rotated away meanwhile
             while True:
@@ -171,10 +176,12 @@ class JournalReader:
                         yield from found
                 elif sealed or self.complete:
                     break
-                elif path not in self.files[-1:]:
-                    sealed = True  # a later file exists: nothing more is coming here
+                elif path not in self.files[-1:] or over():
+                    sealed = True  # nothing more is coming here
                 else:
+                    self.in_doubt = scanner.in_doubt
                     yield None
+                    self.in_doubt = False
             self.missing += scanner.missing
 
     def _next(self, scanner: FrameScanner, live: bool) -> Sequence[Entry] | Damage | None:

@@ -1,13 +1,20 @@
-"""The live view of a run from its journals, as they are written: that of one rank, and the firings of the others."""
+"""The live view of a run from its journals, as they are written: that of one rank, and the firings of the others.
+
+A rank has a journal for each process that has trained, and for each rule file that one of them has gone by. They are
+read one after the other, so that what fired and what was counted is that of the run.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Generator
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 
 from gradwatch.errors import GradwatchError
 from gradwatch.journal import Entry, JournalReader
+from gradwatch.journal.crash_safe_frames import MAGIC
 from gradwatch.journal.rank_journals import rank_journals
 from gradwatch.records.record import CheckpointHealth
 from gradwatch.report.live.live_state import LiveState
@@ -16,30 +23,59 @@ from gradwatch.report.run_reader import checkpoint
 
 MOST_OTHER_RANKS = 15
 """Ranks beside the one shown whose firings are followed."""
+_NEW_SECONDS = 10.0
+"""A journal that was written to less than so long ago may be about to begin."""
 _LOOK_SECONDS = 2.0
 """Seconds between looks at the folder for journals that have come since."""
 
 
 class _Followed:
-    """One journal that is followed; `waiting`: everything written so far has been read."""
+    """The journals of one rank, followed one after the other; `waiting`: everything written so far has been read."""
 
     def __init__(self, journal: JournalReader) -> None:
-        self.journal = journal
+        self._journals = [journal]
         self.state = LiveState()
         self.waiting = False
-        self._entries: Generator[Entry | None, None, None] = journal.incoming()
+        self._entries = self._all()
+
+    def go_on_in(self, journal: JournalReader) -> None:
+        """Read this one after the others, unless it is one of them; nothing more comes in the one before it."""
+        if journal.attempt > self._journals[-1].attempt:
+            self._journals.append(journal)
+
+    @property
+    def damaged(self) -> int:
+        """Bytes that cannot be read, without what a process that was killed had begun to write."""
+        return sum(
+            one.length
+            for journal in self._journals
+            for one in journal.damage
+            if journal.complete or one.reason != "torn"
+        )
+
+    def _all(self) -> Generator[Entry | None, None, None]:
+        at = 0
+        while True:
+            with closing(self._journals[at].incoming(partial(self._is_over, at))) as entries:
+                yield from entries
+            at += 1
+            while at == len(self._journals):
+                yield None
+            self.state.begin_another()
+
+    def _is_over(self, at: int) -> bool:
+        return at + 1 < len(self._journals) or self.state.gone
 
     def read(self, deadline: float) -> None:
         """Take in what is there, until `deadline` (monotonic) at most."""
         self.waiting = False
         for entry in self._entries:
             if entry is None:
-                self.waiting = True
+                self.waiting = not self._journals[-1].in_doubt  # else the next look decides
                 return
             self.state.take(entry)
             if time.monotonic() >= deadline:
                 return
-        self.waiting = True
 
     def close(self) -> None:
         self._entries.close()
@@ -48,7 +84,8 @@ class _Followed:
 class JournalSource:
     """Follows a run on disk: its folder, or one of its journal files. A context manager.
 
-    `rank` None is the lowest that has a journal. Raises GradwatchError where there is no journal of that rank.
+    `rank` None is the lowest that has a journal. Raises GradwatchError where there is no journal of that rank, or
+    nothing in it can be read as one.
     """
 
     def __init__(self, run: Path, rank: int | None = None) -> None:
@@ -104,11 +141,13 @@ class JournalSource:
         self._asked = found.rank
         folder = self._run if self._run.is_dir() else self._run.parent
         self._weights, _ = checkpoint(folder)
-        newest = max(found.own, key=lambda journal: journal.attempt)
-        if self._own is None or self._own.journal.attempt < newest.attempt:
-            if self._own is not None:
-                self._own.close()
-            self._own = _Followed(newest)
+        own = sorted(found.own, key=lambda journal: journal.attempt)
+        if self._own is None:
+            if not any(map(_begun, own)):
+                raise GradwatchError(f"nothing in {self._run} can be read as a journal")
+            self._own = _Followed(own[0])
+        for journal in own:
+            self._own.go_on_in(journal)
         latest = {journal.rank: journal for journal in sorted(found.others, key=lambda one: one.attempt)}
         followed = dict(sorted(latest.items())[:MOST_OTHER_RANKS])
         self._unfollowed = len(latest) - len(followed)
@@ -133,9 +172,10 @@ class JournalSource:
 
     def _notes(self, own: _Followed) -> list[str]:
         notes = []
-        damaged = [one for one in own.journal.damage if own.journal.complete or one.reason != "torn"]
-        if damaged:
-            notes.append("part of the journal cannot be read")
+        if own.damaged:
+            notes.append(
+                f"{own.damaged:,} bytes of the journal cannot be read: steps and firings may be missing"
+            )
         if own.state.lost:
             notes.append(f"{own.state.lost:,} steps could not be written")
         if self._unfollowed:
@@ -146,3 +186,17 @@ class JournalSource:
 def _known(weights: CheckpointHealth | None) -> bool | None:
     """Health of the weights by their tag; None where they were never looked at."""
     return None if weights is None or (weights.healthy and weights.weights_step is None) else weights.healthy
+
+
+def _begun(journal: JournalReader) -> bool:
+    """True if something of a journal can be read, or it is so new that its first entry may be under way."""
+    try:
+        with closing(journal.entries()) as entries:
+            if next(entries, None) is not None:
+                return True
+        if time.time() - journal.path.stat().st_mtime > _NEW_SECONDS:
+            return False
+        with journal.path.open("rb") as file:
+            return MAGIC.startswith(file.read(len(MAGIC)))
+    except OSError:
+        return False

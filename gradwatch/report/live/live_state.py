@@ -122,6 +122,13 @@ class LiveState:
         self._skipped = self._clipped = 0
         self._lost = 0
         self._coverage: float | None = None
+        self._another = False  # a journal of its own begins
+
+    def begin_another(self) -> None:
+        """Go on with the journal of another attempt: what has happened so far still counts."""
+        self.ended, self._another = "", True
+        self._known.clear()  # they are numbers of the journal before
+        self._sites.clear()
 
     def take(self, entry: Entry) -> None:
         """Add one entry."""
@@ -136,12 +143,25 @@ class LiveState:
         elif isinstance(entry, EventsEntry):
             self._take_events(entry)
         elif isinstance(entry, RunEntry):
-            self.run = entry.run
+            self._take_run(entry.run)
         elif isinstance(entry, LostEntry):
             self._lost += entry.queue + entry.scalars
         elif isinstance(entry, EndEntry):
             # A watch that was closed within a process that goes on says nothing of how that ended.
             self.ended = entry.ended or ("" if self._alive() else "finished")
+
+    def _take_run(self, run: RunInfo) -> None:
+        """Of another attempt in the same process, by other rules, what fires goes on; one of another begins anew."""
+        before, self.run = self.run, run
+        if not self._another:
+            return
+        self._another = False
+        if before is None or (before.pid, before.host, before.launch) != (run.pid, run.host, run.launch):
+            self.firing.clear()
+            self._optimizers.clear()
+        rules = {rule.id for rule in run.rules}
+        for key in [key for key in self.firing if key[1] not in rules]:
+            del self.firing[key]
 
     def _take_sites(self, entry: SitesEntry) -> None:
         """A file after the first brings the same sites again: they are not taken for others."""
@@ -191,14 +211,19 @@ class LiveState:
         run = self.run
         return run is not None and run.host == platform.node() and alive(run.pid, run.start_time)
 
+    @property
+    def gone(self) -> bool:
+        """True if the process that writes the journal is known to be gone."""
+        run = self.run
+        return run is not None and run.host == platform.node() and not alive(run.pid, run.start_time)
+
     def process(self, now: float) -> Process:
         """State of the process, as far as it is known."""
         if self.ended:
             return (
                 "stopped" if self.ended == "stopped" else "failed" if self.ended == "failed" else "finished"
             )
-        run = self.run
-        if run is not None and run.host == platform.node() and not alive(run.pid, run.start_time):
+        if self.gone:
             return "killed"
         return "running" if self.steps else "waiting"
 

@@ -8,6 +8,7 @@ import time
 import urllib.request
 from collections import deque
 from collections.abc import Iterator, Mapping
+from http.client import HTTPException
 from typing import NamedTuple
 from urllib.parse import urlsplit
 
@@ -58,7 +59,10 @@ class MetricsSource:
     """
 
     def __init__(self, url: str) -> None:
-        parts = urlsplit(url)
+        try:
+            parts = urlsplit(url)
+        except ValueError as error:
+            raise GradwatchError(f"{url!r} is no address: {error}; write http://HOST:PORT") from None
         path = parts.path if parts.path not in ("", "/") else "/metrics"
         self.url = parts._replace(path=path, query="", fragment="").geturl()
         self._samples: deque[_Sample] = deque(maxlen=STEPS_KEPT)
@@ -241,8 +245,11 @@ def _fetched(url: str) -> str:
     local = host == "localhost" or host.startswith("127.") or host == "::1"
     # A proxy that the environment names is no way to this machine itself.
     handlers = [urllib.request.ProxyHandler({})] if local else []
-    with urllib.request.build_opener(*handlers).open(url, timeout=TIMEOUT_SECONDS) as answer:
-        text: bytes = answer.read(MOST_BYTES + 1)
+    try:
+        with urllib.request.build_opener(*handlers).open(url, timeout=TIMEOUT_SECONDS) as answer:
+            text: bytes = answer.read(MOST_BYTES + 1)
+    except HTTPException as error:  # no port number, or no answer of HTTP
+        raise ValueError(str(error) or type(error).__name__) from error
     if len(text) > MOST_BYTES:
         raise ValueError(f"an answer of more than {MOST_BYTES >> 20} MiB")
     return text.decode("utf-8", "replace")

@@ -96,6 +96,9 @@ def test_what_cannot_be_shown_is_said(tmp_path: Path, capsys: pytest.CaptureFixt
         (["--dir", str(tmp_path / "none")], "gradwatch run -- python train.py"),
         ([str(tmp_path / "runs" / "run-1"), "--rank", "3"], "no journal of rank 3"),
         (["127.0.0.1:1"], "cannot read http://127.0.0.1:1/metrics"),
+        (["https://[::1"], "'https://[::1' is no address"),
+        (["http://[x]:1"], "'http://[x]:1' is no address"),
+        (["http://localhost:abc"], "cannot read http://localhost:abc/metrics: nonnumeric port"),
         (["--interval", "0"], "from 0.1 to 3600"),
     ):
         assert main(["top", *words]) == 2

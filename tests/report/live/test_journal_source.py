@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gradwatch.cli.top.command import once
 from gradwatch.errors import GradwatchError
 from gradwatch.journal import NormsEntry, SitesEntry
 from gradwatch.journal.writer import Recorder
@@ -76,14 +77,82 @@ def test_a_run_that_goes_on_is_followed(tmp_path: Path) -> None:
         assert (last.steps, list(last.firing), last.fired) == (7, [], {"non-finite": 1})
 
 
-def test_a_later_process_takes_the_place_of_the_one_before(tmp_path: Path) -> None:
-    """A job that was started again is shown from its new journal on, not the dead one's."""
+def test_a_later_attempt_is_followed_after_the_one_before(tmp_path: Path) -> None:
+    """What happened in the earlier part of a run counts on, also while the view is open."""
     Writing(tmp_path).write(*steps(5))
     with JournalSource(tmp_path / "run-1") as source:
         assert source.view(60.0).steps == 5
         Writing(tmp_path, attempt=1).write(*steps(2))
         source._looked = 0.0
-        assert source.view(60.0).steps == 2
+        assert source.view(60.0).steps == 7
+
+
+def test_what_fired_before_rules_were_taken_up_anew_is_not_forgotten(tmp_path: Path) -> None:
+    """Of two journals of one process: firings, steps, the worst rule; what fires goes on unless its rule is gone."""
+    fires = [make_event("firing", rule, 3) for rule in ("non-finite", "dropped")]
+    Writing(tmp_path).write(*steps(3), make_record(SITES, step=3, events=tuple(fires), wall_time=1e9 + 3))
+    later = [replace(one, snapshot=replace(one.snapshot, step=one.snapshot.step + 4)) for one in steps(2)]
+    Writing(tmp_path, attempt=1).write(*later)
+    view = view_of(tmp_path / "run-1")
+    assert (view.steps, view.fired) == (6, {"non-finite": 1, "dropped": 1})
+    assert view.worst == "non-finite"
+    assert [one.rule for one in view.firing] == ["non-finite"]
+    assert [one.rule for one in view.lately] == ["non-finite", "dropped"]
+    (line,) = view.optimizers
+    assert len(line.total_norms) == 6
+
+
+def test_a_process_that_was_started_again_begins_with_nothing_firing(tmp_path: Path) -> None:
+    """What fired in the process before has fired; whether it would now is not known, and its norms are not drawn on."""
+    event = make_event("firing", "non-finite", 3)
+    recorded(tmp_path, [*steps(3), make_record(SITES, step=3, events=(event,))], closed=False)
+    Writing(tmp_path, attempt=1).write(*steps(2))
+    view = view_of(tmp_path / "run-1")
+    assert (list(view.firing), view.fired) == ([], {"non-finite": 1})
+    (line,) = view.optimizers
+    assert len(line.total_norms) == 2
+
+
+def test_damage_is_stepped_over_and_said(tmp_path: Path) -> None:
+    """In the middle of a journal, and at the end of one whose process is gone."""
+    whole = recorded(tmp_path / "whole", steps(600), account=finished(600))
+    spoilt(whole, 0.5)
+    with JournalSource(whole) as source:
+        view = once(source)
+    assert view.process == "finished"
+    assert any("bytes of the journal cannot be read" in note for note in view.notes)
+    killed = recorded(tmp_path / "killed", steps(600), closed=False, host=platform.node())
+    with (killed / "rank0-attempt0.gwj").open("ab") as file:
+        file.write(b"\x07" * 500)
+    with JournalSource(killed) as source:
+        view = once(source)
+    assert view.steps == 600
+    assert view.notes == ["500 bytes of the journal cannot be read: steps and firings may be missing"]
+
+
+def spoilt(folder: Path, share: float) -> None:
+    """Write over some bytes of a journal, at this share of its length."""
+    path = folder / "rank0-attempt0.gwj"
+    content = bytearray(path.read_bytes())
+    at = int(len(content) * share)
+    content[at : at + 300] = bytes(each ^ 0x55 for each in content[at : at + 300])
+    path.write_bytes(content)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x01\x02" * 400, b"some text\n"])
+def test_what_is_no_journal_is_refused(content: bytes, tmp_path: Path) -> None:
+    """An old empty file, random bytes, a file of something else: as `report` refuses them."""
+    path = tmp_path / "rank0-attempt0.gwj"
+    path.write_bytes(content)
+    os.utime(path, (1e9, 1e9))
+    with pytest.raises(GradwatchError, match="can be read as a journal"):
+        JournalSource(path)
+
+
+def test_a_journal_that_was_just_made_is_waited_for(tmp_path: Path) -> None:
+    """Its first entry is under way: `run --live` looks that early."""
+    (tmp_path / "rank0-attempt0.gwj").touch()
+    assert view_of(tmp_path).process == "waiting"
 
 
 def test_a_killed_process_is_said_to_be_gone(tmp_path: Path) -> None:
