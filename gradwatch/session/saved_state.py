@@ -46,7 +46,7 @@ class OptimizerStates:
     def __init__(self, contexts: Contexts) -> None:
         self._contexts = contexts
         self.waiting: Mapping[str, Any] = {}  # loaded, and not taken up by a step yet
-        self._learned: tuple[LearnedState, ...] = ()  # by the session before, and not taken up yet
+        self.handed_over: tuple[LearnedState, ...] = ()  # by the session before, and not taken up yet
 
     def keep(self, states: Mapping[str, Any]) -> None:
         """Keep loaded states until the optimizers that they are of take them up."""
@@ -54,19 +54,14 @@ class OptimizerStates:
 
     def go_on_from(self, learned: tuple[LearnedState, ...]) -> None:
         """Keep what another session has learned until the captures that it is of take it up."""
-        self._learned = learned
-
-    @property
-    def awaited(self) -> bool:
-        """True if there is anything that a capture may take up."""
-        return bool(self.waiting or self._learned)
+        self.handed_over = learned
 
     def learned(self, captures: Iterable[OptimizerCapture]) -> tuple[LearnedState, ...]:
         """The states of all captures, and those that none has taken up yet, for the session that comes next."""
         captures = list(captures)
         states = self.of(captures)
         return (
-            *self._learned,
+            *self.handed_over,
             *(
                 LearnedState(one.optimizer, frozenset(one.sites.names), states[str(one.index)])
                 for one in captures
@@ -89,9 +84,9 @@ class OptimizerStates:
 
     def take_up(self, captured: OptimizerCapture, bound_rules: OptimizerRules) -> None:
         """Go on from what was loaded for this capture, or learned by the session before, if anything was."""
-        learned = next((one for one in self._learned if one.is_of(captured)), None)
+        learned = next((one for one in self.handed_over if one.is_of(captured)), None)
         if learned is not None:
-            self._learned = tuple(one for one in self._learned if one is not learned)
+            self.handed_over = tuple(one for one in self.handed_over if one is not learned)
             self._go_on(captured, bound_rules, learned.state)
             if learned.abandoned:
                 bound_rules.discard_rate()

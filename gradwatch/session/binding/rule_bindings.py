@@ -164,8 +164,8 @@ class RuleBindings:
 
     def go_on(self, ctx: OptimizerContext) -> bool:
         """Go on with the rules of a context for another optimizer of the same sites; False where they need binding."""
-        bound_rules = ctx.rules
-        if self.hooks.acts or self.saved_states.awaited or bound_rules.local is not None:
+        bound_rules, saved = ctx.rules, self.saved_states
+        if self.hooks.acts or saved.waiting or saved.handed_over or bound_rules.local is not None:
             return False
         bound_rules.begin_anew(ctx.captured)
         return True
