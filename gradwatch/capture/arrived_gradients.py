@@ -232,7 +232,8 @@ class ArrivedGradients(OptimizerParameters):
         self.thread = thread
         self.losses.add(root)
         if self._weights_at is None:  # before its first step: that may be one which is not seen
-            self._weights_at = self._weight_versions()
+            params = self.params  # as `_weight_versions`, without a call
+            self._weights_at = (params[0]._version, params[-1]._version) if params else None
         return True
 
     def begins(self) -> bool:
