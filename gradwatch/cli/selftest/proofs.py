@@ -61,10 +61,12 @@ def proofs(runs: Sequence[ScriptRun], ruleset: RuleSet, seconds: float) -> list[
 
 
 def _measured(one: Result, rank: int | None) -> Proof:
+    why = _nothing_to_find(one, rank)
+    if why:  # what fired meanwhile has other reasons
+        return Proof(one.fault, why, one.parameter, one.step)
     rules = tuple(one.fired)
     return Proof(
         one.fault,
-        "" if rules else _nothing_to_find(one, rank),
         parameter=one.parameter,
         step=one.step,
         late=one.late or 0,
@@ -76,11 +78,9 @@ def _measured(one: Result, rank: int | None) -> Proof:
 
 def _nothing_to_find(one: Result, rank: int | None) -> str:
     """The reason why rules had nothing to find in a fault; "" where they had."""
-    if one.rejected == one.lasted:
-        return REJECTED
-    if not one.entered and not rank:  # of another rank this process knows nothing
+    if not one.entered and rank is None:  # of another rank this process knows nothing
         return f"no gradient of {one.parameter or 'any parameter'} came by its tensor hook"
-    return ""
+    return REJECTED if one.rejected == one.lasted and not one.fired else ""
 
 
 def _unended(one: Result, ruleset: RuleSet, run: ScriptRun, seconds: float) -> Proof:
