@@ -102,7 +102,7 @@ class Document:
 
     `steps` of the optimizers followed one after another, `most_steps` of one of them; `rejected` steps while no fault
     was active. `why`: nothing can be injected here, for this reason; `broke`: the injection itself failed, by this
-    error. `done`: no fault is left; `time_up`: the plan's seconds are over.
+    error. `time_up`: the plan's seconds are over.
     """
 
     steps: int = 0
@@ -111,7 +111,6 @@ class Document:
     world_size: int = 1
     why: str = ""
     broke: str = ""
-    done: bool = False
     time_up: bool = False
     results: list[Result] = field(default_factory=list)
 

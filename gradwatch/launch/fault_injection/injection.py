@@ -110,7 +110,7 @@ class Injection:
         if self._active is not None:
             self._during(self._active, rejected or self._skipped(optimizer))
         elif not self._faults:
-            self._leave(done=True)
+            self._leave()
         elif not rejected and self._may_begin(self._faults[0]):
             self._inject(optimizer)
         if self._time_is_up():
@@ -134,6 +134,7 @@ class Injection:
         if self._active is not None:
             self._active.gradients.remove()
             self._active.saved.restore()
+            self._loss_scale.put_back()
             self._faults.insert(0, self._active.fault)
             self._document.results.remove(self._active.result)
             self._active = None
@@ -227,9 +228,9 @@ class Injection:
         self._document.broke = _told(error)
         self._leave(status=1)
 
-    def _leave(self, done: bool = False, time_up: bool = False, status: int = 0) -> None:
+    def _leave(self, time_up: bool = False, status: int = 0) -> None:
         """End the process here: none of the script's code runs on what the faults have left, nothing is saved."""
-        self._document.done, self._document.time_up = done, time_up
+        self._document.time_up = time_up
         try:
             self._write()
             self._session.flush()
