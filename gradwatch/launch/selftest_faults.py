@@ -95,6 +95,18 @@ class Result:
     scraped: list[str] | None = None
     ended: bool = False
 
+    def go_on(self, fired: dict[str, int], actions: dict[str, int], entered: int, rejected: bool) -> None:
+        """Note one more step, and what all of them have caused so far."""
+        self.fired, self.actions, self.entered = fired, actions, entered
+        self.rejected += rejected
+        if fired and self.late is None:
+            self.late = self.lasted
+        self.lasted += 1
+
+    def end(self, scraped: list[str] | None) -> None:
+        """Note that it is over, and what /metrics shows of it."""
+        self.scraped, self.ended = scraped, True
+
 
 @dataclass(slots=True)
 class Document:

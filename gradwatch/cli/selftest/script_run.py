@@ -96,10 +96,10 @@ def _waited(process: subprocess.Popen[bytes], results: Path, seconds: float) -> 
 
 
 def read_document(folder: Path) -> Document | None:
-    """What the first rank has told; `broke` is that of any rank. None where it did not come so far."""
-    told = {path.name: _read(path) for path in sorted(folder.glob(RESULTS.format("*")))}
-    first = told.get(RESULTS.format(0))
-    broke = next((one.broke for one in told.values() if one is not None and one.broke), "")
+    """Document of the first rank; `broke` is that of any rank. None where it did not come so far."""
+    found = {path.name: _read(path) for path in sorted(folder.glob(RESULTS.format("*")))}
+    first = found.get(RESULTS.format(0))
+    broke = next((one.broke for one in found.values() if one is not None and one.broke), "")
     if first is None:
         return Document(broke=broke) if broke else None
     return replace(first, broke=broke)

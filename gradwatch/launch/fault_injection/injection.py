@@ -45,7 +45,7 @@ def begin(session: Session) -> None:
     except Exception as error:
         if not_ours(error):
             raise
-        write_document(plan, session.run.rank, Document(broke=_told(error)))
+        write_document(plan, session.run.rank, Document(broke=_in_words(error)))
         os._exit(1)
 
 
@@ -68,7 +68,10 @@ class Injection:
     def __init__(self, session: Session, plan: Plan) -> None:
         self._session, self._plan = session, plan
         self._faults = [fault for fault in FAULTS if fault.name in plan.faults]
-        self._document = Document(world_size=session.run.world_size)
+        self._results: list[Result] = []
+        self._rejected = 0  # steps, while no fault was active
+        self._broke = ""
+        self._time_up = False
         self._followed = FollowedOptimizer()
         self._changes = 0
         self._pid = os.getpid()
@@ -96,7 +99,7 @@ class Injection:
         except Exception as error:
             if isinstance(error, TrainingStopped) or not_ours(error):
                 raise
-            self._broke(error)
+            self._end_for(error)
 
     # -- after a step ----------------------------------------------------------------------------------------
 
@@ -114,14 +117,14 @@ class Injection:
         elif not rejected and self._may_begin(self._faults[0]):
             self._inject(optimizer)
         if self._time_is_up():
-            self._leave(time_up=True)
+            self._time_up = True
+            self._leave()
 
     def _count(self, rejected: bool) -> None:
         if rejected:
-            self._document.rejected += self._active is None
+            self._rejected += self._active is None
         else:
             self._followed.count()
-        self._document.steps, self._document.most_steps = self._followed.total, self._followed.most
         now = time.monotonic()
         if self._began is None:
             self._began, self._written = now, -math.inf
@@ -136,7 +139,7 @@ class Injection:
             self._active.saved.restore()
             self._loss_scale.put_back()
             self._faults.insert(0, self._active.fault)
-            self._document.results.remove(self._active.result)
+            self._results.remove(self._active.result)
             self._active = None
 
     def _time_is_up(self) -> bool:
@@ -179,13 +182,13 @@ class Injection:
         self._active = _Active(
             fault,
             result,
-            FaultyGradients(fault, broken if here else (), self._broke),
+            FaultyGradients(fault, broken if here else (), self._end_for),
             saved,
             dict(account.fired),
             dict(account.actions),
             served_firings(self._session.url),
         )
-        self._document.results.append(result)
+        self._results.append(result)
         self._write()
 
     def _name_of(self, param: Tensor) -> str:
@@ -194,13 +197,8 @@ class Injection:
 
     def _during(self, active: _Active, rejected: bool) -> None:
         account, result = self._session.account(), active.result
-        result.fired = _more(account.fired, active.fired)
-        result.actions = _more(account.actions, active.actions)
-        result.entered = active.gradients.entered
-        result.rejected += rejected
-        if result.fired and result.late is None:
-            result.late = result.lasted
-        result.lasted += 1
+        fired, actions = _more(account.fired, active.fired), _more(account.actions, active.actions)
+        result.go_on(fired, actions, active.gradients.entered, rejected)
         # Every rank goes on for as many steps; alone, until a rule has fired.
         found = bool(result.fired) and self._session.run.world_size == 1
         if found or result.lasted >= active.fault.lasts(self._plan.warmup):
@@ -210,8 +208,7 @@ class Injection:
         active.gradients.remove()
         active.saved.restore()
         self._loss_scale.put_back()
-        active.result.scraped = newly_served(self._session.url, active.served, active.result.fired)
-        active.result.ended = True
+        active.result.end(newly_served(self._session.url, active.served, active.result.fired))
         self._active = None
         self._due = self._followed.steps + BEFORE_NEXT
         self._write()
@@ -221,16 +218,26 @@ class Injection:
     def _write(self) -> None:
         if os.getpid() == self._pid:  # a forked child has this object, and its exit handler, too
             self._written = time.monotonic()
-            write_document(self._plan, self._session.run.rank, self._document)
+            write_document(self._plan, self._session.run.rank, self._document())
 
-    def _broke(self, error: Exception) -> None:
+    def _document(self) -> Document:
+        return Document(
+            steps=self._followed.total,
+            most_steps=self._followed.most,
+            rejected=self._rejected,
+            world_size=self._session.run.world_size,
+            broke=self._broke,
+            time_up=self._time_up,
+            results=self._results,
+        )
+
+    def _end_for(self, error: Exception) -> None:
         """End the process for a fault of this code: it is none of the script's, which must not meet it."""
-        self._document.broke = _told(error)
+        self._broke = _in_words(error)
         self._leave(status=1)
 
-    def _leave(self, time_up: bool = False, status: int = 0) -> None:
+    def _leave(self, status: int = 0) -> None:
         """End the process here: none of the script's code runs on what the faults have left, nothing is saved."""
-        self._document.time_up = time_up
         try:
             self._write()
             self._session.flush()
@@ -238,7 +245,7 @@ class Injection:
             os._exit(status)
 
 
-def _told(error: Exception) -> str:
+def _in_words(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
