@@ -7,7 +7,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-VARIABLE = "GRADWATCH_SELFTEST"
+from gradwatch.session.settings import IN_SELFTEST
+
+VARIABLE = IN_SELFTEST
 """Environment: the plan as JSON, see `Plan`."""
 RESULTS = "selftest-rank{}.json"
 OWN_WATCH = (

@@ -24,6 +24,8 @@ LAUNCHED_IN = "GRADWATCH_LAUNCH_DIR"
 """The working folder of `gradwatch run`: there its runs are looked for, wherever the script has gone since."""
 ROOT = "GRADWATCH_RUN_ROOT"
 """The folder of all runs that `gradwatch run` has found to be meant by options, environment and rule file."""
+IN_SELFTEST = "GRADWATCH_SELFTEST"
+"""Set where `gradwatch selftest` injects faults: its plan, as JSON."""
 TELLER = "GRADWATCH_TELLER"
 """`PID:RANK:HOST:SECONDS` of the process of a launch whose account, at its end, includes those of its children,
 and when it began (Unix seconds)."""
@@ -63,7 +65,10 @@ def launch(env: Mapping[str, str] = os.environ) -> str:
 
 
 class Settings(NamedTuple):
-    """The resolved settings of one watch; None = not set."""
+    """The resolved settings of one watch; None = not set.
+
+    `in_selftest`: faults are injected, so nothing is sent to people, services or Prometheus.
+    """
 
     rules: str
     listen: str | None
@@ -73,6 +78,7 @@ class Settings(NamedTuple):
     file_sd: str | None = None
     strict_rules: bool = False
     launched_in: str = ""
+    in_selftest: bool = False
 
     @classmethod
     def resolve(
@@ -95,6 +101,7 @@ class Settings(NamedTuple):
             file_sd=env.get("GRADWATCH_FILE_SD") or None,
             strict_rules=strict_rules or _switched_on(env, "GRADWATCH_STRICT_RULES"),
             launched_in=env.get(LAUNCHED_IN, ""),
+            in_selftest=IN_SELFTEST in env,
         )
 
     def run_root(self, sinks: Sequence[SinkSpec] | None) -> str:
@@ -134,14 +141,18 @@ def sink_specs(ruleset: RuleSet, settings: Settings) -> tuple[SinkSpec, ...]:
     from gradwatch.rules.rule_set import SinkSpec
 
     specs = tuple(map(SinkSpec, DEFAULT_SINKS)) if ruleset.sinks is None else ruleset.sinks
+    if settings.in_selftest:
+        specs = tuple(spec for spec in specs if spec.kind in DEFAULT_SINKS)
     chosen = []
     for spec in specs:
         options: dict[str, Any] = dict(spec.options)
+        if settings.in_selftest:
+            options.pop("file_sd", None)  # Prometheus would find the process, and raise alerts
         if spec.kind == "journal":
             options.pop("dir", None)  # it names the folder of all runs, and is part of RunInfo.directory
         if spec.kind == "prometheus" and settings.listen:
             options["listen"] = settings.listen
-        if spec.kind == "prometheus" and settings.file_sd:
+        if spec.kind == "prometheus" and settings.file_sd and not settings.in_selftest:
             options["file_sd"] = os.path.abspath(settings.file_sd)
         chosen.append(SinkSpec(spec.kind, options))
     return tuple(chosen)

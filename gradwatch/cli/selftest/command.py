@@ -122,6 +122,7 @@ def beforehand(copied: Copied, links: Sequence[str]) -> list[str]:
             lines.append(f"  not copied, {why}: {', '.join(paths[:3])}{more} (if it reads them: --link PATH)")
     if links:
         lines.append(f"  linked, so that it could change them: {', '.join(links)}")
+    lines.append("  nothing is sent: of the sinks only journal, log and prometheus are opened")
     lines.append(
         "  not kept in: absolute paths, the network (W&B is told to stay offline), other processes' files"
     )

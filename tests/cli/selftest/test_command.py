@@ -15,6 +15,7 @@ from torch import nn
 
 import gradwatch
 from gradwatch.launch.fault_injection.saved_state import SavedState
+from tests.sinks.notify.receiver import receiving
 from tests.support.launch_cases import GRADWATCH
 
 TRAIN = """import pathlib, sys, torch
@@ -75,6 +76,19 @@ def test_what_rules_miss_is_said(folder: Path) -> None:
     assert done.stdout.count("MISSED") == 3
     assert "2 of 5 injected faults found; all rules" in done.stdout
     assert "\x1b" not in done.stdout
+
+
+def test_nobody_is_told_of_the_faults(folder: Path) -> None:
+    """Sinks that write to people, and the targets of Prometheus, get nothing."""
+    (folder / "targets").mkdir()
+    with receiving() as got:
+        sinks = f"sinks: [journal, log, prometheus: {{file_sd: targets}}, webhook: {{url: '{got.url}'}}]\n"
+        (folder / "rules.yaml").write_text(NONFINITE.replace("DOES", "skip_step") + sinks)
+        done = selftest(folder, "--rules", "rules.yaml", "--link", "targets")
+        assert "2 of 5 injected faults found" in done.stdout, done.stdout + done.stderr
+        assert "nothing is sent" in done.stdout
+    assert not got.bodies
+    assert not list((folder / "targets").iterdir())
 
 
 def test_a_rule_that_stops_is_proven_and_the_rest_goes_on(folder: Path) -> None:
