@@ -27,7 +27,7 @@ from gradwatch.localise.hold.recorded_call import Call
 from gradwatch.localise.hold.step_recorder import StepRecorder
 from gradwatch.localise.loss.loop_causes import LoopCauses
 from gradwatch.localise.sharded.whole_parameters import is_spread
-from gradwatch.reading.training_threads import several_live
+from gradwatch.reading.training_threads import several_at_work
 from gradwatch.records.finding import GAINS, LOSS_SIDE, Finding
 from gradwatch.runtime.interruption import not_ours
 from gradwatch.taps import backward_end, step_hooks
@@ -200,7 +200,7 @@ class Localiser:
 
     def refusal(self, held: list[tuple[nn.Module, Call]]) -> str:
         """Reason why the step cannot be run again, as far as its recorded calls show it; "" where there is none."""
-        if several_live():
+        if several_at_work():
             from gradwatch.localise.replay.state_restored import OTHER_THREADS
 
             return OTHER_THREADS
@@ -354,7 +354,7 @@ class Localiser:
         found = (
             Finding("unknown", "record" if ask.way == "record" else "replay") if finding is None else finding
         )
-        if several_live():  # what is switched on for a recording is switched on for all of them
+        if several_at_work():  # what is switched on for a recording is switched on for all of them
             return found.noted(why)
         if ask.record_steps and not self._live:
             self._ask = ask

@@ -7,17 +7,51 @@ and so does whatever looks at gradients for it.
 
 from __future__ import annotations
 
+import os
 import sys
+import threading
+import weakref
 from threading import get_ident
+from types import FrameType
 
-_BEGAN: set[int] = set()  # threads of this process that have begun a backward while something was watched
+_STANDARD = os.path.dirname(os.__file__) + os.sep
+_PACKAGES = f"{os.sep}site-packages{os.sep}"
+# Threads of this process that have begun a backward while something was watched, by what Python may give to the next
+# thread as well; None: one that `threading` has not started.
+_BEGAN: dict[int, weakref.ref[threading.Thread] | None] = {}
 
 
-def several_live() -> bool:
-    """True if more than one thread lives that has begun a backward: another may be at work at any moment."""
-    if len(_BEGAN) > 1:
-        _BEGAN.intersection_update(sys._current_frames())
-    return len(_BEGAN) > 1
+def several_at_work() -> bool:
+    """True if more than one thread is at work of those that have begun a backward: another may be in one any moment.
+
+    At work is a thread that lives and is inside some code but Python's own, as an idle one of a pool is not.
+    """
+    if len(_BEGAN) < 2:
+        return False
+    frames = sys._current_frames()
+    for ident in [one for one in _BEGAN if not _lives(one, frames)]:
+        del _BEGAN[ident]
+    return sum(ident == get_ident() or _is_at_work(frames[ident]) for ident in _BEGAN) > 1
+
+
+def _note(thread: int) -> None:
+    known = threading._active.get(thread)  # type: ignore[attr-defined]  # `current_thread` would make one
+    _BEGAN[thread] = None if known is None else weakref.ref(known)
+
+
+def _lives(ident: int, frames: dict[int, FrameType]) -> bool:
+    ref = _BEGAN[ident]
+    thread = None if ref is None else ref()
+    return ident in frames and (ref is None or (thread is not None and thread.is_alive()))
+
+
+def _is_at_work(frame: FrameType | None) -> bool:
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((_STANDARD, "<frozen")) or _PACKAGES in file:
+            return True
+        frame = frame.f_back
+    return False
 
 
 class TrainingThreads:
@@ -31,7 +65,7 @@ class TrainingThreads:
 
     def began(self, thread: int) -> None:
         """A thread other than the `first` begins a backward: the first of all, or one of several for good."""
-        _BEGAN.add(thread)
+        _note(thread)
         if self.first:
             self.several = True
         else:

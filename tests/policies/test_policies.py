@@ -290,10 +290,10 @@ def test_a_method_of_another_package_is_found_by_its_entry_point(monkeypatch: py
         def load(self) -> type[AnyPolicy]:
             return Halve
 
-    def entry_points(group: str, name: str) -> list[Entry]:
-        return [Entry()] if (group, name) == ("gradwatch.policies", "halve") else []
+    def plugins(group: str, installed: object) -> dict[str, list[Entry]]:
+        return {"halve": [Entry()]} if group == "gradwatch.policies" else {}
 
-    monkeypatch.setattr("gradwatch.runtime.registry.entry_points", entry_points)
+    monkeypatch.setattr("gradwatch.runtime.registry._plugins", plugins)
     try:
         rules = parse_rules("version: 1\nclip: {total: {method: halve, most: 2}}")
         assert rules.clip is not None

@@ -87,7 +87,9 @@ def capture_of(grads: list[Tensor], on_device: bool) -> OptimizerCapture:
         ndims=np.zeros(count, np.int64),
         depths=np.arange(count),
     )
-    params = [SimpleNamespace(grad=grad, device=grad.device, is_cpu=grad.is_cpu) for grad in grads]
+    params = [
+        SimpleNamespace(grad=grad, device=grad.device, is_cpu=grad.is_cpu, _version=0) for grad in grads
+    ]
     captured = OptimizerCapture(0, None, params, sites, np.arange(count))  # type: ignore[arg-type]
     if on_device:
         as_on_device(captured)

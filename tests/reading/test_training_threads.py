@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 
-from gradwatch.reading.training_threads import TrainingThreads
+from gradwatch.reading.training_threads import TrainingThreads, several_at_work
 from tests.reading.training_in_threads import CHANGES
 from tests.support import warm
 
@@ -26,3 +28,61 @@ def test_one_thread_may_look_at_everything() -> None:
     threads.began(8)
     assert not threads.may_look(0)
     assert not threads.may_look(8)
+
+
+def test_threads_that_have_ended_or_wait_for_work_are_not_at_work() -> None:
+    """Not one whose number another thread has by now, nor one of a pool between two tasks; one in a task is."""
+    threads, work, done = TrainingThreads(), threading.Event(), threading.Event()
+
+    def train() -> None:
+        threads.began(threading.get_ident())
+
+    def train_and_wait() -> None:
+        train()
+        work.set()
+        assert done.wait(60)
+
+    train()
+    ended = threading.Thread(target=train)
+    ended.start()
+    ended.join()
+    assert not several_at_work()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(train).result(60)
+        assert not several_at_work()
+        waiting = pool.submit(train_and_wait)
+        assert work.wait(60)
+        assert several_at_work()
+        done.set()
+        waiting.result(60)
+        assert not several_at_work()
+
+
+def test_a_number_that_another_thread_has_by_now_is_not_at_work() -> None:
+    """Python gives the numbers of threads that have ended to the next ones."""
+    threads, held = TrainingThreads(), threading.Event()
+    threads.began(threading.get_ident())
+    taken: set[int] = set()
+
+    def train() -> None:
+        taken.add(threading.get_ident())
+        threads.began(threading.get_ident())
+
+    for _ in range(20):
+        one = threading.Thread(target=train)
+        one.start()
+        one.join()
+
+    def hold() -> None:
+        held.wait(60)
+
+    others = [threading.Thread(target=hold) for _ in range(4)]
+    for other in others:
+        other.start()
+    assert taken & {other.ident for other in others}
+    try:
+        assert not several_at_work()
+    finally:
+        held.set()
+        for other in others:
+            other.join()

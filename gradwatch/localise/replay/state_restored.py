@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 from gradwatch.localise.hold.module_attributes import Refused, attributes
 from gradwatch.localise.hold.random_generators import Generators
-from gradwatch.reading.training_threads import several_live
+from gradwatch.reading.training_threads import several_at_work
 from gradwatch.taps.muted_forwards import muted
 
 OTHER_THREADS = (
@@ -38,7 +38,7 @@ def state_restored(model: nn.Module, max_bytes: int) -> Iterator[None]:
     Raises `Refused`, before anything is run, where the tensors among those attributes take more than `max_bytes`, and
     where several threads train: the generators and the modules are theirs as well.
     """
-    if several_live():
+    if several_at_work():
         raise Refused(OTHER_THREADS)
     restores: list[Callable[[], None]] = [
         Generators.now((model,)).restore,

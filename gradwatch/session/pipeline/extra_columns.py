@@ -171,7 +171,10 @@ class ExtraColumns:
                         scalars[BATCH_HASH] = seen
                     break
         if optimizer is not None:
-            lr = learning_rate(optimizer)
+            groups = optimizer.param_groups
+            lr = groups[0].get("lr")
+            if len(groups) > 1 or type(lr) is not float:  # else without a call
+                lr = learning_rate(optimizer)
             if lr is not None:
                 scalars["lr"] = lr
         if window.skipped is not None:
