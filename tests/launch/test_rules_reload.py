@@ -117,7 +117,11 @@ for _ in range(5):
 
 
 @pytest.mark.parametrize(
-    "optimizer", ["Adam(model.parameters(), 1e-6)", "SGD(model.parameters(), 1e-6, momentum=0.9)"]
+    "optimizer",
+    [
+        "SGD(model.parameters(), 1e-6, momentum=0.9)",
+        pytest.param("Adam(model.parameters(), 1e-6)", marks=pytest.mark.soak),
+    ],
 )
 def test_baselines_go_on(optimizer: str, tmp_path: Path) -> None:
     """A rule whose warm-up was over judges from the first step on after a change of another rule."""
@@ -157,6 +161,7 @@ for _ in range(5):
     assert "1 optimizer, 2 parameters," in done.stderr
 
 
+@pytest.mark.soak
 def test_a_file_that_only_refused_rules_extend_is_looked_at(tmp_path: Path) -> None:
     """The new rules extend a file that is not there yet: as it comes, they are taken up."""
     script = f"""
@@ -196,6 +201,7 @@ until({has("second")})
     assert f"{2 * len(steps)} backwards and no step" in done.stderr
 
 
+@pytest.mark.soak
 def test_steps_watched_without_a_journal_are_said_to_be_in_none(tmp_path: Path) -> None:
     """Rules without the journal among their sinks, and back: the audit does not take them for unwatched."""
     script = f"""
@@ -228,6 +234,7 @@ def test_a_pack_cannot_change_and_that_is_said(tmp_path: Path) -> None:
     assert done.stderr.count("--reload has no file to look at: 'default' is a shipped pack") == 1
 
 
+@pytest.mark.soak
 def test_without_the_option_nothing_is_looked_at(tmp_path: Path) -> None:
     """A file that is edited for the next job does not change the running one."""
     script = """
@@ -244,6 +251,7 @@ while time.monotonic() - began < 3:
     assert "has changed" not in done.stderr
 
 
+@pytest.mark.soak
 def test_a_change_before_the_end_leaves_a_whole_journal(tmp_path: Path) -> None:
     """The script ends as the new rules are read, or just after: each watch is closed as ever, with its account."""
     script = f"""

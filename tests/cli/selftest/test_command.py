@@ -91,6 +91,7 @@ def test_nobody_is_told_of_the_faults(folder: Path) -> None:
     assert not list((folder / "targets").iterdir())
 
 
+@pytest.mark.soak
 def test_a_rule_that_stops_is_proven_and_the_rest_goes_on(folder: Path) -> None:
     """The training ends at the fault, as the rule says; the script is started again for the faults after it."""
     (folder / "rules.yaml").write_text(NONFINITE.replace("DOES", "stop"))
@@ -105,6 +106,7 @@ def test_a_rule_that_stops_is_proven_and_the_rest_goes_on(folder: Path) -> None:
     assert not found["spike"]["rules"]
 
 
+@pytest.mark.soak
 def test_a_short_script_leaves_faults_unproven(folder: Path) -> None:
     """What was not reached is not called found."""
     done = selftest(folder, steps=20)
@@ -113,6 +115,7 @@ def test_a_short_script_leaves_faults_unproven(folder: Path) -> None:
     assert "2 of 2 injected faults found; 3 not tried to the end" in done.stdout
 
 
+@pytest.mark.soak
 def test_a_script_that_ends_in_a_fault_leaves_it_unproven(folder: Path) -> None:
     """It is not called missed: there were too few steps to find it."""
     (folder / "rules.yaml").write_text(NONFINITE.replace("DOES", "skip_step"))
@@ -189,6 +192,7 @@ def test_steps_that_a_scaler_rejects_end_a_fault(folder: Path) -> None:
     assert all(one["rules"] for name, one in faults(done).items() if name in FAULTS)
 
 
+@pytest.mark.soak
 def test_what_no_rule_says_of_rejected_steps_is_not_missed(folder: Path) -> None:
     """The scaler has kept the fault from the weights."""
     (folder / "train.py").write_text(_changed(TRAIN, *SCALED))
@@ -216,6 +220,7 @@ def test_faults_enter_sparse_gradients(folder: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.soak
 def test_faults_enter_the_optimizer_that_goes_on(folder: Path) -> None:
     """Not that of a probe before the training, which stays alive."""
     probe = (
@@ -230,6 +235,7 @@ def test_faults_enter_the_optimizer_that_goes_on(folder: Path) -> None:
 OWN_LOOP = "with torch.no_grad(): [(p.sub_(p.grad, alpha=1e-3), p.grad.zero_()) for p in model.parameters()]"
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("changes", "why"),
     [
@@ -254,6 +260,7 @@ def test_the_true_reason_is_said_where_no_fault_enters(
     assert "gradwatch report" not in done.stderr
 
 
+@pytest.mark.soak
 def test_a_failure_of_the_injection_is_not_the_scripts(folder: Path) -> None:
     """No exception comes out of the script's backward: the process ends, and gradwatch is named."""
     breaks = "import gradwatch.launch.fault_injection.faulty_gradients as injected\ninjected.faulty = None\nfor step"
@@ -267,6 +274,7 @@ def test_a_failure_of_the_injection_is_not_the_scripts(folder: Path) -> None:
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.soak
 def test_a_script_that_fails_later_is_shown(folder: Path) -> None:
     """It is not told to take more steps."""
     (folder / "train.py").write_text(_changed(TRAIN, ("    x = ", "    assert step < 20\n    x = ")))

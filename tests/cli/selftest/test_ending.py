@@ -57,7 +57,7 @@ def _assert_nothing_is_left(folder: Path) -> None:
         assert f"GRADWATCH_DIR={folder / 'tmp'}".encode() not in environment
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+@pytest.mark.parametrize("number", [signal.SIGTERM, pytest.param(signal.SIGHUP, marks=pytest.mark.soak)])
 def test_a_signal_ends_the_training_with_it(tmp_path: Path, number: signal.Signals) -> None:
     """All ranks of a launcher, and the copy of the folder."""
     selftest = _start(tmp_path, launch=RANKS)
@@ -71,6 +71,7 @@ def test_a_signal_ends_the_training_with_it(tmp_path: Path, number: signal.Signa
     _assert_nothing_is_left(tmp_path)
 
 
+@pytest.mark.soak
 def test_the_clock_ends_all_ranks(tmp_path: Path) -> None:
     """That is said, with the option that gives more time."""
     selftest = _start(tmp_path, "--seconds", "3", launch=RANKS)
@@ -82,6 +83,7 @@ def test_the_clock_ends_all_ranks(tmp_path: Path) -> None:
     _assert_nothing_is_left(tmp_path)
 
 
+@pytest.mark.soak
 def test_the_clock_ends_a_process_within_a_fault(tmp_path: Path) -> None:
     """The fault has no end then: what is said is the clock."""
     (tmp_path / "rules.yaml").write_text(
