@@ -1,4 +1,4 @@
-"""The dashboard of all runs: which need somebody."""
+"""The dashboard of all runs: which need attention."""
 
 from __future__ import annotations
 
@@ -200,6 +200,6 @@ def runs() -> tuple[Any, ...]:
 
 
 def fleet_dashboard() -> Dashboard:
-    """All runs: which need somebody."""
+    """All runs: which need attention."""
     made = board("gradwatch-fleet", "gradwatch / fleet", "All training runs, one line each.")
     return with_all(made, (*now(), *runs()))

@@ -78,7 +78,7 @@ class Watched:
 
     `steps` calls of an optimizer's step, `backwards` those that reached a watched parameter (parts of one count, too),
     `rejected` steps for which a GradScaler has not called the optimizer, `rejected_inside` those of the `steps` that a
-    fused optimizer, which is called all the same, left out because a GradScaler told it to; `unowned` windows of
+    fused optimizer, which is called all the same, left out as its GradScaler asked; `unowned` windows of
     gradients that belong to no torch optimizer (observed only), `cleared` windows whose gradients were cleared before a
     step was seen, `cleared_nonfinite` those of them whose gradients held NaN or Inf, as far as these were read on the
     host, `cleared_moved` those before which weights were written to outside of steps that were seen, `replaced` windows

@@ -126,7 +126,7 @@ class SessionCounts:
     ) -> Watched:
         """The totals of now; several Records may belong to one of the `steps`.
 
-        `uncalled` are rejected steps for which no optimizer was called; the other ones that Records tell are steps.
+        `uncalled` are rejected steps for which no optimizer was called; the other ones in Records are steps.
 
         What was measured, and is not `waiting` to be judged, has a Record unless an error ended its judging: one of
         gradwatch, or of the script.

@@ -112,7 +112,7 @@ class Result:
 
 @dataclass(slots=True)
 class Document:
-    """Everything that one process of the script tells of its faults; written as JSON, read by `of`.
+    """Everything that one process of the script reports of its faults; written as JSON, read by `of`.
 
     `steps` of the optimizers followed one after another, `most_steps` of one of them; `rejected` steps while no fault
     was active. `why`: nothing can be injected here, for this reason; `broke`: the injection itself failed, by this

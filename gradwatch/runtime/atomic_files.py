@@ -61,7 +61,7 @@ def not_replaceable(path: str | os.PathLike[str]) -> str:
     try:
         mode = os.lstat(path).st_mode
     except OSError:
-        return ""  # what is wrong with the folder is told when it is written
+        return ""  # what is wrong with the folder is reported when it is written
     if stat.S_ISLNK(mode):
         return "it is a link, which is not written through"
     return "" if stat.S_ISREG(mode) else f"it is {_SPECIAL.get(stat.S_IFMT(mode), 'no regular file')}"

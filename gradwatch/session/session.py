@@ -484,12 +484,15 @@ class Session:
             return
         self._concluding = True
         try:
-            account, weights = self.account(), self.checkpoint()
+            account = self.account()
         except Exception as error:
             self.health.report("close", error)
             return
         self._accounting.conclude(account)
-        self._sinks.judge_weights(weights)
+        try:
+            self._sinks.judge_weights(self.checkpoint())
+        except Exception as error:  # the account is given all the same
+            self.health.report("close", error)
         quiet = not account.trained_or_watched or printed_at_exit[0] or quiet_asked()
         self._sinks.conclude(account, quiet)
 

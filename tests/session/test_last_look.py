@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
@@ -10,7 +11,10 @@ import torch
 from torch import nn
 
 import gradwatch
+from gradwatch.capture.weights.weight_health import Weights
 from gradwatch.checkpoint import read_tag
+from gradwatch.journal import read_journal
+from gradwatch.journal.entries import EndEntry
 from tests.support import warm
 from tests.support.launch_cases import GRADWATCH
 
@@ -31,8 +35,9 @@ KEPT = main()
 """
 
 
-def test_weights_that_the_last_step_ruined_are_not_called_healthy(tmp_path: Path) -> None:
-    """Its gradients were finite, and no look was due after it."""
+@pytest.mark.parametrize("last_rate", [0.01, float("nan")])
+def test_the_tag_is_of_the_weights_after_the_last_step(last_rate: float, tmp_path: Path) -> None:
+    """Where that ruins them, with finite gradients, no look was due after it."""
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     with gradwatch.watch(model, optimizer, run_dir=tmp_path) as gw:
@@ -40,25 +45,36 @@ def test_weights_that_the_last_step_ruined_are_not_called_healthy(tmp_path: Path
             optimizer.zero_grad()
             model(torch.randn(8, 4)).square().mean().backward()
             if step == 29:
-                optimizer.param_groups[0]["lr"] = float("nan")
+                optimizer.param_groups[0]["lr"] = last_rate
             optimizer.step()
     found = read_tag(gw.run.directory)
-    assert not found.healthy
-    assert "weights are not finite" in found.reasons[0]
+    if math.isfinite(last_rate):
+        assert found.healthy
+        assert found.weights_step == 29
+    else:
+        assert not found.healthy
+        assert "weights are not finite" in found.reasons[0]
 
 
-def test_weights_of_a_healthy_end_were_looked_at(tmp_path: Path) -> None:
-    """The tag names the last step as the one after which the weights were seen."""
+def test_the_account_is_given_where_the_last_look_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever fails there is an internal error, and the end of the journal has the account."""
     model = nn.Linear(4, 1)
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    with gradwatch.watch(model, optimizer, run_dir=tmp_path) as gw:
-        for _ in range(30):
-            optimizer.zero_grad()
-            model(torch.randn(8, 4)).square().mean().backward()
-            optimizer.step()
-    found = read_tag(gw.run.directory)
-    assert found.healthy
-    assert found.weights_step == 29
+
+    def broken(_: Weights) -> tuple[str, ...]:
+        raise RuntimeError("broken")
+
+    with gradwatch.watch(model, optimizer, run_dir=tmp_path, strict=True) as gw:
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+        monkeypatch.setattr(Weights, "check", broken)
+    (journal,) = read_journal(Path(gw.run.directory))
+    (*_, end) = journal.entries()
+    assert isinstance(end, EndEntry)
+    assert end.account["watched"]["steps"] == 1
 
 
 @pytest.mark.parametrize("kept", [True, False])

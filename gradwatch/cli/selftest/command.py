@@ -138,7 +138,7 @@ def _run_all(
 
     left = [fault.name for fault in FAULTS]
     words = [program(command[0], scratch / "cwd"), *command[1:]]
-    # What a process tells at its end names files that are removed.
+    # The account of a process names files that are removed.
     environ = {**os.environ, **({} if arguments.keep else {"GRADWATCH_QUIET": "1"})}
     runs: list[ScriptRun] = []
     while True:

@@ -129,7 +129,7 @@ def not_reached(run: ScriptRun, seconds: float) -> str:
         return f"the GradScaler rejected all of {rejected}" if document.rejected else NO_OPTIMIZER
     steps = plural(document.steps, "step")
     if run.time_up:
-        about = "about " if run.status is None else ""  # told once a second
+        about = "about " if run.status is None else ""  # written once a second
         return (
             f"the {seconds:g} s there were ended after {about}{steps}: give more, --seconds {4 * seconds:.0f}"
         )

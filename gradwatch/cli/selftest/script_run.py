@@ -23,7 +23,7 @@ START_SECONDS = 300.0
 
 @dataclass(frozen=True, slots=True)
 class ScriptRun:
-    """One run of the script: what it has told (None = nothing), the folder of its journals, and how it ended.
+    """One run of the script: what it has reported (None = nothing), the folder of its journals, and how it ended.
 
     `status` is its exit status; None where it was ended, because its time was up.
     """

@@ -12,12 +12,12 @@ from gradwatch.runtime.process_identity import group_rank
 
 
 def arm() -> None:
-    """Have this process tell at its end why it injected nothing, if it has trained."""
+    """Have this process report at its end why it injected nothing, if it has trained."""
     atexit.register(_at_exit, os.getpid())
 
 
 def not_injected(why: str) -> None:
-    """Tell the reason, unless results of faults, or a reason, were told before."""
+    """Report the reason, unless results of faults, or a reason, were reported before."""
     plan, rank = plan_of_process(), group_rank() or 0
     if not result_file(plan, rank).exists():
         write_document(plan, rank, Document(why=why))

@@ -1,4 +1,4 @@
-"""The plan of a selftest as this process was given it, and the file in which it tells its results."""
+"""The plan of a selftest as this process was given it, and the file of its results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def plan_of_process() -> Plan:
 
 
 def result_file(plan: Plan, rank: int) -> Path:
-    """The file in which the process of this rank tells its results."""
+    """The file of the results of the process of this rank."""
     return Path(plan.directory) / RESULTS.format(rank)
 
 

@@ -78,7 +78,7 @@ def test_what_rules_miss_is_said(folder: Path) -> None:
     assert "\x1b" not in done.stdout
 
 
-def test_nobody_is_told_of_the_faults(folder: Path) -> None:
+def test_no_sink_sends_the_faults(folder: Path) -> None:
     """Sinks that write to people, and the targets of Prometheus, get nothing."""
     (folder / "targets").mkdir()
     with receiving() as got:
