@@ -24,7 +24,8 @@ _BEGAN: dict[int, weakref.ref[threading.Thread] | None] = {}
 def several_at_work() -> bool:
     """True if more than one thread is at work of those that have begun a backward: another may be in one any moment.
 
-    At work is a thread that lives and is inside some code but Python's own, as an idle one of a pool is not.
+    At work is a thread that lives and is inside some code but Python's own, as an idle one of a pool is not; and not
+    one that waits for the end of this thread.
     """
     if len(_BEGAN) < 2:
         return False
@@ -45,9 +46,16 @@ def _lives(ident: int, frames: dict[int, FrameType]) -> bool:
     return ident in frames and (ref is None or (thread is not None and thread.is_alive()))
 
 
+def _is_this_thread(join: FrameType) -> bool:
+    this = threading._active.get(get_ident())  # type: ignore[attr-defined]  # as in `_note`
+    return join.f_locals.get("self") is this
+
+
 def _is_at_work(frame: FrameType | None) -> bool:
     while frame is not None:
         file = frame.f_code.co_filename
+        if file == threading.__file__ and frame.f_code.co_name == "join" and _is_this_thread(frame):
+            return False
         if not file.startswith((_STANDARD, "<frozen")) or _PACKAGES in file:
             return True
         frame = frame.f_back

@@ -54,10 +54,10 @@ class FiringPeriods:
                 self._open[key] = Period(
                     event.rule, event.severity, event.optimizer, event.step, process=self._process
                 )
-            elif event.kind == "resolved" and key in self._open:
-                began = self._open.pop(key)
-                self._resolved[event.rule] = event.step
-                if len(self._closed) < MOST:
+            elif event.kind == "resolved":
+                self._resolved[event.rule] = event.step  # it may have begun in the journal before this one
+                began = self._open.pop(key, None)
+                if began is not None and len(self._closed) < MOST:
                     self._closed.append(replace(began, last=event.step))
 
     def end(self, rule: str, last: bool) -> FiringEnd | None:

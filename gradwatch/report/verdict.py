@@ -126,7 +126,7 @@ def _over(run: RunFacts) -> str:
     if run.end.step is not None:
         return f" and was over at step {run.end.step:,}"
     if not run.end.last:
-        return " and was still firing when its process ended"
+        return " and was still firing when its process ended or took up other rules"
     running = run.account is not None and run.account.running
     return " and is still firing" if running else " and was still firing at the end"
 

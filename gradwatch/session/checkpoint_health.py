@@ -51,12 +51,23 @@ class Checkpoints:
         for bound_rules in self._rule_bindings:
             bound_rules.health_tracker.statistics_read(statistics)
         self._seen(ruin, self._steps())
-        found = self.now()
+        found = self._looked_at_all(self.now())
         if statistics:
             ruin = (*ruin, of_statistics(statistics))
         if not ruin or self._rule_bindings.begun():
             return found
         return replace(found, healthy=False, reasons=(*found.reasons, *ruin))
+
+    def _looked_at_all(self, found: CheckpointHealth) -> CheckpointHealth:
+        """The same as of the last step of any optimizer, where the weights of each were just looked at.
+
+        Optimizers count their own steps: the least of these is no earlier moment.
+        """
+        begun = self._rule_bindings.begun()
+        last = [one.captured.step - 1 for one in begun]
+        if not begun or [one.health_tracker.looked for one in begun] != last:
+            return found
+        return replace(found, weights_step=max(last))
 
     def meet(self) -> None:
         """Look at parameters that an optimizer is about to move for the first time."""

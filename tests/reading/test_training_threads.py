@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 from gradwatch.reading.training_threads import TrainingThreads, several_at_work
@@ -86,3 +87,31 @@ def test_a_number_that_another_thread_has_by_now_is_not_at_work() -> None:
         held.set()
         for other in others:
             other.join()
+
+
+def test_one_that_waits_for_the_end_of_this_thread_is_not_at_work() -> None:
+    """As a main thread that has warmed up, and has another one train."""
+    threads = TrainingThreads()
+    found: list[bool] = []
+    threads.began(threading.get_ident())
+    main = threading.current_thread()
+
+    def train() -> None:
+        threads.began(threading.get_ident())
+        while not _is_in_join(main):
+            time.sleep(0.01)
+        found.append(several_at_work())
+
+    one = threading.Thread(target=train)
+    one.start()
+    one.join()
+    assert found == [False]
+
+
+def _is_in_join(thread: threading.Thread) -> bool:
+    frame = sys._current_frames().get(thread.ident or 0)
+    while frame is not None:
+        if frame.f_code is threading.Thread.join.__code__:
+            return True
+        frame = frame.f_back
+    return False

@@ -49,3 +49,11 @@ def test_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     for step in range(0, 20, 2):
         found.take([make_event("firing", step=step), make_event("resolved", step=step + 1)])
     assert [one.first for one in found.periods()] == [0, 2, 4]
+
+
+def test_a_period_that_began_in_the_journal_before_may_end_in_this_one() -> None:
+    """As where a process has taken up another rule file meanwhile."""
+    before, after = FiringPeriods(0), FiringPeriods(1)
+    before.take([make_event("firing", step=3)])
+    after.take([make_event("resolved", step=9)])
+    assert firing_end("non-finite", [before, after]) == FiringEnd(9, True)

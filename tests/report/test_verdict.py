@@ -133,7 +133,8 @@ BAD = CheckpointHealth(False, 39, ("rule nan is firing", "a gradient was not fin
             1,
             FiringEnd(None, False),
             None,
-            "Went wrong: rule nan (critical) fired at step 1,234 (sqrt) and was still firing when its process ended; "
+            "Went wrong: rule nan (critical) fired at step 1,234 (sqrt) and was still firing when its process ended or "
+            "took up other rules; "
             "the training finished.",
         ),
     ],

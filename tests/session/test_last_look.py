@@ -77,6 +77,20 @@ def test_the_account_is_given_where_the_last_look_fails(
     assert end.account["watched"]["steps"] == 1
 
 
+def test_a_look_at_all_weights_is_as_of_the_last_step_of_any_optimizer(tmp_path: Path) -> None:
+    """One that was made late has counted fewer steps."""
+    models = [nn.Linear(4, 1) for _ in range(2)]
+    optimizers = [torch.optim.SGD(model.parameters(), 0.01) for model in models]
+    with gradwatch.watch(models, optimizers, run_dir=tmp_path) as gw:
+        for step in range(10):
+            for model, optimizer in list(zip(models, optimizers, strict=True))[: 2 if step > 5 else 1]:
+                optimizer.zero_grad()
+                model(torch.randn(8, 4)).square().mean().backward()
+                optimizer.step()
+    found = read_tag(gw.run.directory)
+    assert (found.healthy, found.weights_step) == (True, 9)
+
+
 @pytest.mark.parametrize("kept", [True, False])
 def test_at_the_end_of_a_script_weights_are_looked_at_or_it_is_said(kept: bool, tmp_path: Path) -> None:
     """Where the model is gone by then, nothing is claimed of it."""

@@ -172,8 +172,8 @@ class ExtraColumns:
                     break
         if optimizer is not None:
             groups = optimizer.param_groups
-            lr = groups[0].get("lr")
-            if len(groups) > 1 or type(lr) is not float:  # else without a call
+            lr = groups[0].get("lr") if len(groups) == 1 else None
+            if type(lr) is not float:  # else without a call
                 lr = learning_rate(optimizer)
             if lr is not None:
                 scalars["lr"] = lr

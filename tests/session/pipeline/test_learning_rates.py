@@ -110,3 +110,17 @@ def test_a_rate_of_zero_is_told_where_every_group_has_it(head: float, fires: boo
             optimizer.step()
     assert [record.snapshot.scalars["lr"] for record in sink.records] == [head] * 8
     assert any(e.rule == "lr-zero" for record in sink.records for e in record.verdict.events) == fires
+
+
+def test_an_optimizer_without_groups_has_no_rate(tmp_path: Path) -> None:
+    """Its step is taken as without a watch."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with gradwatch.watch(model, optimizer, run_dir=tmp_path, sinks=[Kept()], strict=True):
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(torch.ones(2, 2)).sum().backward()
+            optimizer.step()
+        optimizer.param_groups.clear()
+        model(torch.ones(2, 2)).sum().backward()
+        optimizer.step()
