@@ -50,7 +50,7 @@ WITH_TORCH = (
     *("integrations", "inspect", "launch", "demo", "cli", "__main__"),
 )
 TORCH_FREE = [name for name in LEVEL if name not in WITH_TORCH]
-AT_ROOT = {"__init__.py", "__main__.py", "errors.py", "checkpoint.py", "testing.py", "py.typed"}
+AT_ROOT = {"__init__.py", "__main__.py", "errors.py", "testing.py", "py.typed"}
 MOST_FILES = 20
 # Where private names of torch may stand.
 PRIVATE_ROOMS = ("taps/", "reading/", "distributed/process_group.py")
@@ -129,7 +129,7 @@ def upward(part: str, tree: ast.AST) -> set[str]:
 
 
 def test_the_root_holds_what_is_drawn() -> None:
-    """At the root of the package stand five files and the typing marker, and a new room says where it stands."""
+    """At the root of the package stand four files and the typing marker, and a new room says where it stands."""
     assert {path.name for path in ROOT.iterdir() if path.is_file()} == AT_ROOT
     assert {part_of(path) for path in MODULES} - {"__init__"} == LEVEL.keys()
 

@@ -53,6 +53,11 @@ class JournalFiles:
         self._end = self._allocated = self._sequence = self._salt = self._sampled = 0
 
     @property
+    def attempt(self) -> int:
+        """The number in the name of the files, once the first is open."""
+        return self._name.attempt
+
+    @property
     def due_for_rotation(self) -> bool:
         """True if the present file has reached its size."""
         return self._fd is not None and self._end >= self.retention.segment_bytes(self._name.segment)

@@ -18,7 +18,7 @@ import numpy as np
 from gradwatch.journal.columnar_steps import GroupNorms, StepRow, StepsEntry, step_row
 from gradwatch.journal.entries import EndEntry, EventsEntry, LostEntry, RunEntry, encode_sites
 from gradwatch.journal.files import JournalFiles
-from gradwatch.journal.health_tag import HealthTag
+from gradwatch.journal.health_tag_writer import HealthTagWriter
 from gradwatch.journal.norms_batch import StepNorms, encode_norms, put_together, steps_at_once, to_write
 from gradwatch.journal.norms_cadence import FIRST, Cadence
 from gradwatch.journal.retention import Retention
@@ -92,7 +92,7 @@ class Recorder:
         self._acknowledge = acknowledge
         self._pause = pause
         self._columns = {rule.id: rule.of for rule in run.rules}
-        self._tag = HealthTag(run.rank)
+        self._tag = HealthTagWriter(run)
         self._tracks: dict[int, _Track] = {}
         self._waiting: deque[_Waiting] = deque()
         self._lost = LostEntry()
@@ -166,13 +166,14 @@ class Recorder:
         if self.files.path is None or not self._backoff.ready:
             return
         try:
-            self._tag.write(self.files.directory, last)
+            self._tag.write(self.files.directory, self.files.attempt, last)
         except OSError as error:
             self._failed(error)
             self._backoff.failed()
 
     def close(self) -> None:
         """Write everything, say that this is the end, cut the reserve off."""
+        self._tag.close()
         self.commit(durable=True)
         self._write([replace(self.end, steps=self._records).encode()])
         try:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from math import inf, nan
 from pathlib import Path
+from typing import NamedTuple
 
 from gradwatch.account import Account
 from gradwatch.account.account_line import PREFIX, lines
-from gradwatch.checkpoint import read_tag, read_tag_step
+from gradwatch.checkpoint.health_tag import read_tags, sorted_out, step_of_all
+from gradwatch.checkpoint.health_tracker import joined
 from gradwatch.errors import GradwatchError
 from gradwatch.incidents.incident import Incident
 from gradwatch.journal import (
@@ -138,7 +141,6 @@ class RunCollector:
         self._incidents.append((journal.attempt, found))
         self.audit.take_findings(one.finding for one in found.incidents() if one.finding is not None)
         self.audit.add_damage(journal)
-        self.audit.take_findings(one.finding for one in found.incidents() if one.finding is not None)
 
     def report(self, where: Path, rank: int, ranks: Sequence[int]) -> RunReport:
         """The report of what was taken in."""
@@ -149,7 +151,7 @@ class RunCollector:
         fired = fired_rules(self.audit, self._others, {rule.id: rule.severity for rule in known})
         rules = rule_states(known, fired, account if account and account.counted else None)
         shown, left_out = self._shown_incidents()
-        weights, weights_after = checkpoint(where)
+        weights = checkpoint(where)
         facts = RunFacts(
             found,
             rules,
@@ -157,8 +159,9 @@ class RunCollector:
             bool(self.audit.damage),
             self._unwritten,
             self._end(rules),
-            weights,
-            weights_after,
+            weights.now,
+            weights.step,
+            weights.unfit_before,
         )
         return RunReport(
             folder=str(where),
@@ -178,8 +181,8 @@ class RunCollector:
             actions=tuple(self.audit.sorted()),
             steps=self.audit.steps,
             cost=cost(account, found),
-            checkpoint=weights,
-            checkpoint_step=weights_after,
+            checkpoint=weights.now,
+            checkpoint_step=weights.step,
         )
 
     @property
@@ -257,10 +260,32 @@ def cost(account: Account | None, found: Sequence[Track]) -> Cost | None:
     )
 
 
-def checkpoint(where: Path) -> tuple[CheckpointHealth | None, int | None]:
-    """The health of the weights, and the step after which they have it; None where no tag says so."""
+class Weights(NamedTuple):
+    """The health of the weights, and the step after which they have it; None where no tag says so.
+
+    `unfit_before` are the reasons why weights were not healthy at the end of earlier watches of the same launch, whose
+    place another one has taken.
+    """
+
+    now: CheckpointHealth | None
+    step: int | None
+    unfit_before: tuple[str, ...]
+
+    @property
+    def of_all(self) -> CheckpointHealth | None:
+        """The health of these weights and those together."""
+        if self.now is None or not self.unfit_before:
+            return self.now
+        before = tuple(f"of an earlier watch: {reason}" for reason in self.unfit_before)
+        return replace(self.now, healthy=False, reasons=(*self.now.reasons, *before))
+
+
+def checkpoint(where: Path) -> Weights:
+    """The health of the weights by the tags beside the journals."""
     folder = where if where.is_dir() else where.parent
     try:
-        return read_tag(folder), read_tag_step(folder)
+        counting, replaced = sorted_out(read_tags(folder))
     except (OSError, ValueError):
-        return None, None
+        return Weights(None, None, ())
+    before = [tag.health for tag in replaced if tag.launch == counting[-1].launch and not tag.health.healthy]
+    return Weights(joined(tag.health for tag in counting), step_of_all(counting), joined(before).reasons)

@@ -35,6 +35,7 @@ class RunFacts:
     `account` None: not even who recorded is known. `damaged`: part of a journal cannot be read; `unwritten`: steps or
     events of rules never came to be in it. Either keeps a run from being called healthy, as do weights that are not.
     `end` is that of the worst rule. `weights` are those after `weights_after`; None: nothing is known of them.
+    `unfit_before` says why those of earlier watches of this launch were not healthy when these ended.
     """
 
     tracks: Sequence[Track]
@@ -45,6 +46,7 @@ class RunFacts:
     end: FiringEnd | None = None
     weights: CheckpointHealth | None = None
     weights_after: int | None = None
+    unfit_before: Sequence[str] = ()
 
     @property
     def fired(self) -> list[RuleState]:
@@ -68,7 +70,7 @@ def _state(run: RunFacts) -> State:
         return "running" if account is not None and account.running else "nothing"
     if account is not None and account.running:
         return "running"
-    unfit = run.weights is not None and not run.weights.healthy
+    unfit = bool(run.unfit_before) or (run.weights is not None and not run.weights.healthy)
     skipped = any(track.total("skipped") for track in run.tracks)
     if fired or skipped or unfit or run.damaged or run.unwritten or account is None:
         return "warning"
@@ -99,6 +101,8 @@ def _parts(run: RunFacts) -> Iterator[str]:
         yield (
             "no step before is known to be healthy" if last is None else f"the last healthy step was {last:,}"
         )
+    if run.unfit_before:
+        yield f"those of an earlier watch were not healthy when it ended{_because(run.unfit_before)}"
 
 
 def _fired(run: RunFacts) -> Iterator[str]:
@@ -169,7 +173,12 @@ def _weights(run: RunFacts) -> str:
         return f", and its weights were healthy after step {looked:,}, when they were last looked at"
     if run.weights.healthy:
         return f", and its weights{after} are healthy"
-    found = run.weights.reasons
-    more = f"; and {plural(len(found) - MOST_REASONS, 'other reason')}" if len(found) > MOST_REASONS else ""
-    reasons = one_line("; ".join(found[:MOST_REASONS]), LONGEST_REASONS) + more
-    return f", and its weights{after} are not healthy" + (f" ({reasons})" if reasons else "")
+    return f", and its weights{after} are not healthy{_because(run.weights.reasons)}"
+
+
+def _because(reasons: Sequence[str]) -> str:
+    more = (
+        f"; and {plural(len(reasons) - MOST_REASONS, 'other reason')}" if len(reasons) > MOST_REASONS else ""
+    )
+    found = one_line("; ".join(reasons[:MOST_REASONS]), LONGEST_REASONS) + more
+    return f" ({found})" if found else ""

@@ -14,6 +14,13 @@ Known without a call: what a step asks twice finds cold caches after a backward.
 """
 
 
+PROGRAM = os.urandom(8).hex()
+"""A name of what runs in this process, which its forked children share, and no other process has.
+
+Not even one with the same id: another program that `os.exec…` puts in its place, or one in another container.
+"""
+
+
 def _forked() -> None:
     here[0] = os.getpid()
 

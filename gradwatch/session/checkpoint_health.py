@@ -8,7 +8,7 @@ from math import isfinite
 
 from gradwatch.capture.columns.nonfinite_running_statistics import RunningStatistics
 from gradwatch.capture.weights.weight_health import Weights
-from gradwatch.checkpoint import NO_GROWTH, joined, of_statistics, resumed
+from gradwatch.checkpoint.health_tracker import NO_GROWTH, joined, of_statistics, resumed
 from gradwatch.records.record import CheckpointHealth
 from gradwatch.session.active_or_paused import Activity
 from gradwatch.session.binding.optimizer_rules import OptimizerRules

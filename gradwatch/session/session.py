@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from gradwatch.account import NOTHING_TAKEN, Account, Ending
 from gradwatch.account.exit_reason import printed_at_exit
 from gradwatch.capture.optimizer_capture import OptimizerCapture
-from gradwatch.checkpoint import joined
+from gradwatch.checkpoint.health_tracker import joined
 from gradwatch.distributed.run_identity import placed
 from gradwatch.engine import Engine
 from gradwatch.errors import AttachError, GradwatchError

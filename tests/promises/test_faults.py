@@ -19,7 +19,7 @@ from gradwatch.capture import optimizer_capture as captured
 from gradwatch.capture import read_after_backward
 from gradwatch.capture.columns import column_reader, module_taps, norm_local
 from gradwatch.capture.window import hook_pruning
-from gradwatch.checkpoint import CheckpointHealthTracker
+from gradwatch.checkpoint.health_tracker import CheckpointHealthTracker
 from gradwatch.engine import BoundEngine
 from gradwatch.errors import TrainingStopped
 from gradwatch.reading import cpu_norms

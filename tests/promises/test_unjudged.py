@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import gradwatch
-from gradwatch.checkpoint import CheckpointHealthTracker
+from gradwatch.checkpoint.health_tracker import CheckpointHealthTracker
 from gradwatch.engine import BoundEngine
 from gradwatch.engine.judge import Step
 from gradwatch.policies import Policy, State, register_policy

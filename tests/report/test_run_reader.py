@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gradwatch.checkpoint import write_tag
+from gradwatch.checkpoint.health_tag import HealthTag, write_tag
 from gradwatch.errors import GradwatchError
 from gradwatch.journal import JournalReader, LostEntry, NormsEntry, RunEntry, SitesEntry, StepsEntry
 from gradwatch.journal.columnar_steps import step_row
@@ -207,7 +207,7 @@ def test_the_weights_of_the_tag_are_in_the_sentence_of_every_form(tmp_path: Path
     records = broken()
     records[41] = make_record(SITES, 1.0, step=41, events=(make_event("resolved", step=41),))
     run = recorded(tmp_path, records, account=finished(60, fired={"non-finite": 1}))
-    write_tag(run, 0, 59, CheckpointHealth(True, 59, weights_step=59))
+    write_tag(run, HealthTag(0, 59, CheckpointHealth(True, 59, weights_step=59)))
     report = read_run(run)
     said = "the training finished, and its weights after step 59 are healthy."
     assert " and was over at step 41; gradwatch skipped 1 " in report.verdict.sentence

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from gradwatch.account.never_judged import StaggeredSeries
 from gradwatch.account.rules_without_data import Reads
 from gradwatch.account.session_counts import SessionCounts
-from gradwatch.checkpoint import CheckpointHealthTracker
+from gradwatch.checkpoint.health_tracker import CheckpointHealthTracker
 from gradwatch.engine.staggered_judging import Turn
 from gradwatch.records.decision import Decision, Order
 from gradwatch.records.record import Record

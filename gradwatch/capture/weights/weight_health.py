@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwatch.capture.weights.unoptimized_weights import UnoptimizedWeights
-from gradwatch.checkpoint import NO_GROWTH, Growth
+from gradwatch.checkpoint.health_tracker import NO_GROWTH, Growth
 from gradwatch.reading import device_norms
 from gradwatch.reading.batched_norms import CpuReader, inspect
 from gradwatch.reading.layouts import dense

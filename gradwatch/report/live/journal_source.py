@@ -140,7 +140,7 @@ class JournalSource:
             return  # removed under the view: what was read stays
         self._asked = found.rank
         folder = self._run if self._run.is_dir() else self._run.parent
-        self._weights, _ = checkpoint(folder)
+        self._weights = checkpoint(folder).of_all
         own = sorted(found.own, key=lambda journal: journal.attempt)
         if self._own is None:
             if not any(map(_begun, own)):

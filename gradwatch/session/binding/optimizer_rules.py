@@ -18,7 +18,7 @@ from gradwatch.capture.columns.histograms import HistogramReader
 from gradwatch.capture.columns.norm_local import LocalNorms
 from gradwatch.capture.columns.pending_columns import NO_SITES_OVERDUE, OverdueSites
 from gradwatch.capture.optimizer_capture import OptimizerCapture
-from gradwatch.checkpoint import CheckpointHealthTracker
+from gradwatch.checkpoint.health_tracker import CheckpointHealthTracker
 from gradwatch.engine import BoundEngine, EngineState
 from gradwatch.engine.clipping.strictest import Clipping
 from gradwatch.engine.staggered_judging import NO_SERIES_OVERDUE, OverdueSeries

@@ -20,7 +20,7 @@ from gradwatch.capture.columns.histograms import HistogramReader, HistogramTurns
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.parameter_shards import is_shard
 from gradwatch.capture.snapshot_assembly import with_modules
-from gradwatch.checkpoint import CheckpointHealthTracker
+from gradwatch.checkpoint.health_tracker import CheckpointHealthTracker
 from gradwatch.distributed.ranks import Ranks
 from gradwatch.engine import BoundEngine, Engine
 from gradwatch.engine.actions.backward_clips import at_step

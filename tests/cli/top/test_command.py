@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from gradwatch.checkpoint import write_tag
+from gradwatch.checkpoint.health_tag import HealthTag, write_tag
 from gradwatch.cli import main
 from gradwatch.records.record import CheckpointHealth, Record
 from tests.cli.terminal_session import TerminalSession
@@ -75,7 +75,7 @@ def test_healthy_is_what_the_weights_are_and_not_that_no_rule_has_fired(
         tmp_path, [make_record(SITES, norm, step=at) for at, norm in enumerate(norms)], account=finished(2)
     )
     if tag is not None:
-        write_tag(folder, 0, 1, tag)
+        write_tag(folder, HealthTag(0, 1, tag))
     assert main(["top", str(folder)]) == 0
     assert said in capsys.readouterr().out
 

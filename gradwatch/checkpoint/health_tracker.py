@@ -1,50 +1,9 @@
-"""Health of checkpoints: judged at every step, checked when asked, written beside the run.
-
-A checkpoint taken now is *healthy* unless
-- a weight is not finite, or the norm of a parameter is more than 10 times the larger of its own when the weights were
-  last healthy and sqrt(numel) times the root mean square of all weights then (so that a bias or an adapter of zeros
-  may grow), or that of matrices whose rows have a norm of 0.5 (so may a model that was initialised far smaller than
-  usual). Once one was, until none is more than 2 times as large, or 100 steps have shown that it was learning: 90 % of
-  their losses below that of the first step and below their mean at the last healthy look. `Watch.healthy` looks at what
-  this rank holds at the moment it is asked; without being asked weights are looked at after every jump of the total
-  norm, when watching ends, and else once a second or less often, at 0.1 % of the time at most, and `weights_step` says
-  after which step that was last done and nothing was found (None: never, as where the model is gone when it ends);
-- the norm of a parameter is more than 10 times the larger of its own when watching began and sqrt(numel) times the root
-  mean square of all weights then (or that of such matrices), and the loss of its optimizer was not below that of the
-  first step in most of the last 50: so a learning rate that is too large from the first step on is seen, also where no
-  two looks differ by much. Until a look finds that the loss is lower, or the weights are smaller;
-- a weight that no optimizer of the watch moves (frozen, or of a module put in since) is NaN, or not finite where it
-  wants a gradient; looked at when asked, and again only where its version has changed;
-- a rule of severity critical is firing;
-- a gradient of the last step was not finite, even if that step was skipped: the next one is looked at first;
-- the total norm of a step that was taken was 100 times the largest so far or more, and the weights have not been
-  checked since;
-- the total norm of a step that was taken was 10 times the largest so far or more, and that step made a parameter twice
-  as large as the larger of its own and sqrt(numel) times the root mean square of all weights before it: for 100 steps,
-  in which the training shows what became of it;
-- training was stopped by a rule;
-- a fault of gradwatch's own kept the last step from being judged, or has paused the watch;
-- running statistics of a normalisation layer are not finite: a skipped step does not take them back;
-- some earlier step gave a non-finite gradient to the optimizer (it was not skipped, zeroed, or rejected as a
-  GradScaler does). Weights or optimizer state may then hold NaN for ever, in a row of an embedding that no later batch
-  touches, so this holds until a state saved before it is loaded (`Watch.load_state_dict`).
-A step that the GradScaler rejected says nothing. What cannot be looked at is not healthy, and the reason says so.
-Parameters that cannot be measured (`Watch.coverage` below 1) are not vouched for. Nor is what comes next: the weights
-before the step that ruins a training are finite and of a usual size, and their next forward may already overflow. So
-keep the last few healthy checkpoints.
-
-    if gw.healthy:                                 # or, from another process: read_tag(run_directory).healthy
-        torch.save({"model": model.state_dict(), "gradwatch": gw.state_dict()}, "last-good.pt")
-"""
+"""Health of a checkpoint, judged at every step of one optimizer; the folder says when one is healthy."""
 
 from __future__ import annotations
 
-import json
-import os
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from math import inf, isfinite
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from gradwatch.records.columns import CONFIRMED_JUMP, CONFIRMED_NORM
@@ -53,11 +12,6 @@ from gradwatch.records.loss_comparison import LossComparison
 from gradwatch.records.record import CheckpointHealth
 from gradwatch.records.snapshot import Snapshot
 from gradwatch.records.verdict import Verdict
-from gradwatch.runtime.atomic_files import write_whole
-
-FORMAT = 1
-_NAME = re.compile(r"checkpoint-health-rank\d+\.json")
-
 
 JUMP = 100.0
 """A total norm of this many times the largest so far may have ruined the weights: they are looked at."""
@@ -338,9 +292,9 @@ def joined(parts: Iterable[CheckpointHealth]) -> CheckpointHealth:
     found = list(parts)
     return CheckpointHealth(
         all(one.healthy for one in found),
-        _least([one.last_healthy_step for one in found]),
+        least([one.last_healthy_step for one in found]),
         tuple(dict.fromkeys(reason for one in found for reason in one.reasons)),
-        _least([one.weights_step for one in found]),
+        least([one.weights_step for one in found]),
     )
 
 
@@ -359,68 +313,7 @@ def resumed(saved: Iterable[Mapping[str, Any] | None]) -> CheckpointHealth:
     return joined(found)
 
 
-def _least(steps: list[int | None]) -> int | None:
+def least(steps: list[int | None]) -> int | None:
+    """The smallest of them; None where one is not known, or there is none."""
     known = [step for step in steps if step is not None]
     return min(known) if known and len(known) == len(steps) else None
-
-
-def tag_name(rank: int) -> str:
-    """The file of one rank, in the run's own folder."""
-    return f"checkpoint-health-rank{rank}.json"
-
-
-def write_tag(directory: str | os.PathLike[str], rank: int, step: int, health: CheckpointHealth) -> None:
-    """Replace this rank's tag in one piece: a reader sees the old one or the new one. Raises `OSError`."""
-    document = {
-        "format": FORMAT,
-        "rank": rank,
-        "step": step,
-        "healthy": health.healthy,
-        "last_healthy_step": health.last_healthy_step,
-        "weights_step": health.weights_step,
-        "reasons": list(health.reasons),
-    }
-    content = json.dumps(document, allow_nan=False)
-    write_whole(os.path.join(directory, tag_name(rank)), content, durable=True)
-
-
-def read_tag(directory: str | os.PathLike[str]) -> CheckpointHealth:
-    """Combine the health tags of all ranks in a run's folder; for savers and scripts outside the training.
-
-    The journal sink writes them in its own thread: within a second or so of a change, and of a change for the worse
-    together with its incident. Raises `FileNotFoundError` where no rank wrote one, `ValueError` for a file that is
-    none of gradwatch's.
-    """
-    return joined(health for _, health in _tags(directory))
-
-
-def read_tag_step(directory: str | os.PathLike[str]) -> int | None:
-    """The step after which weights are as `read_tag` says: the one that all ranks had reached, None = not known.
-
-    Raises as `read_tag` does.
-    """
-    return _least([step for step, _ in _tags(directory)])
-
-
-def _tags(directory: str | os.PathLike[str]) -> list[tuple[int | None, CheckpointHealth]]:
-    paths = sorted(path for path in Path(directory).iterdir() if _NAME.fullmatch(path.name))
-    if not paths:
-        raise FileNotFoundError(f"no checkpoint-health-rank*.json in {directory}")
-    return [_read(path) for path in paths]
-
-
-def _read(path: Path) -> tuple[int | None, CheckpointHealth]:
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        last, looked = found["last_healthy_step"], found.get("weights_step")  # earlier versions never looked
-        if found["format"] != FORMAT or not isinstance(found["healthy"], bool):
-            raise ValueError(f"format {found['format']!r}")
-        step = int(found.get("step", -1))
-        return None if step < 0 else step, CheckpointHealth(
-            found["healthy"],
-            None if last is None else int(last),
-            tuple(map(str, found["reasons"])),
-            None if looked is None else int(looked),
-        )
-    except (LookupError, TypeError, ValueError) as error:
-        raise ValueError(f"{path} is not a checkpoint health tag of this version: {error}") from error

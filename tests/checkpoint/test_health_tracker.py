@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import random
-from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,16 +13,13 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwatch.checkpoint import CheckpointHealthTracker, joined, read_tag, read_tag_step, tag_name, write_tag
-from gradwatch.journal.health_tag import HealthTag
+from gradwatch.checkpoint.health_tracker import CheckpointHealthTracker
 from gradwatch.records.decision import Decision
 from gradwatch.records.record import CheckpointHealth
 from gradwatch.records.snapshot import Column
 from gradwatch.records.verdict import Verdict
 from tests.engine.cases import make_sites, make_snapshot
-from tests.support.acting_cases import Training, run_folder, watched
-from tests.support.sink_records import make_record
-from tests.support.sink_records import make_sites as record_sites
+from tests.support.acting_cases import Training, watched
 
 SKIPS = "rules: {r: {detect: {kind: nonfinite}, severity: critical, do: [skip_step]}}"
 WATCHES = "rules: {r: {detect: {kind: nonfinite}, severity: critical}}"
@@ -167,147 +161,6 @@ def test_an_overflowed_norm_of_finite_elements_poisons_nothing() -> None:
     snapshot = make_snapshot(make_sites(2), 0, [math.inf, 1.0], columns={"nonfinite": counts})
     health_tracker = CheckpointHealthTracker(frozenset())
     assert health_tracker.after(snapshot, Verdict(), Decision()).healthy
-
-
-# -- the tag file ------------------------------------------------------------------------------------------
-
-
-def test_the_tag_beside_the_run_says_what_the_watch_says(tmp_path: Path) -> None:
-    """Written by the journal, readable by a saver in another process, private, and of one piece."""
-    training = Training()
-    with watched(training, SKIPS, **run_folder(tmp_path)) as (gw, _):
-        training.step()
-        assert gw.flush()
-        assert read_tag(tmp_path / "r") == CheckpointHealth(True, 0)
-        training.step(**NAN)
-        assert gw.flush()
-        found = read_tag(tmp_path / "r")
-        assert (found.healthy, found.last_healthy_step) == (gw.healthy, gw.last_healthy_step) == (False, 0)
-        assert "rule r is firing" in found.reasons
-        training.step()
-    path = tmp_path / "r" / tag_name(0)
-    assert read_tag(tmp_path / "r") == CheckpointHealth(True, 2)
-    assert json.loads(path.read_text(encoding="utf-8"))["step"] == 2
-    assert path.stat().st_mode & 0o777 == 0o600
-    assert [name for name in os.listdir(tmp_path / "r") if ".new" in name] == []
-
-
-def test_a_saver_can_keep_the_last_good_checkpoint(tmp_path: Path) -> None:
-    """With `gw.healthy` in front of the save, the file that is left loads finite weights."""
-    training = Training()
-    path = tmp_path / "last-good.pt"
-    with watched(training, WATCHES) as (gw, _):
-        for step in range(8):
-            training.step(**(NAN if step == 4 else {}))
-            if gw.healthy:
-                torch.save({"model": training.model.state_dict(), "gradwatch": gw.state_dict()}, path)
-    saved = torch.load(path)
-    assert all(torch.isfinite(value).all() for value in saved["model"].values())
-    assert not all(torch.isfinite(value).all() for value in training.model.state_dict().values())
-    kept = saved["gradwatch"]["lanes"]["0"]["checkpoint"]
-    assert kept == {**kept, "last_healthy_step": 3, "poisoned_at": None, "ruin": []}
-
-
-def test_ranks_are_as_healthy_as_the_worst(tmp_path: Path) -> None:
-    """One tag a rank; together they say what the worst says, at the step that all had reached."""
-    write_tag(tmp_path, 0, 7, CheckpointHealth(True, 7))
-    write_tag(tmp_path, 1, 6, CheckpointHealth(False, 5, ("rule r is firing",)))
-    assert read_tag(tmp_path) == CheckpointHealth(False, 5, ("rule r is firing",))
-    assert read_tag_step(tmp_path) == 6
-    assert joined([]) == CheckpointHealth()
-    assert joined([CheckpointHealth(True, 3), CheckpointHealth(True, None)]).last_healthy_step is None
-
-
-def test_the_last_tag_names_the_last_step(tmp_path: Path) -> None:
-    """Though weights have been unhealthy for the same reason for long."""
-    bad = CheckpointHealth(False, 3, ("a non-finite gradient reached the optimizer at step 4",))
-    tag, sites = HealthTag(0), record_sites(2)
-    for step in range(4, 9):
-        tag.add([replace(make_record(sites, step=step), checkpoint=bad)])
-        tag.write(tmp_path)
-    assert read_tag_step(tmp_path) == 4
-    tag.write(tmp_path, last=True)
-    assert read_tag_step(tmp_path) == 8
-
-
-def test_what_is_no_tag_is_refused(tmp_path: Path) -> None:
-    """No file, no JSON, another format."""
-    with pytest.raises(FileNotFoundError):
-        read_tag(tmp_path)
-    for text in (
-        "",
-        "[]",
-        "{}",
-        '{"format": 2, "healthy": true, "last_healthy_step": 1, "reasons": []}',
-        '{"format":1}',
-    ):
-        (tmp_path / tag_name(0)).write_text(text)
-        with pytest.raises(ValueError, match="not a checkpoint health tag"):
-            read_tag(tmp_path)
-
-
-def test_a_tag_is_replaced_in_one_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A disk that fails half-way leaves the old tag and no other file; a link in its place is not followed."""
-    write_tag(tmp_path, 0, 1, CheckpointHealth(True, 1))
-
-    def full(descriptor: int) -> None:
-        raise OSError(28, "no space left on device")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", full)
-        with pytest.raises(OSError, match="no space"):
-            write_tag(tmp_path, 0, 2, CheckpointHealth(False, 1, ("x",)))
-    assert read_tag(tmp_path) == CheckpointHealth(True, 1)
-    assert os.listdir(tmp_path) == [tag_name(0)]
-    outside = tmp_path / "outside"
-    outside.write_text("kept")
-    (tmp_path / tag_name(0)).unlink()
-    (tmp_path / tag_name(0)).symlink_to(outside)
-    write_tag(tmp_path, 0, 3, CheckpointHealth(True, 3))
-    assert outside.read_text(encoding="utf-8") == "kept"
-    assert read_tag(tmp_path) == CheckpointHealth(True, 3)
-
-
-def test_the_tag_follows_a_change_at_once_and_mere_steps_now_and_then(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A thousand healthy steps are a write or two; a change for the worse is one at once."""
-
-    now = [100.0]
-    monkeypatch.setattr("gradwatch.journal.health_tag.time.monotonic", lambda: now[0])
-    tag, sites, written = HealthTag(0), record_sites(), []
-    real = write_tag
-    monkeypatch.setattr(
-        "gradwatch.journal.health_tag.write_tag", lambda *args: (written.append(args[2]), real(*args))[1]
-    )
-    for step in range(1000):
-        now[0] += 0.002
-        health = CheckpointHealth(step != 500, 499 if step == 500 else step, ("bad",) if step == 500 else ())
-        tag.add([replace(make_record(sites, step=step), checkpoint=health)])
-        tag.write(tmp_path)
-    tag.write(tmp_path, last=True)
-    assert {0, 500, 501, 999} <= set(written)
-    assert len(written) <= 7
-
-
-def test_a_streak_of_bad_steps_is_no_stream_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """While a checkpoint stays unhealthy, reasons that name another step each time wait for their second, too."""
-
-    now, tag, sites, written = [100.0], HealthTag(0), record_sites(), []
-    monkeypatch.setattr("gradwatch.journal.health_tag.time.monotonic", lambda: now[0])
-    real = write_tag
-    monkeypatch.setattr(
-        "gradwatch.journal.health_tag.write_tag", lambda *args: (written.append(args[2]), real(*args))[1]
-    )
-    for step in range(1000):
-        now[0] += 0.002
-        health = CheckpointHealth(False, None, (f"a gradient was not finite at step {step}",))
-        tag.add([replace(make_record(sites, step=step), checkpoint=health)])
-        tag.write(tmp_path)
-    tag.write(tmp_path, last=True)
-    assert written[0] == 0
-    assert len(written) <= 4
-    assert read_tag(tmp_path).reasons == ("a gradient was not finite at step 999",)
 
 
 # -- resume ------------------------------------------------------------------------------------------------
