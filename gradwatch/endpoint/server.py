@@ -30,6 +30,7 @@ from gradwatch.endpoint.http_protocol import (
     plain,
     respond,
 )
+from gradwatch.endpoint.own_socket import OwnSocket
 from gradwatch.runtime.backoff import Backoff
 
 THREAD_NAME = "gradwatch-endpoint"
@@ -37,6 +38,9 @@ _NO_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 _ACCEPTS_PER_TURN = 32
 _DRAIN_BYTES = 65536
 _BACKOFF_SECONDS = (1.0, 300.0)  # after the first failure, and at most
+LOOK_SECONDS = 5.0
+"""How often an idle endpoint looks whether its sockets are still its own: the end of others wakes nobody."""
+LOST = "other code of this process has closed the sockets of the endpoint: /metrics is served no longer"
 
 Route = Callable[[bool], Content]
 """Makes the answer for a path; called with True when CPU is short and a slightly old answer is preferred."""
@@ -84,6 +88,7 @@ class Allowance:
 @dataclass(slots=True, eq=False)
 class _Connection:
     socket: socket.socket
+    own: OwnSocket
     opened_at: float
     received: bytearray = field(default_factory=bytearray)
     unsent: list[memoryview] = field(default_factory=list)
@@ -119,11 +124,13 @@ class Endpoint:
         self._accepting, self._resume_at = True, 0.0
         self._connections: dict[socket.socket, _Connection] = {}
         self._allowance = Allowance(self.limits.cpu_share, self.limits.cpu_burst_seconds, time.monotonic())
-        self._selector = selectors.DefaultSelector()
+        # Without a descriptor of its own, unlike epoll.
+        self._selector = selectors.PollSelector()
         self._selector.register(listener, selectors.EVENT_READ)
         self._wake_read, self._wake_write = socket.socketpair()
         self._wake_read.setblocking(False)
         self._selector.register(self._wake_read, selectors.EVENT_READ)
+        self._own = [OwnSocket(one) for one in (listener, self._wake_read, self._wake_write)]
         self._stop = threading.Event()
         self._turn = threading.Lock()
         self._thread = threading.Thread(target=self._serve, name=THREAD_NAME, daemon=True)
@@ -141,6 +148,12 @@ class Endpoint:
         if self._thread.ident is None:
             self._release()
             return True
+        if not self._is_own():
+            # The thread cannot be woken. It ends by itself within seconds, and nothing is left to it: at exit a socket
+            # that is still an object of ours would close what has its number by then.
+            with self._turn:
+                self._end()
+            return True
         try:
             self._wake_write.send(b"\0")
         except OSError:
@@ -155,6 +168,8 @@ class Endpoint:
             try:
                 ready = self._selector.select(self._wait_seconds())
                 with self._turn:
+                    if self._released or not self._is_own():
+                        break
                     self._take_turn(ready)
             except Exception as error:
                 # Out of memory, or other code closed our descriptors: report, and try again ever more rarely.
@@ -164,7 +179,10 @@ class Endpoint:
             # Peers wait in the kernel meanwhile, and what they send piles up into fewer, larger reads.
             self._stop.wait(min(self._allowance.debt_seconds, 1.0))
         with self._turn:
-            self._release()
+            self._end()
+
+    def _is_own(self) -> bool:
+        return all(each.is_own for each in self._own)
 
     def _take_turn(self, ready: list[tuple[selectors.SelectorKey, int]]) -> None:
         now = time.monotonic()
@@ -180,11 +198,12 @@ class Endpoint:
             self._selector.register(self._listener, selectors.EVENT_READ)
             self._accepting = True
 
-    def _wait_seconds(self) -> float | None:
+    def _wait_seconds(self) -> float:
+        now = time.monotonic()
         moments = [each.opened_at + self.limits.deadline_seconds for each in self._connections.values()]
         if not self._accepting:
             moments.append(self._resume_at)
-        return max(0.0, min(moments) - time.monotonic()) if moments else None
+        return max(0.0, min([*moments, now + LOOK_SECONDS]) - now)
 
     def _accept(self, now: float) -> None:
         for _ in range(_ACCEPTS_PER_TURN):
@@ -200,7 +219,7 @@ class Endpoint:
             if len(self._connections) >= self._most:
                 self._drop(self._oldest())
             accepted.setblocking(False)
-            self._connections[accepted] = connection = _Connection(accepted, now)
+            self._connections[accepted] = connection = _Connection(accepted, OwnSocket(accepted), now)
             # Most requests are there already, and most answers fit the kernel's buffer: then there is nothing
             # to wait for, and no peer can evict an honest one before it is served.
             self._advance(connection)
@@ -218,6 +237,9 @@ class Endpoint:
         self._accepting, self._resume_at = False, now + 0.1
 
     def _advance(self, connection: _Connection) -> None:
+        if not connection.own.is_own:
+            self._drop(connection)
+            return
         try:
             if connection.unsent:
                 self._send(connection)
@@ -303,19 +325,23 @@ class Endpoint:
         if self._connections.pop(connection.socket, None) is not None:
             if connection.awaited:
                 self._selector.unregister(connection.socket)
-            connection.socket.close()
+            connection.own.close()
+
+    def _end(self) -> None:
+        """Give everything back, and report it if there is nothing left to serve on."""
+        if self._released:
+            return
+        if not self._is_own():
+            self._on_error(OSError(errno.EBADF, LOST))
+        self._release()
 
     def _release(self) -> None:
         """Close every descriptor without a word on the wire; in a forked child these are copies."""
         self._released = True
-        for connection in self._connections.values():
-            connection.socket.close()
+        for each in (*(one.own for one in self._connections.values()), *self._own):
+            each.close()
         self._connections.clear()
-        self._listener.close()
-        # Not unregistered one by one: a forked child would change the selector that its parent still uses.
         self._selector.close()
-        self._wake_read.close()
-        self._wake_write.close()
 
 
 _ENDPOINTS: weakref.WeakSet[Endpoint] = weakref.WeakSet()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import socket
@@ -12,13 +13,14 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 
 import pytest
 
 from gradwatch.endpoint.address import Address
 from gradwatch.endpoint.http_protocol import Content, plain
 from gradwatch.endpoint.listening_port import listening_socket
-from gradwatch.endpoint.server import THREAD_NAME, Allowance, Endpoint, Limits, Route
+from gradwatch.endpoint.server import LOST, THREAD_NAME, Allowance, Endpoint, Limits, Route
 from tests.support.sink_records import sockets
 
 BODY = b"gradwatch_steps_total 7\n"
@@ -433,15 +435,43 @@ def test_closing_leaves_nothing() -> None:
 
 
 def test_an_idle_endpoint_uses_few_descriptors_and_no_time() -> None:
-    """Four descriptors (P11: at most eight), and not one wake-up without a peer."""
+    """Three descriptors (P11: at most eight), and not one wake-up without a peer for seconds."""
     before = sockets()
     with endpoint() as served:
         clock = time.pthread_getcpuclockid(served._thread.ident or 0)
-        assert sockets() - before == 4
+        assert sockets() - before == 3
         time.sleep(0.05)
         used = time.clock_gettime(clock)
         time.sleep(0.3)
         assert time.clock_gettime(clock) == used
+
+
+@pytest.mark.parametrize("noticed", [True, False], ids=["in the thread", "at close"])
+def test_descriptors_that_the_script_has_taken_are_left_alone(
+    noticed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a daemon does, it closes ours and opens files: nothing is read from, written to or closed by us; said once."""
+    if noticed:
+        monkeypatch.setattr("gradwatch.endpoint.server.LOOK_SECONDS", 0.01)
+    errors: list[BaseException] = []
+    with endpoint(errors=errors) as served, connect(served):
+        assert wait_until(lambda: bool(served._connections))
+        connections = [each.own for each in served._connections.values()]
+        numbers = [each.socket.fileno() for each in (*served._own, *connections)]
+        own = [os.dup(number) for number in numbers]  # so that none is given to another thread
+        taken = []
+        for at, number in enumerate(numbers):
+            with (tmp_path / str(at)).open("wb") as file:
+                os.dup2(file.fileno(), number)
+            taken.append(os.fstat(number))
+        if noticed:
+            assert wait_until(lambda: not served._thread.is_alive())
+        assert served.close()
+        assert [os.fstat(number) for number in numbers] == taken
+        assert [(tmp_path / str(at)).stat().st_size for at in range(len(numbers))] == [0] * len(numbers)
+        for number in (*numbers, *own):
+            os.close(number)
+    assert [str(error) for error in errors] == [f"[Errno {errno.EBADF}] {LOST}"]
 
 
 def test_a_close_that_was_never_started_closes() -> None:
