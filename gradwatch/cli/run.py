@@ -67,8 +67,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--reload",
         action="store_true",
-        help="take up a rule file that changes meanwhile, between two steps (not with several ranks); what is wrong "
-        "with it leaves the old rules in force, with a line and a metric",
+        help="take up a rule file that changes meanwhile, between two steps, on all ranks after the same one; what is "
+        "wrong with it leaves the old rules in force, with a line and a metric",
     )
     parser.add_argument(
         "--live",

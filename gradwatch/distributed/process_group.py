@@ -73,7 +73,7 @@ def meet(name: str, hello: Mapping[str, Any], published: Mapping[str, Any]) -> M
     rank, world = place()
     if dist.get_backend() == "fake":
         raise AloneError("torch.distributed runs on its fake backend, whose ranks do not exist")
-    store = _store(name)
+    store = prefix_store(name)
     for key, value in published.items():
         store.set(key, json.dumps(value))
     store.set(f"hello/{rank}", json.dumps(hello))
@@ -86,7 +86,7 @@ def meet(name: str, hello: Mapping[str, Any], published: Mapping[str, Any]) -> M
 def announce(name: str) -> None:
     """Say that this rank does not want to meet, so that one that does need not wait for it."""
     rank, _ = place()
-    store = _store(name)
+    store = prefix_store(name)
     store.set(f"hello/{rank}", json.dumps(None))
     if rank == 0:
         _agree(store, {"alone": "rank 0 has no rule that needs the other ranks"})
@@ -97,7 +97,8 @@ def default_store() -> Any:
     return _c10d.distributed_c10d._get_default_store()
 
 
-def _store(name: str) -> Any:
+def prefix_store(name: str) -> Any:
+    """The part of it that is ours under this name."""
     return _c10d.PrefixStore(f"gradwatch/{name}", default_store())
 
 

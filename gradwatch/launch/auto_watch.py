@@ -34,7 +34,7 @@ from gradwatch.launch.selftest_faults import VARIABLE as SELFTEST
 from gradwatch.runtime import guard, stderr
 from gradwatch.runtime.fork_safe_locks import ForkSafeLock
 from gradwatch.runtime.interruption import not_ours
-from gradwatch.runtime.process_identity import prints
+from gradwatch.runtime.process_identity import group_rank, prints
 from gradwatch.runtime.warning_filters import filters_kept
 from gradwatch.taps import backward_entry, clip_functions, grad_scaler, step_hooks
 from gradwatch.taps.clip_functions import Clip
@@ -412,6 +412,10 @@ def _reload_of(session: Session) -> RulesReload | None:
     source = os.environ.get("GRADWATCH_RULES", "")
     if os.environ.get("GRADWATCH_RELOAD", "0") in ("", "0") or not os.path.isfile(source):
         return None
+    if session.run.world_size > 1 and group_rank() is not None:
+        from gradwatch.launch.ranks_reload import RanksReload
+
+        return RanksReload(session, source)
     from gradwatch.launch.rules_reload import RulesReload
 
     return RulesReload(session, source)

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 from gradwatch.errors import GradwatchError
 from gradwatch.runtime import stderr
 from gradwatch.runtime.interruption import not_ours
+from gradwatch.runtime.process_identity import prints
 
 if TYPE_CHECKING:
     from gradwatch.rules.rule_set import RuleSet
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
 
 LOOK_SECONDS = 1.0
 SEVERAL_RANKS = (
-    "ranks take up rules together or not at all, so those of a job of several ranks stay as they began"
+    "ranks take up rules together or not at all, and without a process group they cannot agree on a step"
 )
 
 Stamp = tuple[int, int, int]
@@ -57,7 +58,7 @@ class RulesReload:
         if not self.due():
             return None
         self._due = time.monotonic() + LOOK_SECONDS
-        stamps = _stamps(self._known)
+        stamps = self._stamps()
         if stamps == self._known:
             return None
         self._known = stamps
@@ -111,33 +112,45 @@ class RulesReload:
         else:
             self.ruleset = ruleset
             count = len(self.session.ruleset.rules)
-            stderr.say(f"gradwatch: {self._source} has changed, and is in force: {count} rules")
+            _say(f"gradwatch: {self._source} has changed, and is in force: {count} rules")
         return self.session
 
     def refused(self, why: str) -> None:
         """Say that the old rules stay; the metric says so until other ones are taken up."""
         self.session.health.reloaded(False)
-        stderr.say(f"gradwatch: {self._source} has changed and is not taken up, the old rules stay: {why}")
+        _say(f"gradwatch: {self._source} has changed and is not taken up, the old rules stay: {why}")
 
     def _load(self) -> None:
         """Read the file; a change back to what is in force is taken up as such, and ends a refusal."""
+        found = self._loaded()
+        if isinstance(found, str):
+            self.refused(found)
+        elif found.digest == self.ruleset.digest:
+            self.session.health.reloaded(True)
+        else:
+            self._read = found
+
+    def _stamps(self) -> dict[str, Stamp]:
+        return _stamps(self._known)
+
+    def _loaded(self) -> RuleSet | str:
+        """The rules in the file, or why they are refused."""
         from gradwatch.rules.files import load_rules
 
         try:
             # Before the rules are read: what changes meanwhile is seen at the next look. Also what is refused is
             # mended in one of its files, perhaps in one that the rules in force do not extend.
             self._known = _stamps(_files_of(self._source))
-            found = load_rules(self._source, run=self.session.run.run_id)
+            return load_rules(self._source, run=self.session.run.run_id)
         except GradwatchError as error:
-            self.refused(f"\n{error}")
-            return
+            return f"\n{error}"
         except Exception as error:
-            self.refused(repr(error))
-            return
-        if found.digest == self.ruleset.digest:
-            self.session.health.reloaded(True)
-        else:
-            self._read = found
+            return repr(error)
+
+
+def _say(line: str) -> None:
+    if prints():
+        stderr.say(line)
 
 
 def _files_of(source: str) -> tuple[str, ...]:

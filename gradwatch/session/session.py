@@ -119,7 +119,7 @@ class Session:
                 self._sinks.open(every, self.run, settings.strict, self._notices.say)
                 attached.start(on_escalate, None if before is None else before.counted)
                 self._activity.begin(self.run.pid)
-                self._go_live(attached, models)
+                self._go_live(attached, models, before is not None)
             except BaseException:
                 self._abandon(attached)
                 raise
@@ -130,12 +130,13 @@ class Session:
         """Count the time that it took to attach to models and optimizers, as whoever has done so measured it."""
         self._publishing.totals.count_attaching(seconds)
 
-    def _go_live(self, attached: Attached, models: list[nn.Module]) -> None:
+    def _go_live(self, attached: Attached, models: list[nn.Module], succeeds: bool) -> None:
         """Count from here on: everything is attached."""
-        # A launcher's session answers for all that the process does, any other one from here on. A step that raised
-        # before it, and was not noticed yet, is none of this one's.
+        # A launcher's session answers for all that the process does, any other one, and one that takes its place, from
+        # here on. A step that raised before it, and was not noticed yet, is none of this one's.
         ended_by_exceptions(step_hooks.under_way())
-        before = NOTHING_TAKEN if self.origin == "launcher" else TOTALS.taken()
+        first = self.origin == "launcher" and not succeeds
+        before = NOTHING_TAKEN if first else TOTALS.taken()
         self._accounting = accounting = Accounting(
             self.run,
             self._publishing.totals,

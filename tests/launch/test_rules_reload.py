@@ -47,8 +47,9 @@ def replaced(text):
     os.replace("next", rules)
 """
 RULES = "version: 1\nrules:\n  NAME: {detect: {kind: above, of: total_norm, threshold: 1e-12}}\n"
-SUCCEEDED = 'lambda text: "gradwatch_config_last_reload_successful 1" in text'
-FAILED = 'lambda text: "gradwatch_config_last_reload_successful 0" in text'
+# At the start of a line: the help of the metric begins with its name and a 1.
+SUCCEEDED = r'lambda text: "\ngradwatch_config_last_reload_successful 1" in text'
+FAILED = r'lambda text: "\ngradwatch_config_last_reload_successful 0" in text'
 
 
 def has(rule: str) -> str:
@@ -268,3 +269,91 @@ for _ in range(2000):  # the thread that reads them may be over between two look
     journals = list((tmp_path / "gradwatch-runs").glob("*/*.gwj"))
     assert journals
     assert all(JournalReader(path).end() is not None for path in journals)
+
+
+RANKS = """
+import json, os, pathlib, time, urllib.request
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+torch.set_num_threads(1)
+rank = dist.get_rank()
+model = torch.nn.ModuleDict({"ab"[rank]: torch.nn.Linear(4, 2)})
+optimizer = torch.optim.SGD(model.parameters(), 1e-6)
+steps = 0
+
+def metrics():
+    (file,) = pathlib.Path("gradwatch-runs").glob(f"*/endpoint-rank{rank}.json")
+    with urllib.request.urlopen(json.loads(file.read_text())["url"]) as answer:
+        return answer.read().decode()
+
+def until(found, text=""):
+    global steps
+    if text and not rank:
+        pathlib.Path("next").write_text(text)
+        os.replace("next", "rules.yaml")
+    for _ in range(6000):
+        optimizer.zero_grad()
+        model["ab"[rank]](torch.randn(8, 4)).square().mean().backward()
+        optimizer.step()
+        steps += 1
+        try:
+            seen = torch.tensor(float(found(metrics())))
+        except (OSError, ValueError):
+            seen = torch.zeros(())  # between two watches
+        dist.all_reduce(seen, dist.ReduceOp.MIN)
+        if seen:
+            return
+        time.sleep(0.01)
+    raise SystemExit("it did not come")
+"""
+
+
+def test_ranks_take_up_rules_after_the_same_step_or_not_at_all(tmp_path: Path) -> None:
+    """What is wrong, or fits the model of one of them alone, is refused on both; what is right begins at one step."""
+    unfit = RULES.replace("NAME", "unfit").replace("rules:", "groups: {mine: {params: [a.*]}}\nrules:")
+    unfit += "  more: {detect: {kind: above, of: norm, threshold: 1}, groups: [mine]}\n"
+    (tmp_path / "rules.yaml").write_text(RULES.replace("NAME", "first"))
+    (tmp_path / "train.py").write_text(
+        f"""{RANKS}
+until({has("first")})
+until({FAILED}, "version: 1\\nrules: {{bad: {{detect: {{kind: nan}}}}}}\\n")
+until({SUCCEEDED}, {RULES.replace("NAME", "first")!r})
+until({FAILED}, {unfit!r})
+until({has("second")}, {RULES.replace("NAME", "second")!r})
+until({SUCCEEDED})
+until(lambda text: True)
+dist.destroy_process_group()
+"""
+    )
+    command = [
+        *GRADWATCH,
+        "run",
+        "--reload",
+        "--strict-rules",
+        "--rules",
+        "rules.yaml",
+        "--listen",
+        "127.0.0.1:0",
+    ]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, "--", sys.executable, *torchrun, "train.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    begun: dict[int, list[tuple[int, set[str]]]] = {0: [], 1: []}
+    for path in sorted((tmp_path / "gradwatch-runs").glob("*/rank*.gwj")):
+        entries = list(JournalReader(path).entries())
+        first = next(row.step for one in entries if isinstance(one, StepsEntry) for row in one.rows)
+        rules = {event.rule for one in entries if isinstance(one, EventsEntry) for event in one.events}
+        begun[JournalReader(path).rank].append((first, rules))
+    assert begun[0] == begun[1]
+    assert [rules for _, rules in begun[0]] == [{"first"}, {"second"}]
+    assert done.stderr.count("has changed, and is in force: 1 rules") == 1
+    assert "rules.yaml:2:" in done.stderr
+    assert "the old rules stay: rank 1: the rules do not fit this model" in done.stderr

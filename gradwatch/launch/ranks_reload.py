@@ -1,0 +1,195 @@
+"""`gradwatch run --reload` in a job of several ranks: all of them take up a changed rule file after the same step.
+
+Rank 0 looks at the file; it says what is there now, and every rank reads its own and answers whether these are the
+rules, and whether they fit. One rank that refuses them refuses them for all. What is agreed, and when, is told through
+the store of the process group by a thread of each rank (`distributed.common_step`): training waits for nothing.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from gradwatch.distributed.common_step import CommonStep
+from gradwatch.launch.rules_reload import LOOK_SECONDS, RulesReload
+from gradwatch.runtime.interruption import not_ours
+from gradwatch.session.settings import Settings
+
+if TYPE_CHECKING:
+    from gradwatch.rules.rule_set import RuleSet
+    from gradwatch.session.session import Session
+
+T = TypeVar("T")
+
+PAUSE_SECONDS = 0.1
+SAME_FILE_SECONDS = 30.0
+"""How long a rank waits for its file to become that of rank 0: a shared disk may show it late."""
+ANSWER_SECONDS = 600.0
+"""How long rank 0 waits for the answers: each takes one step of the training."""
+ROUNDS = 6
+MARGIN_SECONDS = 1.0
+"""How far ahead the common step lies at first; twice as far in each further round."""
+
+
+class RanksReload(RulesReload):
+    """The part of one rank; `new_rules` is to be asked after every step of an optimizer."""
+
+    def __init__(self, session: Session, source: str) -> None:
+        super().__init__(session, source)
+        self._step = CommonStep(session.run)
+        self._round = 0
+        self._to_check: RuleSet | None = None
+        self._refusal: str | None = None  # of the training thread, once it has looked
+        self._planned: RuleSet | None = None
+        self._changing = False  # of sessions
+        self._tried = threading.Event()  # the rules agreed on were taken up, or refused after all
+        self._thread = threading.Thread(target=self._follow, name="gradwatch-reload", daemon=True)
+        self._thread.start()
+
+    # -- the training thread -----------------------------------------------------------------------------
+
+    def due(self) -> bool:
+        """False: loops without an optimizer have no step that ranks could agree on."""
+        return False
+
+    def new_rules(self) -> RuleSet | None:
+        """Count a step; the rules to be taken up after it, on every rank."""
+        to_check, self._to_check = self._to_check, None
+        if to_check is not None:
+            self._refusal = self._objection(to_check)
+        try:
+            return self._planned if self._step.stepped() else None
+        except Exception as error:  # the store is gone, and whoever decides there
+            if not_ours(error):
+                raise
+            self.refused(f"what the ranks have agreed on is not known: {error!r}")
+            return None
+
+    def take_up(self, ruleset: RuleSet) -> Session | None:
+        """As for one rank."""
+        self._changing = True
+        try:
+            return super().take_up(ruleset)
+        finally:
+            self._changing = False
+            self._tried.set()
+
+    def _objection(self, ruleset: RuleSet) -> str:
+        try:
+            self.session.check(ruleset, Settings.resolve())
+        except Exception as error:
+            if not_ours(error):
+                raise
+            return str(error) or repr(error)
+        return ""
+
+    # -- the thread of this rank -------------------------------------------------------------------------
+
+    def _follow(self) -> None:
+        try:
+            while self._changing or not self.session.closed:
+                if self._step.rank == 0:
+                    self._look()
+                elif (proposal := self._step.hear(f"{self._round}/proposal")) is not None:
+                    self._answer(proposal)
+                time.sleep(LOOK_SECONDS)
+        except Exception as error:
+            if not_ours(error):
+                raise
+            if not self.session.closed and self._step.rank == 0:  # else rank 0 has ended, and its store
+                self.refused(f"the ranks cannot be asked: {error!r}")
+
+    def _look(self) -> None:
+        """Propose what has changed (rank 0)."""
+        stamps = self._stamps()
+        if stamps == self._known:
+            return
+        self._known = stamps
+        found = self._loaded()
+        for number in range(ROUNDS):
+            proposal = {"digest": "", "error": found} if isinstance(found, str) else {"digest": found.digest}
+            self._step.say(f"{self._round}/proposal", proposal)
+            if self._answer(proposal, None if isinstance(found, str) else found, 2**number * MARGIN_SECONDS):
+                return
+        proposal = {"digest": "", "error": "the ranks found no step that still lay ahead of all"}
+        self._step.say(f"{self._round}/proposal", proposal)
+        self._answer(proposal)
+
+    def _answer(self, proposal: dict[str, Any], found: RuleSet | None = None, margin: float = 0.0) -> bool:
+        """Take part in one round; False where the step had passed on some rank, and another round may do better."""
+        name, self._round = str(self._round), self._round + 1
+        if proposal.get("error"):
+            self.refused(proposal["error"])
+            return True
+        if proposal["digest"] == self.ruleset.digest:
+            self.session.health.reloaded(True)
+            return True
+        objection = ""
+        if found is None:
+            found = self._same(proposal["digest"])
+            objection = "" if found else "its rule file is another one than that of rank 0"
+        if found is not None:
+            objection = self._checked(found)
+        step = self._step
+        step.say(f"{name}/answer/{step.rank}", {"objection": objection, "steps": step.steps})
+        if step.rank == 0:
+            step.say(f"{name}/plan", self._plan(name, margin))
+        plan = self._heard(lambda: step.hear(f"{name}/plan"), 2 * ANSWER_SECONDS)
+        if plan is None or "objection" in plan:
+            self.refused(plan["objection"] if plan else "rank 0 has not said when")
+            return True
+        self._planned = found
+        self._tried.clear()
+        step.say(f"{name}/ready/{step.rank}", step.plan(f"{name}/decision", plan["step"]))
+        if step.rank == 0:
+            ready = self._heard(lambda: step.hear_all(f"{name}/ready"), ANSWER_SECONDS)
+            if ready is not None and all(ready):
+                step.decide_for(f"{name}/decision")
+            else:
+                step.decide_against(f"{name}/decision")
+        if not self._heard(lambda: step.decision(f"{name}/decision"), ANSWER_SECONDS):
+            return False
+        # The next round begins with what is in force then.
+        self._heard(lambda: self._tried.is_set() or None, ANSWER_SECONDS)
+        return True
+
+    def _plan(self, name: str, margin: float) -> dict[str, Any]:
+        """The common step, or why there is none (rank 0)."""
+        answers = self._heard(lambda: self._step.hear_all(f"{name}/answer"), ANSWER_SECONDS)
+        if answers is None:
+            return {"objection": "some rank has not answered; it takes no step, or does not watch"}
+        refusing: dict[str, int] = {}  # the first rank that says so
+        for rank, one in enumerate(answers):
+            refusing.setdefault(one["objection"], rank)
+        refusing.pop("", None)
+        if refusing:
+            return {"objection": "; ".join(f"rank {rank}: {why}" for why, rank in list(refusing.items())[:3])}
+        return {"step": self._step.ahead([one["steps"] for one in answers], margin)}
+
+    def _checked(self, ruleset: RuleSet) -> str:
+        """What the training thread has against these rules, after its next step; "" for nothing."""
+        if not self._step.steps and self.session.observed_only():
+            return "a loop without a torch optimizer has no step that ranks could agree on"
+        self._refusal, self._to_check = None, ruleset
+        found = self._heard(lambda: self._refusal, ANSWER_SECONDS)
+        return "it has taken no step since" if found is None else found
+
+    def _same(self, digest: str) -> RuleSet | None:
+        """The rules of this rank's file, once they are these; None where they stay others."""
+
+        def same() -> RuleSet | None:
+            found = self._loaded()
+            return None if isinstance(found, str) or found.digest != digest else found
+
+        return self._heard(same, SAME_FILE_SECONDS)
+
+    def _heard(self, asked: Callable[[], T | None], seconds: float) -> T | None:
+        """The answer once there is one; None after so many seconds, or where the session has ended."""
+        deadline = time.monotonic() + seconds
+        while (found := asked()) is None:
+            if time.monotonic() >= deadline or (self.session.closed and not self._changing):
+                return None
+            time.sleep(PAUSE_SECONDS)
+        return found
