@@ -1,9 +1,9 @@
 """A step after which all ranks do the same thing, or none of them: agreed through the store of the process group.
 
 No collective, and no rank waits for another one in its training. Ranks that train together count their steps alike.
-Rank 0 plans a step that lies ahead of all; every other rank is ready for it if that is still ahead when it hears of it.
+Rank 0 plans a step that lies ahead of all; every other rank is ready for it if that is still ahead when it reads of it.
 The decision is written once, by compare-and-set: for it by rank 0 when all are ready, against it by whoever comes to
-that step before it has heard of one. So all ranks read the same decision, whenever they read it.
+that step before it knows of one. So all ranks read the same decision, whenever they read it.
 """
 
 from __future__ import annotations
@@ -50,16 +50,16 @@ class CommonStep:
 
     # -- other threads -----------------------------------------------------------------------------------
 
-    def say(self, key: str, what: Any) -> None:
+    def post(self, key: str, what: Any) -> None:
         """Tell the other ranks."""
         self._store.set(key, json.dumps(what))
 
-    def hear(self, key: str) -> Any:
-        """Give what some rank has said under this key; None where none has yet."""
+    def read(self, key: str) -> Any:
+        """Read what some rank has posted under this key; None where none has yet."""
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
-    def hear_all(self, key: str) -> list[Any] | None:
-        """Give what each rank has said under `key/RANK`; None until all have."""
+    def read_all(self, key: str) -> list[Any] | None:
+        """Read what each rank has posted under `key/RANK`; None until all have."""
         keys = [f"{key}/{rank}" for rank in range(self.world)]
         return [json.loads(self._store.get(each)) for each in keys] if self._store.check(keys) else None
 

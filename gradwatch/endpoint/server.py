@@ -39,7 +39,7 @@ _ACCEPTS_PER_TURN = 32
 _DRAIN_BYTES = 65536
 _BACKOFF_SECONDS = (1.0, 300.0)  # after the first failure, and at most
 LOOK_SECONDS = 5.0
-"""How often an idle endpoint looks whether its sockets are still its own: the end of others wakes nobody."""
+"""How often an idle endpoint looks whether its sockets are still its own: that they were closed wakes no thread."""
 LOST = "other code of this process has closed the sockets of the endpoint: /metrics is served no longer"
 
 Route = Callable[[bool], Content]

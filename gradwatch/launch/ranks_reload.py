@@ -92,7 +92,7 @@ class RanksReload(RulesReload):
             while self._changing or not self.session.closed:
                 if self._step.rank == 0:
                     self._look()
-                elif (proposal := self._step.hear(f"{self._round}/proposal")) is not None:
+                elif (proposal := self._step.read(f"{self._round}/proposal")) is not None:
                     self._answer(proposal)
                 time.sleep(LOOK_SECONDS)
         except Exception as error:
@@ -103,18 +103,16 @@ class RanksReload(RulesReload):
 
     def _look(self) -> None:
         """Propose what has changed (rank 0)."""
-        stamps = self._stamps()
-        if stamps == self._known:
+        if not self._changed():
             return
-        self._known = stamps
         found = self._loaded()
         for number in range(ROUNDS):
             proposal = {"digest": "", "error": found} if isinstance(found, str) else {"digest": found.digest}
-            self._step.say(f"{self._round}/proposal", proposal)
+            self._step.post(f"{self._round}/proposal", proposal)
             if self._answer(proposal, None if isinstance(found, str) else found, 2**number * MARGIN_SECONDS):
                 return
         proposal = {"digest": "", "error": "the ranks found no step that still lay ahead of all"}
-        self._step.say(f"{self._round}/proposal", proposal)
+        self._step.post(f"{self._round}/proposal", proposal)
         self._answer(proposal)
 
     def _answer(self, proposal: dict[str, Any], found: RuleSet | None = None, margin: float = 0.0) -> bool:
@@ -133,31 +131,31 @@ class RanksReload(RulesReload):
         if found is not None:
             objection = self._checked(found)
         step = self._step
-        step.say(f"{name}/answer/{step.rank}", {"objection": objection, "steps": step.steps})
+        step.post(f"{name}/answer/{step.rank}", {"objection": objection, "steps": step.steps})
         if step.rank == 0:
-            step.say(f"{name}/plan", self._plan(name, margin))
-        plan = self._heard(lambda: step.hear(f"{name}/plan"), 2 * ANSWER_SECONDS)
+            step.post(f"{name}/plan", self._plan(name, margin))
+        plan = self._awaited(lambda: step.read(f"{name}/plan"), 2 * ANSWER_SECONDS)
         if plan is None or "objection" in plan:
             self.refused(plan["objection"] if plan else "rank 0 has not said when")
             return True
         self._planned = found
         self._tried.clear()
-        step.say(f"{name}/ready/{step.rank}", step.plan(f"{name}/decision", plan["step"]))
+        step.post(f"{name}/ready/{step.rank}", step.plan(f"{name}/decision", plan["step"]))
         if step.rank == 0:
-            ready = self._heard(lambda: step.hear_all(f"{name}/ready"), ANSWER_SECONDS)
+            ready = self._awaited(lambda: step.read_all(f"{name}/ready"), ANSWER_SECONDS)
             if ready is not None and all(ready):
                 step.decide_for(f"{name}/decision")
             else:
                 step.decide_against(f"{name}/decision")
-        if not self._heard(lambda: step.decision(f"{name}/decision"), ANSWER_SECONDS):
+        if not self._awaited(lambda: step.decision(f"{name}/decision"), ANSWER_SECONDS):
             return False
         # The next round begins with what is in force then.
-        self._heard(lambda: self._tried.is_set() or None, ANSWER_SECONDS)
+        self._awaited(lambda: self._tried.is_set() or None, ANSWER_SECONDS)
         return True
 
     def _plan(self, name: str, margin: float) -> dict[str, Any]:
         """The common step, or why there is none (rank 0)."""
-        answers = self._heard(lambda: self._step.hear_all(f"{name}/answer"), ANSWER_SECONDS)
+        answers = self._awaited(lambda: self._step.read_all(f"{name}/answer"), ANSWER_SECONDS)
         if answers is None:
             return {"objection": "some rank has not answered; it takes no step, or does not watch"}
         refusing: dict[str, int] = {}  # the first rank that says so
@@ -169,11 +167,11 @@ class RanksReload(RulesReload):
         return {"step": self._step.ahead([one["steps"] for one in answers], margin)}
 
     def _checked(self, ruleset: RuleSet) -> str:
-        """What the training thread has against these rules, after its next step; "" for nothing."""
+        """Objection of the training thread to these rules, after its next step; "" for none."""
         if not self._step.steps and self.session.observed_only():
             return "a loop without a torch optimizer has no step that ranks could agree on"
         self._refusal, self._to_check = None, ruleset
-        found = self._heard(lambda: self._refusal, ANSWER_SECONDS)
+        found = self._awaited(lambda: self._refusal, ANSWER_SECONDS)
         return "it has taken no step since" if found is None else found
 
     def _same(self, digest: str) -> RuleSet | None:
@@ -183,9 +181,9 @@ class RanksReload(RulesReload):
             found = self._loaded()
             return None if isinstance(found, str) or found.digest != digest else found
 
-        return self._heard(same, SAME_FILE_SECONDS)
+        return self._awaited(same, SAME_FILE_SECONDS)
 
-    def _heard(self, asked: Callable[[], T | None], seconds: float) -> T | None:
+    def _awaited(self, asked: Callable[[], T | None], seconds: float) -> T | None:
         """The answer once there is one; None after so many seconds, or where the session has ended."""
         deadline = time.monotonic() + seconds
         while (found := asked()) is None:

@@ -58,10 +58,8 @@ class RulesReload:
         if not self.due():
             return None
         self._due = time.monotonic() + LOOK_SECONDS
-        stamps = self._stamps()
-        if stamps == self._known:
+        if not self._changed():
             return None
-        self._known = stamps
         if self.session.run.world_size > 1:
             self.refused(SEVERAL_RANKS)
             return None
@@ -130,8 +128,11 @@ class RulesReload:
         else:
             self._read = found
 
-    def _stamps(self) -> dict[str, Stamp]:
-        return _stamps(self._known)
+    def _changed(self) -> bool:
+        """True if the files are others than when they were looked at last."""
+        stamps = _stamps(self._known)
+        changed, self._known = stamps != self._known, stamps
+        return changed
 
     def _loaded(self) -> RuleSet | str:
         """The rules in the file, or why they are refused."""

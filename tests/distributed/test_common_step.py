@@ -24,7 +24,7 @@ def ranks(world: int) -> list[CommonStep]:
 
 @given(world=st.integers(1, 4), ahead=st.integers(0, 6), seed=st.integers(0, 10_000))
 def test_all_ranks_act_after_the_same_step_or_none_does(world: int, ahead: int, seed: int) -> None:
-    """Whichever rank steps, plans, hears or decides first: no thread waits for a training, nor a training for one."""
+    """Whichever rank steps, plans, reads or decides first: no thread waits for a training, nor a training for one."""
     parts, order = ranks(world), random.Random(seed)
     at = 3 + ahead
     acted: list[int | None] = [None] * world
@@ -55,7 +55,7 @@ def test_all_ranks_act_after_the_same_step_or_none_does(world: int, ahead: int, 
         assert decided
 
 
-def test_a_rank_that_has_heard_of_it_asks_nobody_as_it_comes_to_the_step() -> None:
+def test_a_rank_that_knows_the_decision_does_not_ask_the_store() -> None:
     """The training thread asks the store only where the decision is not known by then."""
     (one,) = ranks(1)
     assert one.plan("a", 2)
@@ -70,7 +70,7 @@ def test_a_step_that_has_come_is_no_common_one() -> None:
     one.stepped()
     assert not one.plan("a", 1)
     assert one.plan("b", 2)
-    assert not one.stepped()  # decided against: it has heard of nothing
+    assert not one.stepped()  # decided against: it knows of nothing
     assert one.decision("b") is False
     assert not one.decide_for("b")
     assert one.plan("c", one.ahead([one.steps], 0.0))
@@ -78,11 +78,11 @@ def test_a_step_that_has_come_is_no_common_one() -> None:
     assert [one.stepped() for _ in range(3)] == [False, True, False]
 
 
-def test_what_ranks_say_is_heard_once_all_have_said_it() -> None:
-    """Nobody waits: until then there is nothing to hear."""
+def test_what_ranks_post_is_read_once_all_have_posted_it() -> None:
+    """No rank waits: until then there is nothing to read."""
     parts = ranks(2)
-    parts[1].say("answer/1", {"steps": 3})
-    assert parts[0].hear("answer/0") is None
-    assert parts[0].hear_all("answer") is None
-    parts[0].say("answer/0", {"steps": 2})
-    assert parts[1].hear_all("answer") == [{"steps": 2}, {"steps": 3}]
+    parts[1].post("answer/1", {"steps": 3})
+    assert parts[0].read("answer/0") is None
+    assert parts[0].read_all("answer") is None
+    parts[0].post("answer/0", {"steps": 2})
+    assert parts[1].read_all("answer") == [{"steps": 2}, {"steps": 3}]
