@@ -1,0 +1,1 @@
+"""Every promise at its number, by one command: `python -m tests.gate`."""
