@@ -309,6 +309,39 @@ def test_a_step_that_the_scaler_rejected_is_not_part_of_the_next() -> None:
     assert not [one for record in kept.records for one in record.findings]
 
 
+def test_a_loss_of_nan_under_a_scaler_has_its_cause() -> None:
+    """No scale makes a loss NaN: the search that `non-finite` orders is made where the scaler has rejected the step."""
+    torch.manual_seed(0)
+    model, kept = NormalisedRows(), Kept()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    with gradwatch.watch(model, optimizer, rules="default", sinks=[kept], strict=True):
+        for step in range(6):
+            optimizer.zero_grad()
+            x = torch.randn(5, 4)
+            if step in (2, 3):
+                x[1] = 0.0
+            scaler.scale(model(x).square().mean()).backward()
+            scaler.step(optimizer)
+            scaler.update()
+            held = gradwatch.session.session.live_sessions()[-1].attached.causes._localiser._recordings
+            assert not held.calls()
+    (finding,) = (one for record in kept.records for one in record.findings)
+    assert (finding.rule, finding.step) == ("loss-non-finite", 2)
+    assert (finding.phase, finding.op, finding.module) == ("forward", "div", "NormalisedRows")
+
+
+class NormalisedRows(nn.Module):
+    """A blank row is 0/0."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(x / x.norm(dim=1, keepdim=True))
+
+
 def test_data_parallel_replicas_replay_their_own_module() -> None:
     """Under DistributedDataParallel the module inside is run again; its reducer hears nothing."""
     torch.manual_seed(0)

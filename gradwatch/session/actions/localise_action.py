@@ -75,6 +75,7 @@ class Causes:
         rank: int,
     ) -> None:
         self._asked = localising(ruleset)
+        self._of_nonfinite = _of_nonfinite_gradients(ruleset, self._asked)
         self._rank = rank
         actions, keeps = list(self._asked.values()), list(snapshots(ruleset).values())
         self._localiser = Localiser(
@@ -183,20 +184,15 @@ class Causes:
         loss, NaN where it is not known. `together` gives a name under which all ranks may meet over this step, "" where
         they do not judge it together.
         """
+        off = partial(deviation, snapshot, usual, usual_loss)
         if snapshot.scalars.get("scaler_skip"):
+            found = self._of_nonfinite_loss(verdict, snapshot, step_taken, off, together())
             self._localiser.discard()  # no step was taken: what led to it must not be taken for a part of the next
-            return ()
+            return tuple(found)
         found = (
-            self._ordered(
-                verdict,
-                decision,
-                snapshot,
-                step_taken,
-                partial(deviation, snapshot, usual, usual_loss),
-                together(),
-            )
+            self._ordered(verdict, decision, snapshot, step_taken, off, together())
             if decision.orders
-            else ()
+            else []
         )
         return (*found, *self._localiser.recorded(None if step_taken else snapshot.step))
 
@@ -210,18 +206,48 @@ class Causes:
         ranks: str,
     ) -> list[Finding]:
         """The findings for the rules that order a search on this step."""
+        orders = {one.rule for one in decision.orders if one.action == LOCALISE and not one.shadow}
+        events = ((incident_of(verdict, rule), rule) for rule in sorted(orders & self._asked.keys()))
+        asked = [(self._asked[rule], event) for event, rule in events if event is not None]
+        return self._found(asked, snapshot, step_taken, off, ranks)
+
+    def _of_nonfinite_loss(
+        self,
+        verdict: Verdict,
+        snapshot: Snapshot,
+        step_taken: bool,
+        off: Callable[[], Deviation],
+        ranks: str,
+    ) -> list[Finding]:
+        """The findings of a step that a GradScaler rejected though no scale is at fault: its loss was NaN.
+
+        Rules on gradients do not judge such a step, so the search that one of them orders for NaN is made for the rule
+        on the loss.
+        """
+        if self._of_nonfinite is None:
+            return []
+        events = (event for event in verdict.events if event.detector == "loss_nonfinite" and event.incident)
+        asked = [(self._of_nonfinite, event) for event in events if event.kind == "firing"]
+        return self._found(asked, snapshot, step_taken, off, ranks)
+
+    def _found(
+        self,
+        asked: Iterable[tuple[Action, Event]],
+        snapshot: Snapshot,
+        step_taken: bool,
+        off: Callable[[], Deviation],
+        ranks: str,
+    ) -> list[Finding]:
+        """What is found for each event, of those whose incident is still to be localised."""
         from gradwatch.localise.replay.cause_among_ranks import RankAgreement  # a healthy run has no causes
 
         found, graded = [], torch.is_grad_enabled()
-        orders = {one.rule for one in decision.orders if one.action == LOCALISE and not one.shadow}
         try:
-            for rule in sorted(orders):
-                event = incident_of(verdict, rule)
-                if event is not None and rule in self._asked and self._localiser.due(event.incident):
-                    ask = _ask(self._asked[rule], event, snapshot, off)
-                    agreement = (
-                        RankAgreement(f"{ranks}/{rule}/{snapshot.step}", self._rank) if ranks else None
-                    )
+            for action, event in asked:
+                if self._localiser.due(event.incident):
+                    name = f"{ranks}/{event.rule}/{snapshot.step}"
+                    agreement = RankAgreement(name, self._rank) if ranks else None
+                    ask = _ask(action, event, snapshot, off)
                     found.append(self._localiser.localise(ask, step_taken, agreement))
             return found
         finally:
@@ -236,6 +262,12 @@ def localising(ruleset: RuleSet) -> dict[str, Action]:
             for action in filter(None, map(_localise, rule.do)):
                 found.setdefault(rule.id, action)
     return found
+
+
+def _of_nonfinite_gradients(ruleset: RuleSet, asked: Mapping[str, Action]) -> Action | None:
+    """The `localise` of the first rule on gradients that are not finite; None where none has it."""
+    rules = (rule.id for rule in ruleset.rules if rule.detect.kind == "nonfinite")
+    return next((asked[rule] for rule in rules if rule in asked), None)
 
 
 def _localise(action: Action) -> Action | None:
