@@ -186,7 +186,7 @@ def fired(audit: Audit) -> Iterable[str]:
             f"{one.times:,}",
             str(one.first_step),
             str(one.last_step),
-            one_line(one.cause, _LONGEST_CAUSE) or "not known",
+            one_line(one.cause, _LONGEST_CAUSE) or "–",  # none was looked for
         )
         for one in found
     ]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -30,6 +31,7 @@ UNKNOWN = (
     "made."
 )
 LIVE = "the run"
+_SAMPLES = re.compile(r"(\d[\d,]*) of(?= [\d,]+ samples)")
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -136,7 +138,7 @@ def _fired(runs: Sequence[RunBacktest], new: str, old: str) -> Iterator[str]:
 
 
 def _differences(runs: Sequence[RunBacktest], new: str, old: str) -> Iterator[str]:
-    from gradwatch.backtest.firings import differences
+    from gradwatch.backtest.firings import differences, firings
 
     found = [(one, differences(one)) for one in runs]
     if all(each.same for _, each in found):
@@ -148,7 +150,9 @@ def _differences(runs: Sequence[RunBacktest], new: str, old: str) -> Iterator[st
             yield f"  only by {printable(name)}:"
             yield from _listed([_event(one, placed, runs) for one, placed in lines])
     if not any(each.only_new or each.only_old for _, each in found):
-        yield f"  fires at the same steps as by {printable(old)}; details of the events differ (--json has both)"
+        fires = any(map(firings, (side for one in runs for side in (one.outcome, one.compared))))
+        same = "fires at the same steps as by" if fires else "nor does any by"
+        yield f"  {same} {printable(old)}; details of the events differ (--json has both)"
 
 
 def _event(one: RunBacktest, placed: PlacedEvent, runs: Sequence[RunBacktest]) -> str:
@@ -202,7 +206,7 @@ def _coverage(runs: Sequence[RunBacktest]) -> Iterator[str]:
 
 def _reasons(runs: Sequence[RunBacktest], extent: Extent) -> dict[str, list[str]]:
     """The rules judged to this extent, by reason; those without data only where they had none in any run."""
-    found: dict[tuple[str, str], int] = {}
+    found: dict[tuple[str, str], list[int | None]] = {}
     judged = {
         one.rule for run in runs for one in run.outcome.coverage if one.extent not in ("no data", "no site")
     }
@@ -212,13 +216,22 @@ def _reasons(runs: Sequence[RunBacktest], extent: Extent) -> dict[str, list[str]
             if one.extent != extent or hidden or (one.optional and extent == "no site"):
                 continue
             part = f" (at {one.judged:,} of {one.steps:,} steps)" if 0 < one.judged < one.steps else ""
-            key = printable(one.rule), f"{one.why}{part}"
-            found[key] = found.get(key, 0) + 1
+            # A warm-up is over after as many samples in each run, and each run has another number of them.
+            samples = _SAMPLES.search(one.why)
+            why = _SAMPLES.sub("{} of", one.why) if samples else one.why.replace("{", "{{").replace("}", "}}")
+            key = printable(one.rule), f"{why}{part}"
+            found.setdefault(key, []).append(int(samples[1].replace(",", "")) if samples else None)
     reasons: dict[str, list[str]] = {}
-    for (rule, why), count in found.items():
-        where = f" (in {count:,} of {len(runs):,} runs)" if count < len(runs) else ""
-        reasons.setdefault(f"{why}{where}", []).append(rule)
+    for (rule, why), samples_of in found.items():
+        where = f" (in {len(samples_of):,} of {len(runs):,} runs)" if len(samples_of) < len(runs) else ""
+        reasons.setdefault(f"{why.format(_range(samples_of))}{where}", []).append(rule)
     return reasons
+
+
+def _range(samples: Sequence[int | None]) -> str:
+    """`94`, or `94 to 300`."""
+    numbers = sorted({one for one in samples if one is not None})
+    return " to ".join(f"{one:,}" for one in dict.fromkeys((numbers[0], numbers[-1]))) if numbers else ""
 
 
 def _listed(lines: Sequence[str]) -> Iterator[str]:

@@ -99,7 +99,7 @@ def listed(audit: Audit | None) -> Iterable[str]:
     if audit is not None:
         rules = (
             f"- `{one.rule}` ({one.severity}) ×{one.times:,}, steps {one.first_step} to {one.last_step}: "
-            f"{one.cause or 'cause not known'}"
+            f"{one.cause or '–'}"
             for one in audit.fired()
         )
         ends = (f"- {line.strip()}" for line in not_read(audit))

@@ -7,14 +7,14 @@ import json
 import math
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import closing, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradwatch.cli.report import check_replaceable, save
 from gradwatch.cli.run_argument import add_jobs, add_rank
-from gradwatch.cli.terminal import Counter, table
+from gradwatch.cli.terminal import Counter, paint, table
 from gradwatch.errors import GradwatchError, RuleFileError
 from gradwatch.runtime.printable import plural, printable
 
@@ -97,11 +97,24 @@ def handle(arguments: argparse.Namespace) -> int:
     written = parse_rules(content, str(output))
     assert all(written.rule(rule.id).detect == rule.detect for rule in tuned.ruleset.rules)
     save(output, content)
+    ruined = unhealthy(arguments.runs)
     if arguments.json:
-        print(json.dumps(document(tuned, arguments)))
+        print(json.dumps({**document(tuned, arguments), "unhealthy": ruined}))
     else:
-        print("\n".join(shown(tuned, output)))
+        print("\n".join(shown(tuned, output, ruined)))
     return 0
+
+
+def unhealthy(runs: Sequence[str]) -> list[str]:
+    """The runs whose weights were not healthy at the end, as their health tags say: hardly runs to learn from."""
+    from gradwatch.checkpoint import read_tag
+
+    found = []
+    for run in runs:
+        with suppress(OSError, ValueError):
+            if not read_tag(run).healthy:
+                found.append(run)
+    return found
 
 
 def base_of(rules: str, output: Path) -> str:
@@ -154,7 +167,7 @@ def document(tuned: Tuned, arguments: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def shown(tuned: Tuned, output: Path) -> Iterator[str]:
+def shown(tuned: Tuned, output: Path, ruined: Sequence[str] = ()) -> Iterator[str]:
     """The result for a person."""
     from gradwatch.backtest.firings import per_thousand
     from gradwatch.backtest.tuning import HALF
@@ -189,5 +202,7 @@ def shown(tuned: Tuned, output: Path) -> Iterator[str]:
     if tuned.not_judged:
         rules = ", ".join(map(printable, tuned.not_judged))
         yield f"  not judged on all of it, and so may alarm more often: {rules}"
+    for run in ruined:
+        yield f"  {paint('warning', 'yellow')}: the weights of {printable(run)} are not healthy: did nothing go wrong?"
     path = printable(str(output))
     yield f"{path} (look at it, then: gradwatch run --rules {path} -- python train.py)"

@@ -125,7 +125,7 @@ def rules(report: RunReport) -> str:
                 badge(rule.severity),
                 f"{one.times:,}",
                 *one.steps,
-                text(one.cause) or "not known",
+                text(one.cause) or "–",
             )
             for rule in fired
             if (one := rule.fired) is not None

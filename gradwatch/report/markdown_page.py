@@ -90,7 +90,7 @@ def _rules(report: RunReport) -> Iterator[str]:
             if (one := rule.fired) is not None:
                 on = "" if rule.rank is None else f" (rank {rule.rank})"
                 steps = f"{one.times:,}", *one.steps
-                yield _row(f"`{rule.rule}`{on}", rule.severity, *steps, one.cause or "not known")
+                yield _row(f"`{rule.rule}`{on}", rule.severity, *steps, one.cause or "–")
         yield ""
     else:
         yield from ("No rule fired.", "")

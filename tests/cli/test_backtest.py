@@ -77,6 +77,20 @@ def test_what_was_not_judged_in_several_runs(runs: Path, capsys: Captured) -> No
     assert "warm-up" not in out
 
 
+def test_warm_ups_of_several_runs_are_one_line(runs: Path, capsys: Captured) -> None:
+    """Each run has another number of samples; where the rules of neither side fire, none is said to."""
+    (runs / "slow.yaml").write_text(
+        "version: 1\nrules:\n  slow: {detect: {kind: spike}, warmup: 500}\n", encoding="utf-8"
+    )
+    out = printed([runs / "broken-run", runs / "healthy-run", "--rules", runs / "slow.yaml"], 0, capsys)
+    assert "    slow: warm-up not over: 40 to 60 of 500 samples\n" in out
+    late = "version: 1\nrules:\n  late: {detect: {kind: above, of: total_norm, threshold: 0.1}, for: 900}\n"
+    (runs / "late.yaml").write_text(late, encoding="utf-8")
+    quiet = [runs / "healthy-run", "--rules", runs / "late.yaml", "--against", runs / "slow.yaml"]
+    out = printed(quiet, 0, capsys)
+    assert "  no rule fires\n  nor does any by slow.yaml; details of the events differ" in out
+
+
 def test_modules_that_were_not_tapped(runs: Path, capsys: Captured) -> None:
     """Rules on them are named, also those that may be about none, and the status says that they were not judged."""
     out = printed([runs / "healthy-run", "--rules", "activations"], 1, capsys)

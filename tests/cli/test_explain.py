@@ -94,7 +94,7 @@ def test_without_arguments_all_that_fired_in_the_last_run_is_told(
         assert main([command]) == 0
         told = capsys.readouterr().out
         rows = [line.split() for line in told.splitlines()]
-        assert ["huge", "warning", "1", "1", "1", "not", "known"] in rows
+        assert ["huge", "warning", "1", "1", "1", "–"] in rows
         (cause,) = [" ".join(row) for row in rows if row[:2] == ["nan", "critical"]]
         assert cause.startswith("nan critical 1 2 2 the backward of sqrt in SqrtAtZero")
         assert "large" not in told

@@ -7,7 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from gradwatch.checkpoint import write_tag
 from gradwatch.cli import main
+from gradwatch.records.record import CheckpointHealth
 from tests.backtest.noisy_runs import folders
 from tests.docs.test_pages import ROOT
 
@@ -65,6 +67,16 @@ def test_json(runs: list[str], capsys: Captured) -> None:
     assert threshold["now"] > 6
     assert threshold["extreme_score"] > 6
     assert found["after"]["spike"] <= found["allowed"] < found["before"]["spike"]
+
+
+def test_a_run_that_did_not_end_well_is_doubted(runs: list[str], capsys: Captured) -> None:
+    """Thresholds made of its explosion would let the next one pass."""
+    write_tag(Path("b"), 0, 3, CheckpointHealth(False, 3, ("a norm grew",)))
+    try:
+        assert main(["tune", *runs, "--healthy", "--budget", "2", "--rules", "rules/mine.yaml"]) == 0
+    finally:
+        Path("b", "checkpoint-health-rank0.json").unlink()
+    assert "  warning: the weights of b are not healthy: did nothing go wrong?\n" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -134,20 +134,24 @@ class _Drawing:
             yield self._series(f"total norm{of}", one.total_norm, one.total_norms, True)
             if math.isfinite(one.applied) and one.applied < one.total_norm * (1 - 1e-6):
                 yield f"  {'after clip':<13}{number(one.applied, 3)}"
-            if one.loss is not None and (not several or one is self.view.optimizers[0]):
-                yield self._series(
-                    "loss", one.loss, one.losses, all(each > 0 for each in one.losses if each == each)
-                )
-            yield from self._rates(one)
+            if one.loss is not None and self._has_own_loss(one):
+                positive = all(each > 0 for each in one.losses if each == each)
+                yield self._series(f"loss{of}", one.loss, one.losses, positive)
+            yield from self._rates(one, of)
         if len(self.view.optimizers) > _MOST_OPTIMIZERS:
             yield f"  and {len(self.view.optimizers) - _MOST_OPTIMIZERS} more optimizers"
 
-    def _rates(self, one: OptimizerLine) -> Iterator[str]:
+    def _has_own_loss(self, one: OptimizerLine) -> bool:
+        """False where it is the loss of the first optimizer, too: all of a model have one, those of a GAN do not."""
+        first = self.view.optimizers[0]
+        return one is first or repr((one.loss, one.losses)) != repr((first.loss, first.losses))  # NaN is NaN
+
+    def _rates(self, one: OptimizerLine, of: str) -> Iterator[str]:
         parts = [] if one.lr is None else [f"{one.lr:.4g}"]
         if one.loss_scale is not None:
             parts.append(f"loss scale {one.loss_scale:.6g}")
         if parts:
-            yield f"  {'lr':<13}{'   '.join(parts)}"
+            yield f"  {f'lr{of}':<13}{'   '.join(parts)}"
 
     def _series(self, name: str, last: float, values: Sequence[float], logarithmic: bool) -> str:
         head = f"  {name:<13}{number(last, 3):<11}"

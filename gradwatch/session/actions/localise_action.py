@@ -190,9 +190,7 @@ class Causes:
             self._localiser.discard()  # no step was taken: what led to it must not be taken for a part of the next
             return tuple(found)
         found = (
-            self._ordered(verdict, decision, snapshot, step_taken, off, together())
-            if decision.orders
-            else []
+            self._ordered(verdict, decision, snapshot, step_taken, off, together()) if decision.orders else []
         )
         return (*found, *self._localiser.recorded(None if step_taken else snapshot.step))
 

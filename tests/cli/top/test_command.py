@@ -89,6 +89,26 @@ def test_json_has_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     assert found["optimizers"][0]["total_norms"][40] == "NaN"
 
 
+def test_two_optimizers_have_the_losses_that_are_theirs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Those of a GAN have one each; one that both step by is drawn once, also where it is NaN."""
+    for name, losses, heads in (
+        ("gan", (1.0, 2.0), ["loss 0", "loss 1"]),
+        ("shared", (math.nan, math.nan), ["loss 0"]),
+    ):
+        records = [
+            make_record(SITES, step=step, optimizer=number, scalars={"loss": loss, "lr": 0.1})
+            for step in range(3)
+            for number, loss in enumerate(losses)
+        ]
+        folder = recorded(tmp_path / name, records)
+        assert main(["top", str(folder)]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert [line.split("  ")[1] for line in lines if line.startswith("  loss")] == heads
+        assert [line.split("  ")[1] for line in lines if line.startswith("  lr")] == ["lr 0", "lr 1"]
+
+
 def test_what_cannot_be_shown_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """No run, no such rank, no such address, a wrong interval: exit 2 and a way out."""
     recorded(tmp_path / "runs", steps(3))
