@@ -10,6 +10,7 @@ from gradwatch.engine import BoundEngine, EngineState
 from gradwatch.localise.diagnosis.cause_of_large_loss import of_loss
 from gradwatch.localise.diagnosis.deviation import Deviation
 from gradwatch.localise.diagnosis.explosion_by_norms import of_norms
+from gradwatch.localise.diagnosis.usual_layer_norms import OFF
 from gradwatch.records.event import Event
 from gradwatch.records.finding import GAINS, Finding, Phase
 from gradwatch.records.snapshot import Snapshot
@@ -43,8 +44,9 @@ def causes_by_norms(
     What a search, by replay, has found for one rule is the finding of the others that it explains.
 
     Where it is not the `only_optimizer` layers of others may lie between and behind those of this one: no place is told
-    of gradients; nor is one where gradients are differentiated `twice`, as for a gradient penalty. `usual` gives the
-    usual norm of each parameter's gradient, by its name, of those that have one.
+    of gradients, unless a single layer is off while those on both sides of it are as usual; nor is one where gradients
+    are differentiated `twice`, as for a gradient penalty. `usual` gives the usual norm of each parameter's gradient, by
+    its name, of those that have one.
     """
     begun = [event for event in verdict.events if event.kind == "firing" and event.notify]
     if snapshot.provisional or not begun:
@@ -63,7 +65,7 @@ def causes_by_norms(
         if found is None:
             found = _of_loss(event, snapshot, off, twice) if is_loss else _found(event, off, twice)
         if found is not None:
-            if not (only_optimizer or shared or found.phase == "activations"):
+            if not (only_optimizer or shared or found.phase == "activations" or _is_alone(found)):
                 found = found.amended(at_outputs=False, module="")
             yield found.amended(
                 step=snapshot.step,
@@ -86,6 +88,17 @@ def moved_before(bound: BoundEngine, state: EngineState, step: int, besides: Col
             found.append((int(began), one.rule.id))
     shown = [f"{rule} at step {began}" for began, rule in sorted(found) if step - BEFORE <= began < step]
     return f"before it: {', '.join(shown)}" if shown else ""
+
+
+def _is_alone(found: Finding) -> bool:
+    """True if the gradients of its module are off, and those of no other layer by a factor worth naming."""
+    others = [
+        factor
+        for one in found.profile
+        if one.module != found.module
+        for factor in (one.moved, one.weights_moved)
+    ]
+    return bool(found.module) and all(1 / OFF < factor < OFF for factor in others if not math.isnan(factor))
 
 
 def _explains(searched: Finding, event: Event, is_loss: bool) -> bool:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import gradwatch
 from gradwatch.cli.entry_point import main
+from gradwatch.incidents.explanation import sentence
 from gradwatch.records.finding import Finding
 from gradwatch.records.record import Record
 from gradwatch.rules.files import parse_rules
@@ -113,6 +114,46 @@ def test_without_usual_levels_nothing_is_claimed() -> None:
         event.rule for record in records for event in record.verdict.events if event.kind == "firing"
     ] == ["off"]
     assert not [finding for record in records for finding in record.findings]
+
+
+class Branched(nn.Module):
+    """A residual block whose branch fades at a step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.branch, self.out = nn.Linear(8, 16), nn.Linear(16, 16), nn.Linear(16, 2)
+        self.alpha = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.before(x)
+        return self.out(hidden + self.alpha * torch.tanh(self.branch(hidden)))
+
+
+def test_of_two_optimizers_a_layer_that_alone_is_off_is_named() -> None:
+    """As of one: where its neighbours are as usual, no layer of the other optimizer explains it."""
+    torch.manual_seed(0)
+    model, critic, kept = Branched(), nn.Linear(2, 1), Kept()
+    optimizers = [torch.optim.SGD(one.parameters(), 1e-6) for one in (model, critic)]
+    rules = parse_rules(
+        "version: 1\nrules:\n  usual: {detect: {kind: spike, above: 1e6}, warmup: 5}\n"
+        "  gone: {detect: {kind: below, threshold: 1e-6}, for: 1}\n"
+    )
+    with gradwatch.watch([model, critic], optimizers, rules=rules, sinks=[kept], strict=True):
+        for step in range(STEPS):
+            model.alpha = 1e-9 if step >= BAD else 1.0
+            for optimizer in optimizers:
+                optimizer.zero_grad()
+            critic(model(torch.randn(32, 8))).square().mean().backward()
+            for optimizer in optimizers:
+                optimizer.step()
+    (found,) = (finding for record in kept.records for finding in record.findings)
+    assert (found.rule, found.step, found.phase, found.module) == (
+        "gone",
+        BAD,
+        "vanishing",
+        "Branched.branch",
+    )
+    assert sentence(found) == "gradients that vanish in Branched.branch"
 
 
 def test_what_moved_before_the_gradients_is_told_with_them() -> None:
