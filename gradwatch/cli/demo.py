@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from gradwatch.cli.run import listen_address
 from gradwatch.cli.terminal import complain, paint
 from gradwatch.errors import GradwatchError
+from gradwatch.runtime.printable import plural
 
 if TYPE_CHECKING:
     from gradwatch.cli.demo_screen import Screen
@@ -122,7 +123,9 @@ def _sum_up(findings: Sequence[Finding], alarms: int, seen: Seen) -> str:
     found = sum(finding.found for finding in findings)
     words = f"{found} of {len(findings)} faults found"
     style = "green" if found == len(findings) else "red"
-    return f"{paint(words, style)} · {alarms} false alarms · overhead {seen.overhead:.1%} of step time"
+    return (
+        f"{paint(words, style)} · {plural(alarms, 'false alarm')} · overhead {seen.overhead:.1%} of step time"
+    )
 
 
 def hold(run: Run) -> None:

@@ -18,12 +18,13 @@ from typing import Any
 import pytest
 from rich.cells import cell_len
 
-from gradwatch.cli import demo_screen
+from gradwatch.cli import demo_screen, main
 from gradwatch.demo import faults
 from gradwatch.demo.follow_run import SCRIPT, Seen
 from gradwatch.journal import read_journal
 from gradwatch.records.event import Event
 from tests.cli.pseudo_terminal import PseudoTerminal
+from tests.docs.test_examples import printed_of
 from tests.support import warm
 from tests.support.launch_cases import GRADWATCH
 
@@ -171,8 +172,13 @@ def test_the_script_knows_nothing_of_gradwatch() -> None:
     assert roots - set(sys.stdlib_module_names) == {"torch"}
 
 
-def test_the_demo_finds_every_fault_and_keeps_its_endpoint(tmp_path: Path) -> None:
-    """A short real run: three of three, the non-finite step counted on /metrics, Ctrl-C ends it with 0."""
+def test_the_demo_finds_every_fault_and_keeps_its_endpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A short real run: three of three, the non-finite step counted on /metrics, Ctrl-C ends it with 0.
+
+    Its verdict and what commands print of its run are those of examples.md.
+    """
     options = [
         "--seconds",
         "1",
@@ -201,9 +207,23 @@ def test_the_demo_finds_every_fault_and_keeps_its_endpoint(tmp_path: Path) -> No
     assert f"curl -s {held[1]}" in told
     assert re.search(r'^gradwatch_rule_firings_total\{.*rule="non-finite".*\} 1', metrics, re.MULTILINE)
     assert re.search(r"^gradwatch_skipped_steps_total.* 1", metrics, re.MULTILINE)
+    monkeypatch.chdir(tmp_path)
+    shown = dict(printed_of("`gradwatch demo`"))
+    assert worded(shown["demo --seconds 1"].partition("\njournal")[0]) in worded(told)
+    for words in ("report", "explain non-finite-0-142"):
+        assert main([*words.split(), "--dir", "runs"]) == 0
+        out = worded(capsys.readouterr().out.replace(f"{tmp_path}/", "").replace("runs/", "gradwatch-runs/"))
+        assert out.startswith(worded(shown[words].partition("; the training finished")[0].rstrip("…\n"))), (
+            words
+        )
     (journal,) = read_journal(next((tmp_path / "runs").glob("demo-*/")))
     line = next(k for k, text in enumerate(SCRIPT.read_text().splitlines(), 1) if "/ real.sum()" in text)
     assert [one.where.rsplit(".py", 1)[1] for one in journal.findings() if one.op == "div"] == [f":{line}"]
+
+
+def worded(text: str) -> str:
+    """The text without the run and numbers: the demo trains on the standard library of this Python."""
+    return re.sub(r" +", " ", re.sub(r"demo-(\d{8}-\d{6}|RUN)|\d[\d.,e+-]*", "_", text))
 
 
 @pytest.mark.soak
