@@ -57,7 +57,10 @@ def json_schema() -> Schema:
     _sections(schema)
     schema["properties"]["overrides"]["items"] = _ref("Override")
     # A rule of a file that extends nothing has to say itself what it judges.
-    judging = {"oneOf": [{"required": ["detect"]}, {"required": ["when"]}]}
+    judging = {
+        "oneOf": [{"required": ["detect"]}, {"required": ["when"]}],
+        "properties": {"detect": {"required": ["kind"]}},
+    }
     complete = {
         "rules": {"additionalProperties": judging},
         "groups": {"additionalProperties": {"required": ["params"]}},
