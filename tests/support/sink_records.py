@@ -80,7 +80,8 @@ def make_event(kind: Any = "firing", rule: str = "non-finite", step: int = 0, **
     known = {info.id: info for info in RULES}
     detector, severity = (known[rule].kind, known[rule].severity) if rule in known else ("above", "info")
     severity = fields.pop("severity", severity)
-    return Event(kind, rule, detector, severity, fields.pop("optimizer", 0), step, "incident-1", **fields)
+    optimizer, incident = fields.pop("optimizer", 0), fields.pop("incident", "incident-1")
+    return Event(kind, rule, detector, severity, optimizer, step, incident, **fields)
 
 
 def skip(rule: str = "non-finite", *, shadow: bool = False) -> Decision:

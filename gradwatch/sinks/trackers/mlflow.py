@@ -6,6 +6,7 @@ import math
 import os
 import re
 import sys
+import time
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
@@ -15,11 +16,15 @@ from gradwatch.records.run_info import RunInfo
 from gradwatch.runtime.background_worker import BackgroundWorker
 from gradwatch.runtime.optional_dependencies import require
 from gradwatch.sinks.parameter_selection import ParameterChoice, ParamsMode
+from gradwatch.sinks.trackers.incident_list import NAME
 from gradwatch.sinks.trackers.points import Point
 from gradwatch.sinks.trackers.tracker import DEFAULT_EVERY, Tracker
 
 MOST_METRICS = 1000
 """What one request may hold (https://mlflow.org/docs/latest/rest-api.html#log-batch)."""
+
+LIST_SECONDS = 60.0
+"""Between two writes of the list of incidents."""
 
 _TELEMETRY = "MLFLOW_DISABLE_TELEMETRY"
 _LONGEST_KEY = 250
@@ -31,7 +36,9 @@ class MLflowSink(Tracker):
 
     The run is the one that is active on the training thread when the watch begins, or the one MLFLOW_RUN_ID
     names; else a new one in `experiment` at `tracking_uri`. The state of `mlflow`'s module functions is not changed.
-    Each rule that begins or ceases to fire is a tag `gradwatch.rule.RULE`, its latest transition.
+    Each rule that begins or ceases to fire is a tag `gradwatch.rule.RULE`, its latest transition; all of them, with
+    their steps and causes, are the artifact `gradwatch/incidents.md` (the last 200), written at most once a minute and
+    at the end. Where the store of artifacts refuses it that is reported once, and the metrics go on.
 
     MLflow's stores disagree on what is not finite: files keep NaN and Inf, a database turns Inf into ±1.8e308, and
     charts leave NaN out. So every value is logged as it is, and beside one that was ever not finite stands the
@@ -71,6 +78,7 @@ class MLflowSink(Tracker):
         self._owns = False
         self._flagged: set[str] = set()
         self._keys: dict[str, str] = {}
+        self._next_list = -math.inf
 
     def load(self, run: RunInfo) -> None:
         """Import MLflow; see which run is active, and make the experiment in a folder, which only this thread can."""
@@ -117,11 +125,25 @@ class MLflowSink(Tracker):
                 for rule, text in texts.items()
             ]
             self._client.log_batch(self._run_id, tags=tags)
+        if time.monotonic() >= self._next_list:
+            self._log_incidents()
 
     def finish(self, stopped: bool) -> None:
         """End a run that gradwatch started; never the script's."""
+        self._log_incidents()
         if self._owns:
             self._client.set_terminated(self._run_id, "FAILED" if stopped else "FINISHED")
+
+    def _log_incidents(self) -> None:
+        if not self._incidents.unsent:
+            return
+        self._next_list = time.monotonic() + LIST_SECONDS
+        try:
+            self._client.log_text(self._run_id, self._incidents.markdown(), f"{NAME}.md")
+        except Exception as error:  # artifacts may lie elsewhere than metrics, and need other rights
+            self._next_list = math.inf
+            self._health.notice(self.name, f"{NAME}.md cannot be written: {type(error).__name__}: {error}")
+        self._incidents.sent()
 
     def _home(self, client: Any) -> str:
         """The id of the experiment, made where there is none."""

@@ -49,7 +49,8 @@ NO_PARAMETERS = ParameterChoice("off")
 class Note:
     """Something that happened at a step: a rule fires or is resolved, its action failed, a cause was found.
 
-    `notify` is True where a person should be notified: a rule begins to fire.
+    `notify` is True where a person should be notified: a rule begins to fire. `incident` is the name by which
+    `gradwatch explain` knows it, "" where it has none.
     """
 
     rule: str
@@ -57,6 +58,7 @@ class Note:
     severity: Severity
     text: str
     notify: bool = False
+    incident: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,11 +222,12 @@ def _notes(record: Record) -> Iterator[Note]:
     for event in record.verdict.events:
         if event.kind in _REPORTED:
             notify = event.kind == "firing" and event.notify
-            yield Note(printable(event.rule), event.kind, event.severity, _text(event), notify)
+            incident = printable(event.incident)
+            yield Note(printable(event.rule), event.kind, event.severity, _text(event), notify, incident)
     for finding in record.findings:
         parts = ", ".join(f"{key}: {value}" for key, value in explanation.fields(finding) if key != "rule")
         text = one_line(f"{finding.rule}: cause: {parts}", _LONGEST_TEXT)
-        yield Note(printable(finding.rule), "cause", "info", text)
+        yield Note(printable(finding.rule), "cause", "info", text, incident=printable(finding.incident))
 
 
 def _numbers(event: Event) -> Iterator[str]:
@@ -242,4 +245,6 @@ def _text(event: Event) -> str:
         if event.actions:
             parts.append(f"action: {', '.join(event.actions)}")
         parts += [text for text in (event.summary, event.description) if text]
+    if event.incident:
+        parts.append(f"incident: {event.incident}")
     return one_line("; ".join(parts), _LONGEST_TEXT)

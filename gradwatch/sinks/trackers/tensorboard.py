@@ -19,6 +19,7 @@ from gradwatch.records.run_info import RunInfo
 from gradwatch.runtime.background_worker import background_worker
 from gradwatch.runtime.optional_dependencies import require
 from gradwatch.sinks.parameter_selection import ParameterChoice, ParamsMode
+from gradwatch.sinks.trackers.incident_list import NAME, IncidentList
 from gradwatch.sinks.trackers.points import Note, Point
 from gradwatch.sinks.trackers.tracker import DEFAULT_EVERY, Tracker
 
@@ -29,9 +30,10 @@ class TensorBoardSink(Tracker):
     """Writes a point every `every` steps, and of every step on which something happens, to an event file in `dir`.
 
     `dir` None is `tensorboard` in the folder of the run; `tensorboard --logdir gradwatch-runs` shows all runs.
-    Rules that begin or cease to fire are texts under `gradwatch/events`. NaN and Inf are written as they are, and
-    TensorBoard draws them as marks; the counter `gradwatch/nonfinite_steps_total` stands beside. Local folders only.
-    Needs the extra `tensorboard`; TensorFlow is not imported.
+    Rules that begin or cease to fire, and causes, are texts under `gradwatch/events`, each at its step. TensorBoard
+    shows ten texts of a name: so the newest under `gradwatch/incidents` is a table of the last 200. NaN and Inf are
+    written as they are, and TensorBoard draws them as marks; the counter `gradwatch/nonfinite_steps_total` stands
+    beside. Local folders only. Needs the extra `tensorboard`; TensorFlow is not imported.
 
     `params` says which parameters get series of their own, `gradwatch/param_COLUMN/NAME`: off, worst (`top_k` seats,
     sticky), match (globs of `match`) or all, at most `max_series` in total; what is left out is counted and reported.
@@ -83,7 +85,10 @@ class TensorBoardSink(Tracker):
         try:
             for point in points:
                 self._writer.write(_event(point).SerializeToString())
+            if self._incidents.unsent:
+                self._writer.write(_listed(self._incidents).SerializeToString())
             self._writer.flush()
+            self._incidents.sent()
         except BaseException:
             broken, self._writer = self._writer, None
             _abandon(broken)
@@ -116,6 +121,15 @@ def _event(point: Point) -> Any:
     )
 
 
+def _listed(incidents: IncidentList) -> Any:
+    """The Event that holds the table of all incidents so far."""
+    from tensorboard.compat.proto.event_pb2 import Event
+    from tensorboard.compat.proto.summary_pb2 import Summary
+
+    value = _text(NAME, [incidents.markdown()], "Rules that fired in this run, and their causes.")
+    return Event(step=incidents.last_step, wall_time=time.time(), summary=Summary(value=[value]))
+
+
 def _histograms(point: Point) -> Iterator[Any]:
     """Over log2 of the magnitude, from -48 to 16; exact zeros stand in one more bucket below all others."""
     from tensorboard.compat.proto.summary_pb2 import HistogramProto, Summary
@@ -144,15 +158,19 @@ def _single(value: float) -> float:
 
 
 def _texts(notes: tuple[Note, ...]) -> Iterator[Any]:
+    if notes:
+        yield _text(EVENTS, [note.text for note in notes], "Rules that fire, resolve or fail.")
+
+
+def _text(name: str, texts: Sequence[str], description: str) -> Any:
     from tensorboard.compat.proto.summary_pb2 import Summary
     from tensorboard.compat.proto.tensor_pb2 import TensorProto
     from tensorboard.compat.proto.tensor_shape_pb2 import TensorShapeProto
     from tensorboard.compat.proto.types_pb2 import DT_STRING
     from tensorboard.plugins.text.metadata import create_summary_metadata
 
-    if notes:
-        texts = [note.text.encode("utf-8", "replace") for note in notes]
-        shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=len(texts))])
-        tensor = TensorProto(dtype=DT_STRING, string_val=texts, tensor_shape=shape)
-        described = create_summary_metadata(display_name="", description="Rules that fire, resolve or fail.")
-        yield Summary.Value(tag=EVENTS, metadata=described, tensor=tensor)
+    encoded = [text.encode("utf-8", "replace") for text in texts]
+    shape = TensorShapeProto(dim=[TensorShapeProto.Dim(size=len(encoded))])
+    tensor = TensorProto(dtype=DT_STRING, string_val=encoded, tensor_shape=shape)
+    described = create_summary_metadata(display_name="", description=description)
+    return Summary.Value(tag=name, metadata=described, tensor=tensor)

@@ -16,6 +16,7 @@ from gradwatch.runtime.internal_errors import Health
 from gradwatch.sinks.parameter_selection import ParameterChoice
 from gradwatch.sinks.prometheus.run_totals import NAMES_LEFT_OUT
 from gradwatch.sinks.registry import state_restored
+from gradwatch.sinks.trackers.incident_list import IncidentList
 from gradwatch.sinks.trackers.parameter_series import LEFT_OUT_NOTICE
 from gradwatch.sinks.trackers.points import MOST_HISTOGRAMS, NO_PARAMETERS, Point, Points
 
@@ -51,6 +52,7 @@ class Tracker(ABC):
         Points(every=every)  # refuses what is not a number of steps
         self._every, self._choice, self._worker = every, choice, background_worker
         self._points = Points()
+        self._incidents = IncidentList()
         self._lock = threading.Lock()
         self._queue: deque[Point] = deque()
         self._dropped = 0
@@ -72,7 +74,7 @@ class Tracker(ABC):
 
     @abstractmethod
     def finish(self, stopped: bool) -> None:
-        """End the run; `stopped`: a rule ended training."""
+        """End the run; `stopped`: a rule ended training. `_incidents` has what was noted of all that was sent."""
 
     def open(self, run: RunInfo, health: Health) -> None:
         """Import the library, and get a thread; every rank but 0 stays silent."""
@@ -136,6 +138,7 @@ class Tracker(ABC):
             if not self._started:
                 self.start(self._run)
                 self._started = True
+            self._incidents.add(batch)
             self.send(batch)
             self._discard(batch)
         if self._ended:

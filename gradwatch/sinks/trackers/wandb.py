@@ -15,6 +15,7 @@ from gradwatch.records.run_info import RunInfo
 from gradwatch.runtime.background_worker import BackgroundWorker
 from gradwatch.runtime.optional_dependencies import require
 from gradwatch.sinks.parameter_selection import ParameterChoice, ParamsMode
+from gradwatch.sinks.trackers.incident_list import COLUMNS, NAME, IncidentList
 from gradwatch.sinks.trackers.points import PREFIX, Point
 from gradwatch.sinks.trackers.tracker import DEFAULT_EVERY, Tracker
 
@@ -27,8 +28,9 @@ class WandbSink(Tracker):
 
     `project`, `entity` and `group` None are those of the script's own run if it has one by then, else what W&B's
     environment variables say; the project is otherwise called gradwatch. Offline and disabled modes are W&B's
-    (`WANDB_MODE`, `wandb offline`). The x axis is the optimizer step. Rules that begin or cease to fire are texts under
-    `gradwatch/event`; with `alerts` W&B also alerts, at most once a minute and rule.
+    (`WANDB_MODE`, `wandb offline`). The x axis is the optimizer step. Rules that begin or cease to fire, and causes,
+    are texts under `gradwatch/event`, and at the end the last 200 are the table `gradwatch/incidents`; with `alerts`
+    W&B also alerts, at most once a minute and rule.
 
     NaN and Inf are logged as they are; the counter `gradwatch/nonfinite_steps_total` stands beside. No one is
     asked for a key: without one the sink is down, and `Health` says so. Closing waits at most 10 s; W&B itself goes
@@ -64,6 +66,7 @@ class WandbSink(Tracker):
         self._alerts = alerts
         self._prefixes: set[str] = set()
         self._logged: Any = None
+        self._step = 0
 
     def load(self, run: RunInfo) -> None:
         """Import W&B."""
@@ -101,11 +104,16 @@ class WandbSink(Tracker):
             if point.notes:
                 row[f"{PREFIX}event"] = "\n".join(note.text for note in point.notes)
             self._logged.log(row)
+            if point.prefix == PREFIX:
+                self._step = point.step
             if self._alerts:
                 self._alert(point)
 
     def finish(self, stopped: bool) -> None:
         """End the run; one that a rule stopped counts as failed."""
+        if self._incidents.unsent:
+            self._logged.log({f"{PREFIX}step": self._step, NAME: _table(self._incidents)})
+            self._incidents.sent()
         self._logged.finish(exit_code=int(stopped))
 
     def _place(self, own: Any) -> dict[str, Any]:
@@ -130,6 +138,12 @@ class WandbSink(Tracker):
                     level=_LEVELS[note.severity],
                     wait_duration=ALERT_SECONDS,
                 )
+
+
+def _table(incidents: IncidentList) -> Any:
+    import wandb
+
+    return wandb.Table(columns=list(COLUMNS), data=[list(row) for row in incidents.rows()])
 
 
 def _histogram(found: Histogram) -> Any:

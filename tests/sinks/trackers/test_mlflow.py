@@ -134,6 +134,47 @@ def test_a_run_of_our_own_is_read_back(store: str, tmp_path: Path) -> None:
     assert run.data.tags["gradwatch.run_id"] == "run-1"
 
 
+def test_all_incidents_are_an_artifact(store: str, tmp_path: Path) -> None:
+    """A tag holds the latest transition of a rule alone; the table has each with its step and the name to explain."""
+    from mlflow.artifacts import load_text
+
+    health = Health()
+    sink = MLflowSink(store, every=100)
+    sink.open(make_run(tmp_path), health)
+    for step in (3, 8):
+        for kind, at in (("firing", step), ("resolved", step + 1)):
+            event = make_event(kind, step=at, incident=f"non-finite-0-{step}")
+            sink.write(make_record(SITES, 1.0, step=at, events=(event,)))
+        assert sink.flush(30)
+    sink.close()
+    assert health.errors() == {}
+    (run,) = runs(store)
+    table = load_text(f"{run.info.artifact_uri}/gradwatch/incidents.md")
+    for step in (3, 8):
+        assert f"| {step} | 0 | non-finite | critical | firing | non-finite-0-{step} |" in table
+        assert f"| {step + 1} | 0 | non-finite | critical | resolved | non-finite-0-{step} |" in table
+
+
+def test_artifacts_that_are_refused_cost_no_metric(store: str, tmp_path: Path) -> None:
+    """They may lie elsewhere, and need other rights: it is said once, and the run goes on to its end."""
+    (tmp_path / "taken").write_text("no folder")
+    client_of(store).create_experiment("apart", artifact_location=(tmp_path / "taken").as_uri())
+    said: list[str] = []
+    health = Health(lambda component, error: said.append(str(error)))
+    sink = MLflowSink(store, experiment="apart", every=1)
+    sink.open(make_run(tmp_path), health)
+    for step in range(3):
+        sink.write(make_record(SITES, 1.0, step=step, events=(make_event(step=step),)))
+        assert sink.flush(30)
+    sink.close()
+    (run,) = runs(store)
+    assert list(history(store, run, "gradwatch/grad_norm")) == [0, 1, 2]
+    assert run.info.status == "FINISHED"
+    assert health.errors() == {}
+    assert len(said) == 1
+    assert "gradwatch/incidents.md cannot be written" in said[0]
+
+
 def test_what_is_not_finite_is_logged_and_flagged(store: str, tmp_path: Path) -> None:
     """NaN and Inf as they are, and beside them a metric that no store changes and every chart draws."""
     sink = MLflowSink(store, every=100)

@@ -10,6 +10,7 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from gradwatch.runtime.internal_errors import Health
+from gradwatch.sinks.trackers.incident_list import NAME
 from gradwatch.sinks.trackers.tensorboard import EVENTS, TensorBoardSink
 from tests.support.sink_records import make_event, make_record, make_run, make_sites, skip
 
@@ -53,6 +54,28 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
         assert part in said
     assert found.SummaryMetadata(EVENTS).plugin_data.plugin_name == "text"
     sink.close()
+
+
+def test_all_incidents_are_shown_where_tensorboard_samples_texts(tmp_path: Path) -> None:
+    """Of a name it keeps ten texts at random and the newest: that one is a table of all."""
+    sink = TensorBoardSink(str(tmp_path / "tb"), every=100)
+    sink.open(make_run(tmp_path), Health())
+    for step in range(30):
+        event = make_event(step=step, incident=f"non-finite-0-{step}")
+        sink.write(make_record(SITES, 1.0, step=step, events=(event,)))
+        assert sink.flush(10)
+    sink.close()
+    found = EventAccumulator(str(tmp_path / "tb"), size_guidance={"tensors": 10})
+    found.Reload()
+    assert len(found.Tensors(EVENTS)) == 10
+    newest = found.Tensors(NAME)[-1]
+    table = newest.tensor_proto.string_val[0].decode()
+    assert newest.step == 29
+    assert all(
+        f"| {step} | 0 | non-finite | critical | firing | non-finite-0-{step} |" in table
+        for step in range(30)
+    )
+    assert found.SummaryMetadata(NAME).plugin_data.plugin_name == "text"
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import subprocess
@@ -10,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from gradwatch.sinks.trackers.incident_list import COLUMNS
 from tests.sinks.trackers.wandb_file import OfflineRun, offline_runs
 from tests.sinks.trackers.wandb_job import STEPS
 from tests.support import warm
@@ -75,6 +77,21 @@ def test_a_nan_is_logged_told_and_alerted(watched: tuple[str, dict[str, OfflineR
     assert "non-finite (critical) firing at step 25" in row["gradwatch/event"]
     titles = {title: level for title, _, level in ours.alerts}
     assert titles["gradwatch: non-finite"] == "ERROR"
+
+
+def test_groups_and_incidents_are_there(watched: tuple[str, dict[str, OfflineRun]]) -> None:
+    """A series for each group of the rule file; at the end a table of what happened, which W&B's own file holds."""
+    ours = watched[1]["gradwatch"]
+    norms = {
+        key.rpartition("/")[2]: [row[key] for row in ours.rows if row["gradwatch/step"] < 25 and key in row]
+        for key in ("gradwatch/group_grad_norm/matrices", "gradwatch/group_grad_norm/rest")
+    }
+    assert all(len(values) >= 3 and min(values) > 0 for values in norms.values())
+    (row,) = [row for row in ours.rows if row.get("gradwatch/incidents/_type") == "table-file"]
+    table = json.loads((ours.folder / row["gradwatch/incidents/path"]).read_text(encoding="utf-8"))
+    assert table["columns"] == list(COLUMNS)
+    first = table["data"][0]
+    assert first[:6] == [25, "0", first[2], "critical", "firing", f"{first[2]}-0-25"]
 
 
 def test_the_scripts_own_run_and_training_are_as_without_us(

@@ -22,6 +22,7 @@ class OfflineRun:
     group: str = ""
     job_type: str = ""
     exit_code: int | None = None
+    folder: Path = Path()
     rows: list[dict[str, Any]] = field(default_factory=list)
     alerts: list[tuple[str, str, str]] = field(default_factory=list)
     step_metrics: dict[str, str] = field(default_factory=dict)
@@ -35,7 +36,7 @@ def offline_runs(directory: Path) -> list[OfflineRun]:
 def _read(path: Path) -> OfflineRun:
     from wandb.proto.wandb_internal_pb2 import Record  # half a second: not for all who collect the tests
 
-    run = OfflineRun()
+    run = OfflineRun(folder=path.parent / "files")
     for data in _records(path.read_bytes()):
         record = Record.FromString(data)
         kind = record.WhichOneof("record_type")
