@@ -236,7 +236,7 @@ class Causes:
         off: Callable[[], Deviation],
         ranks: str,
     ) -> list[Finding]:
-        """What is found for each event, of those whose incident is still to be localised."""
+        """The findings for these events, of those whose incident is still to be localised."""
         from gradwatch.localise.replay.cause_among_ranks import RankAgreement  # a healthy run has no causes
 
         found, graded = [], torch.is_grad_enabled()

@@ -57,7 +57,7 @@ def test_what_is_written_is_read_back(tmp_path: Path) -> None:
 
 
 def test_all_incidents_are_shown_where_tensorboard_samples_texts(tmp_path: Path) -> None:
-    """Of a name it keeps ten texts at random and the newest: that one is a table of all."""
+    """Of a name it keeps ten or a hundred texts, the newest among them: that one is a table of all."""
     sink = TensorBoardSink(str(tmp_path / "tb"), every=100)
     sink.open(make_run(tmp_path), Health())
     for step in range(30):
