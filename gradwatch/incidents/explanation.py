@@ -63,6 +63,8 @@ def sentence(finding: Finding) -> str:
         said += f" in {finding.module}"
     if finding.begins:
         said += f", from {finding.begins} on towards the inputs"
+    if finding.lr_jumped_at is not None and finding.found:
+        said += f", after the learning rate had jumped at step {finding.lr_jumped_at}"
     return f"{said} at {finding.where}" if finding.where else said
 
 

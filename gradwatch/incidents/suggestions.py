@@ -24,7 +24,7 @@ class Suggestion:
     operand has such elements; `beyond`: some operand exceeds that magnitude; `idle`: part of the gradient that
     came was 0, so another branch was taken; `nan`: the result is NaN (False: it is infinite); `dtypes` of the
     result or an operand; `at_outputs`: the gradient came so to the model's outputs;
-    `in_module`: a module is named, `named`: an operation.
+    `in_module`: a module is named, `named`: an operation; `after_lr_jump`: the learning rate had jumped before.
     """
 
     id: str
@@ -42,6 +42,7 @@ class Suggestion:
     at_outputs: bool = False
     in_module: bool = False
     named: bool = False
+    after_lr_jump: bool = False
 
     def fits(self, finding: Finding) -> bool:
         """True if a finding meets every condition."""
@@ -53,6 +54,7 @@ class Suggestion:
             and (finding.at_outputs or not self.at_outputs)
             and (bool(finding.module) or not self.in_module)
             and (bool(finding.op) or not self.named)
+            and (finding.lr_jumped_at is not None or not self.after_lr_jump)
             and (not self.ops or finding.op in self.ops)
             and (not self.zero or any(one.zeros for one in operands))
             and (not self.negative or any(one.smallest < 0 for one in operands))
@@ -127,6 +129,14 @@ SUGGESTIONS: tuple[Suggestion, ...] = (
         "That operation was given NaN or Inf, as a number or as data: in the code, or computed before.",
         "Look where that comes from: a mean of nothing, a schedule, a table, a division in Python or numpy, `item()`.",
         phases=("number",),
+    ),
+    Suggestion(
+        "learning-rate-jump",
+        "The learning rate had jumped shortly before: the weights have moved too far, and what they make with them.",
+        "Look at the schedule (its warm-up, its units, a factor that is applied twice), and go on from a checkpoint of "
+        "before it.",
+        phases=("exploding", "activations"),
+        after_lr_jump=True,
     ),
     Suggestion(
         "multiplying-operation",

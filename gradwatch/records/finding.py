@@ -163,6 +163,7 @@ class Finding:
     left out. `operands` and `result` describe the tensors, on this rank. `profile` is the gradient by depth, in
     the order of the forward, where it explodes or vanishes; `at_outputs`: it does not do so on its way through the
     model, but came so to its outputs; `begins` the first layer on that way where it is so, "" where that is not known.
+    `lr_jumped_at` is the step shortly before at which the learning rate had jumped, None where it had not.
     `loss_moved` is the factor by which the loss is off its usual level, None where that is not known, or not looked at.
     `call` is the index of the model's forward call among those of the step (micro-batch) and `batch` what went into it,
     None where that was not held. `samples` are the rows of that batch which alone were not finite, or whose gradients
@@ -189,6 +190,7 @@ class Finding:
     profile: tuple[Layer, ...] = ()
     at_outputs: bool = False
     begins: str = ""
+    lr_jumped_at: int | None = None
     loss_moved: float | None = None
     call: int = 0
     batch: Batch | None = None

@@ -87,6 +87,7 @@ BY_PHASE = {
     "vanishing-outputs",
     "several-layers",
     "activations",
+    "learning-rate-jump",
 }
 # Safe in this torch at the point they are named for; kept for the torches in which they are not.
 SAFE_HERE = {"atan2-at-origin"}
@@ -179,6 +180,16 @@ def test_only_operations_are_said_to_have_made_it(phase: Phase) -> None:
     assert told is not None
     assert phase in told.phases
     assert "out of finite ones" not in told.why
+
+
+@pytest.mark.parametrize("phase", ["exploding", "activations"])
+def test_a_learning_rate_that_jumped_comes_first(phase: Phase) -> None:
+    """Whatever the norms show of the place: neither the batch nor a normalisation is blamed then."""
+    told = suggestion_for(
+        Finding(phase, "norms", module="a", at_outputs=phase == "exploding", lr_jumped_at=7)
+    )
+    assert told is not None
+    assert told.id == "learning-rate-jump"
 
 
 def test_every_entry_is_tried() -> None:

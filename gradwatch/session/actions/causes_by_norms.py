@@ -15,6 +15,7 @@ from gradwatch.records.event import Event
 from gradwatch.records.finding import GAINS, Finding, Phase
 from gradwatch.records.snapshot import Snapshot
 from gradwatch.records.verdict import Verdict
+from gradwatch.rules.rule_set import Rule
 from gradwatch.session.actions.localise_action import SUSPICIONS, deviation
 
 OF_GRADIENTS = frozenset({"norm", "rms", "total_norm"})
@@ -73,21 +74,38 @@ def causes_by_norms(
                 rule=event.rule,
                 incident=event.incident,
                 first_parameter=event.first_cause,
+                lr_jumped_at=None if found.phase == "vanishing" else jump_of_lr(bound, state, snapshot.step),
             ).noted(moved_before(bound, state, snapshot.step, {"loss"} if is_loss else OF_GRADIENTS))
+
+
+def jump_of_lr(bound: BoundEngine, state: EngineState, step: int) -> int | None:
+    """The last step in the `BEFORE` steps before this one at which a rule on jumps of the learning rate fired."""
+    found = [
+        began
+        for rule, began in _began(bound, state)
+        if rule.detect.kind == "lr_jump" and step - BEFORE <= began < step
+    ]
+    return max(found, default=None)
 
 
 def moved_before(bound: BoundEngine, state: EngineState, step: int, besides: Collection[str]) -> str:
     """`before it: lr-jump at step 300`: the rules on other columns than these that began to fire shortly before."""
-    found = []
-    for one, track in zip(bound.plan.rules, state.tracks, strict=True):
-        name, _, began = track.incident.rpartition("-")
-        own = (
-            name.rpartition("-")[0] == one.rule.id
-        )  # RULE-OPTIMIZER-STEP; else it is part of another's incident
-        if own and one.series.column not in besides and one.rule.severity != "info":
-            found.append((int(began), one.rule.id))
+    columns = {one.rule.id: one.series.column for one in bound.plan.rules}
+    found = [
+        (began, rule.id)
+        for rule, began in _began(bound, state)
+        if columns[rule.id] not in besides and rule.severity != "info"
+    ]
     shown = [f"{rule} at step {began}" for began, rule in sorted(found) if step - BEFORE <= began < step]
     return f"before it: {', '.join(shown)}" if shown else ""
+
+
+def _began(bound: BoundEngine, state: EngineState) -> Iterator[tuple[Rule, int]]:
+    """The rules with an incident of their own, not part of another rule's, and the step at which it began."""
+    for one, track in zip(bound.plan.rules, state.tracks, strict=True):
+        name, _, began = track.incident.rpartition("-")
+        if name.rpartition("-")[0] == one.rule.id:  # RULE-OPTIMIZER-STEP
+            yield one.rule, int(began)
 
 
 def _is_alone(found: Finding) -> bool:

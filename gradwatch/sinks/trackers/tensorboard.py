@@ -33,7 +33,8 @@ class TensorBoardSink(Tracker):
     Rules that begin or cease to fire, and causes, are texts under `gradwatch/events`, each at its step. TensorBoard
     shows a sample of the texts of a name, and always the newest: under `gradwatch/incidents` that is a table of the
     last 200. NaN and Inf are written as they are, and TensorBoard draws them as marks; the counter
-    `gradwatch/nonfinite_steps_total` stands beside. Local folders only. Needs the extra `tensorboard`; TensorFlow is not imported.
+    `gradwatch/nonfinite_steps_total` stands beside. Local folders only. Needs the extra
+    `tensorboard`; TensorFlow is not imported.
 
     `params` says which parameters get series of their own, `gradwatch/param_COLUMN/NAME`: off, worst (`top_k` seats,
     sticky), match (globs of `match`) or all, at most `max_series` in total; what is left out is counted and reported.

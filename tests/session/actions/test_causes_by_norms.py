@@ -173,6 +173,9 @@ def test_what_moved_before_the_gradients_is_told_with_them() -> None:
     (first, *_) = [finding for record in kept.records for finding in record.findings]
     assert first.step > BAD
     assert f"before it: lr-jump at step {BAD}" in first.note
+    assert first.lr_jumped_at == BAD
+    assert sentence(first).endswith(f", after the learning rate had jumped at step {BAD}")
+    assert sentence(Finding.from_dict(first.to_dict())) == sentence(first)
 
 
 def of_a_loss(
