@@ -24,6 +24,7 @@ NOT_ONE = "no single parameter"
 """Stands for `{param}` where no parameter is apart from the others."""
 
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
+_COUNTED = re.compile(r"(\{count\} (?:parameter|module|group))s\b")
 
 
 class Notice(NamedTuple):
@@ -108,7 +109,12 @@ def _deepest(series: Series, order: NDArray[np.intp]) -> str:
 
 
 def fill(template: str, facts: Mapping[str, str]) -> str:
-    """The template with each `{name}` replaced; no other syntax, so no template can reach an attribute."""
+    """The template with each `{name}` replaced; no other syntax, so no template can reach an attribute.
+
+    `{count} parameters` is `1 parameter` where that is the number.
+    """
+    if facts.get("count") == "1":
+        template = _COUNTED.sub(r"\1", template)
     return _PLACEHOLDER.sub(lambda match: facts.get(match.group(1), match.group(0)), template)
 
 

@@ -14,6 +14,7 @@ import pytest
 from gradwatch.capture.snapshot_assembly import appended
 from gradwatch.detectors import DETECTORS, Detector
 from gradwatch.engine import Engine
+from gradwatch.engine.reporting.events import fill
 from gradwatch.records.event import Event
 from gradwatch.records.snapshot import Column
 from gradwatch.rules.files import load_rules
@@ -177,3 +178,10 @@ def test_what_is_not_finite_is_compared_with_nothing(value: float) -> None:
     assert {"exploded", "loss-non-finite"} <= {event.rule for event in told if event.kind == "firing"}
     for event in told:
         assert not re.search(r"\b(nan|inf)\b[^.]*\b(above|below)\b", event.description), event.description
+
+
+@pytest.mark.parametrize(("count", "said"), [("1", "1 parameter in all."), ("2", "2 parameters in all.")])
+def test_one_is_no_plural(count: str, said: str) -> None:
+    """As the packs write it; a name with such words in it is left as it is."""
+    facts = {"count": count, "param": "1 parameters"}
+    assert fill("{param}: {count} parameters in all.", facts) == f"1 parameters: {said}"
