@@ -237,6 +237,7 @@ def _known(bounds: Array) -> Array:
 
 
 def tracks(collectors: Iterable[TrackCollector]) -> tuple[Track, ...]:
-    """The tracks that hold any step, the longest first."""
+    """The tracks that hold any step, the longest first; equally long ones by process and optimizer."""
     found = [each.track() for each in collectors]
-    return tuple(sorted((each for each in found if each.steps), key=lambda each: -each.steps))
+    order = sorted(found, key=lambda each: (-each.steps, each.attempt, each.optimizer))
+    return tuple(each for each in order if each.steps)

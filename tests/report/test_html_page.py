@@ -21,9 +21,9 @@ from gradwatch.endpoint.server import Endpoint
 from gradwatch.records.snapshot import Column
 from gradwatch.report import html_page, json_document, markdown_page, read_run
 from gradwatch.report.run_report import RunReport
-from tests.report.runs import HOSTILE, broken, finished, recorded, steps
+from tests.report.runs import HOSTILE, SITES, broken, finished, recorded, steps
 from tests.support.chromium import Chromium
-from tests.support.sink_records import make_record, make_sites
+from tests.support.sink_records import make_event, make_record, make_sites
 
 SHIPPED = {
     "uPlot.iife.min.js": "19c8d4c6ad88929a79f4ae49d6f7161566dfd0ba3d15cc495e974f787eb78f1f",
@@ -183,6 +183,21 @@ def test_each_process_has_its_own_incidents(browser: Chromium, tmp_path: Path) -
     assert [(one["rule"], one["process"], one["last"]) for one in document["firing"]] == [
         ("non-finite", 0, None)
     ]
+
+
+def test_the_optimizer_at_which_something_happened_is_shown_first(browser: Chromium, tmp_path: Path) -> None:
+    """Of a GAN whose generator is ill the discriminator is not what is looked at; both have as many steps."""
+    event = make_event("firing", rule="other", severity="warning", step=7, optimizer=1, incident="other-1-7")
+    records = [
+        make_record(SITES, 1.0, step=step, optimizer=number, events=(event,) * (step == 7 and number == 1))
+        for step in range(20)
+        for number in (1, 0)
+    ]
+    report = read_run(recorded(tmp_path, records, account=finished(40)))
+    assert [track.optimizer for track in report.tracks] == [0, 1]
+    shown(browser, tmp_path, report)
+    pressed = "[...document.querySelectorAll('.tracks button')].filter(one => one.ariaPressed == 'true')"
+    assert browser.value(f"{pressed}.map(one => one.textContent)") == ["optimizer 1"]
 
 
 @pytest.mark.parametrize("first", [0, 2**61])

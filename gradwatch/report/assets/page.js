@@ -24,7 +24,7 @@ gw.drawRun = (article, run) => {
   if (!run.tracks.length) return;
   const nav = article.querySelector(".tracks");
   nav.hidden = run.tracks.length < 2;
-  const chosen = gw.chosen.get(article) || 0;
+  const chosen = gw.chosen.get(article) ?? gw.gravest(run);
   nav.replaceChildren(...run.tracks.map((track, at) => {
     const button = gw.element("button", {type: "button", ariaPressed: String(at === chosen)}, track.title);
     button.addEventListener("click", () => { gw.chosen.set(article, at); gw.drawRun(article, run); });
@@ -33,6 +33,14 @@ gw.drawRun = (article, run) => {
   gw.drawTrack(article, run, run.tracks[chosen]);
 };
 gw.chosen = new Map();
+
+// The track that is shown first: the one of the gravest incidents, of equals the first.
+gw.gravest = run => {
+  const gravity = {critical: 3, warning: 2};
+  const found = run.tracks.map(track =>
+    Math.max(0, ...gw.incidentsOf(track, run.incidents).map(one => gravity[one.severity] || 1)));
+  return found.indexOf(Math.max(...found));
+};
 
 gw.draw = () => {
   for (const chart of gw.made.splice(0)) chart.destroy();
