@@ -198,14 +198,7 @@ class Recorder:
         if not self._events_backoff.ready:
             return
         try:
-            if self._waiting:
-                self._open()
-            for waiting in list(self._waiting):
-                if not waiting.safe and waiting.generation != self.files.generation:
-                    # One by one: the reserve of a full disk may hold some of them.
-                    self.files.append([waiting.payload], essential=True)
-                    waiting.generation = self.files.generation
-                    self._rotate_if_due()
+            self._append_events()
             self._sync()
         except Exception as error:
             self._failed(error)
@@ -216,6 +209,17 @@ class Recorder:
             self._events_backoff.succeeded()
             if not self._backoff.failing:
                 self._works()
+
+    def _append_events(self) -> None:
+        """Write the events that are not in the present file."""
+        if self._waiting:
+            self._open()
+        for waiting in list(self._waiting):
+            if not waiting.safe and waiting.generation != self.files.generation:
+                # One by one: the reserve of a full disk may hold some of them.
+                self.files.append([waiting.payload], essential=True)
+                waiting.generation = self.files.generation
+                self._rotate_if_due()
 
     def _sync_what_fits(self) -> None:
         try:
@@ -299,6 +303,12 @@ class Recorder:
         return track
 
     def _write_rows(self) -> None:
+        if self._waiting and self._events_backoff.ready:
+            try:
+                self._append_events()  # not synced: but a process that is killed leaves no step without its events
+            except Exception as error:
+                self._failed(error)
+                self._events_backoff.failed()
         for track in self._tracks.values():
             rows, track.rows = track.rows, []
             if rows:

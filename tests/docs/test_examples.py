@@ -20,8 +20,8 @@ from tests.support.launch_cases import GRADWATCH
 
 PAGE = ROOT / "gradwatch" / "docs" / "examples.md"
 SCRIPTS = Path(__file__).parent / "trainings"
-TRAININGS = {"mlp": 0, "cnn": 0, "language_model": 0, "gan": 0, "reinforce": -9}
-"""Each with the exit status of its script; the last is killed."""
+TRAININGS = {"reinforce": -9, "mlp": 0, "cnn": 0, "language_model": 0, "gan": 0}
+"""Each with the exit status of its script; the first is killed."""
 HAPPENED = {
     "mlp": "Healthy: no rule fired in 300 recorded steps; ",
     "cnn": "Went wrong: rule loss-non-finite (critical) fired at step 120 (the forward of div in Net at cnn.py:15)",

@@ -352,6 +352,23 @@ def test_the_columns_of_a_firing_rule_are_written(tmp_path: Path) -> None:
     assert last.firing["dead"].tolist() == [False] * 3 + [True] + [False] * 4092
 
 
+def test_a_killed_process_leaves_no_step_without_its_events(tmp_path: Path) -> None:
+    """Also those that are not urgent, as of a rule that is pending: else a backtest of the run finds others."""
+    failures: list[BaseException | None] = []
+    recorder = Recorder(make_run(tmp_path), "sampled", 0, failures.append, lambda events: None)
+    recorder.begin()
+    pending = make_event("pending", step=1, incident="")
+    recorder.record(
+        [make_record(make_sites(2), step=step, events=(pending,) * (step == 1)) for step in range(3)]
+    )
+    recorder.commit(durable=False)
+    recorder.files.close()
+    (found,) = read_journal(Path(make_run(tmp_path).directory))
+    assert [one.record.snapshot.step for one in found.records()] == [0, 1, 2]
+    assert [(event.kind, event.step) for event in found.events()] == [("pending", 1)]
+    assert failures == []
+
+
 def test_changed_sites_are_written_anew(tmp_path: Path) -> None:
     """A changed set of parameters gets its own sites entry; equal sites in a new object do not."""
     one, same, more = make_sites(2), make_sites(2), make_sites(3)

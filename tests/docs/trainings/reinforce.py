@@ -27,5 +27,5 @@ for episode in range(300):
     if episode % 50 == 0:
         print(f"episode {episode} reward {sum(rewards):.0f}", flush=True)
     if episode == 150:
-        time.sleep(1.5)  # while it swaps
+        time.sleep(2.5)  # while it swaps
         os.kill(os.getpid(), signal.SIGKILL)
