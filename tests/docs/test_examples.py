@@ -27,7 +27,7 @@ HAPPENED = {
     "cnn": "Went wrong: rule loss-non-finite (critical) fired at step 120 (the forward of div in Net at cnn.py:15)",
     "language_model": "Went wrong: rule total-norm-spike-severe (critical) fired at step 151 (",
     "gan": "Look at this: rule vanishing-by-share (warning) fired at step 163 (gradients that vanish in ",
-    "reinforce": "Broken off: no rule fired in 130 recorded steps; the process was killed, ",
+    "reinforce": "Broken off: no rule fired in _ recorded steps; the process was killed, ",
 }
 MADE_WITH = "2.13.0", "AVX512"
 """Torch and the CPU's instructions that the numbers of the page were made with: others round otherwise."""
@@ -93,9 +93,13 @@ def constant(text: str, folder: Path) -> str:
     return VARIES.sub("_", text.replace(f"{folder}/", "")).rstrip("\n")
 
 
-def compared(words: str, text: str) -> str:
-    """All of it where numbers come out to the last digit shown, else the line that answers, without its numbers."""
-    if (torch.__version__.partition("+")[0], torch.backends.cpu.get_cpu_capability()) == MADE_WITH:
+def compared(name: str, words: str, text: str) -> str:
+    """All of it where numbers come out to the last digit shown, else the line that answers, without its numbers.
+
+    How many of its last steps a killed process has left depends on how long they took.
+    """
+    made_with = torch.__version__.partition("+")[0], torch.backends.cpu.get_cpu_capability()
+    if made_with == MADE_WITH and not TRAININGS[name]:
         return text
     return (
         re.sub(r"\d[\d.,e+-]*", "_", text.partition("\n")[0])
@@ -115,7 +119,7 @@ def test_the_page_shows_what_is_printed(
         capsys.readouterr()
         assert main(shlex.split(words)) in (0, 1)
         printed = capsys.readouterr().out
-        of_page, of_run = (compared(words, constant(text, recorded / name)) for text in (says, printed))
+        of_page, of_run = (compared(name, words, constant(text, recorded / name)) for text in (says, printed))
         assert of_page == of_run, f"{words}\n{printed}"
 
 
@@ -126,7 +130,10 @@ def test_what_happened_is_answered_by_one_command(
     """`gradwatch report` without a name begins with the answer: healthy, NaN, exploding, vanishing, killed."""
     monkeypatch.chdir(recorded / name)
     assert main(["report"]) == 0
-    assert capsys.readouterr().out.replace(f"{recorded / name}/", "").startswith(HAPPENED[name])
+    printed = capsys.readouterr().out.replace(f"{recorded / name}/", "")
+    if TRAININGS[name]:
+        printed = re.sub(r"\d+(?= recorded steps)", "_", printed)
+    assert printed.startswith(HAPPENED[name])
 
 
 @pytest.mark.parametrize("name", TRAININGS)
