@@ -102,7 +102,9 @@ def _rules(report: RunReport) -> Iterator[str]:
         ("not known", "not known whether they had data"),
     ):
         names = [f"`{rule.rule}`" for rule in report.rules if rule.state == state]
-        if names:
+        if state == "not known" and len(names) == len(report.rules) > 1:  # killed: it has left no account
+            yield f"- all {len(names)} rules: {said}"
+        elif names:
             yield f"- {len(names)} {said}: {', '.join(names)}"
     yield ""
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from gradwatch.report import markdown_page, read_run
-from tests.report.runs import HOSTILE, broken, finished, recorded
+from tests.report.runs import HOSTILE, broken, finished, recorded, steps
 from tests.support.sink_records import make_sites
 
 
@@ -29,6 +29,12 @@ def test_a_broken_run(tmp_path: Path) -> None:
     ):
         assert line in text, line
     assert "| `layers.3.weight` | " in text
+
+
+def test_of_a_killed_run_no_rule_is_named_for_what_is_not_known_of_any(tmp_path: Path) -> None:
+    """It has left no account: the list would be all rules."""
+    page = markdown_page.page([read_run(recorded(tmp_path, steps(5)))])
+    assert "- all 2 rules: not known whether they had data\n" in page
 
 
 IMAGE = "![a](http://127.0.0.1:9/x.png)"
