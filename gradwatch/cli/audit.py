@@ -9,7 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradwatch.cli.run_argument import add_directory, add_rank, chosen_run
+from gradwatch.cli.run_argument import add_directory, add_rank, add_run, chosen_run
 from gradwatch.cli.terminal import Counter, paint, table
 
 if TYPE_CHECKING:
@@ -37,9 +37,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "audit",
         help="what gradwatch did to a run: which rules acted, how often, by which factor",
         description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("run", nargs="?", metavar="RUN", help="folder of a run, or a journal file")
+    add_run(parser, "run", nargs="?")
     add_directory(parser)
     add_rank(parser, "read the journal")
     parser.add_argument("--json", action="store_true", help="print JSON")

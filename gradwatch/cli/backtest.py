@@ -9,7 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradwatch.cli.run_argument import add_directory, add_jobs, add_rank, default_directory, newest
+from gradwatch.cli.run_argument import add_directory, add_jobs, add_rank, add_run, default_directory, newest
 from gradwatch.cli.terminal import Counter, paint, table
 from gradwatch.runtime.printable import plural, printable
 
@@ -40,9 +40,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "backtest",
         help="what other rules would have said of recorded runs, and done",
         description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="folder of a run, or a journal file")
+    add_run(parser, "runs", nargs="*")
     parser.add_argument("--rules", required=True, metavar="FILE", help="rule file, or a shipped pack by name")
     parser.add_argument(
         "--against", metavar="FILE", help="rules to compare with (default: what fired in the run)"

@@ -23,7 +23,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "completion",
         help="print a script for completion in bash, zsh or tcsh",
         description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("shell", metavar="SHELL", choices=SHELLS, help=" | ".join(SHELLS))
     parser.set_defaults(handler=handle)

@@ -70,17 +70,26 @@ def build_parser(words: Sequence[str] = ()) -> argparse.ArgumentParser:
 
     Where `words` begin with a command, that one alone is imported: all of them take as long as the rest of the start.
     """
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="gradwatch",
         description="Watch the gradients of a PyTorch training job.",
         epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action=_Version, nargs=0, help="show program's version number and exit")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for command in words[:1] if words and words[0] in COMMANDS else COMMANDS:
         import_module(f"gradwatch.cli.{command}").add_parser(commands)
     return parser
+
+
+class _Parser(argparse.ArgumentParser):
+    """One whose text of several lines is printed in these lines; argparse makes paragraphs of a single one."""
+
+    def format_help(self) -> str:
+        """The help, as argparse's `--help` prints it."""
+        if "\n" in f"{self.description}{self.epilog}":
+            self.formatter_class = argparse.RawDescriptionHelpFormatter
+        return super().format_help()
 
 
 class _Version(argparse.Action):

@@ -33,7 +33,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "explain",
         help="which operation, on which line, caused an incident, and how to fix it",
         description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("incident", nargs="?", metavar="INCIDENT", help="its name in the log (default: all)")
     parser.add_argument(

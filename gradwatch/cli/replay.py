@@ -39,7 +39,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "replay",
         help="run the step of an incident again, from its bundle",
         description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("bundle", metavar="BUNDLE", type=Path, help="folder of a bundle")
     parser.add_argument("--script", metavar="MODULE:FUNCTION", help="builds the model; your code, run here")

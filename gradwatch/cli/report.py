@@ -9,7 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradwatch.cli.run_argument import add_directory, add_rank, default_directory, newest
+from gradwatch.cli.run_argument import add_directory, add_rank, add_run, default_directory, newest
 from gradwatch.cli.terminal import Counter, paint
 from gradwatch.errors import GradwatchError
 from gradwatch.runtime.printable import one_line, printable
@@ -42,9 +42,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "report",
         help="what happened in a run: one page with verdict, charts, incidents, rules",
         description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("runs", nargs="*", metavar="RUN", help="folder of a run, or a journal file")
+    add_run(parser, "runs", nargs="*")
     parser.add_argument("-o", "--output", metavar="FILE", help="where to write it; - for stdout")
     form = parser.add_mutually_exclusive_group()
     form.add_argument(

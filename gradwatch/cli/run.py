@@ -30,7 +30,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="watch an unmodified script",
         description=DESCRIPTION,
         usage="gradwatch run [options] [--] COMMAND [ARG ...]",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--rules", metavar="FILE", help="rule file, or a shipped pack by name (default: default)"
@@ -85,9 +84,7 @@ def handle(arguments: argparse.Namespace) -> int:
 
     Raises GradwatchError without a command, and for a wrong option; RuleFileError for a wrong rule file.
     """
-    command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
-    if not command:
-        raise GradwatchError("nothing to run; write: gradwatch run -- python train.py")
+    command = command_of(arguments, "run")
     if os.environ.get("GRADWATCH") == "0":
         exec_command(tuple(command), os.environ)
     rules = arguments.rules or os.environ.get("GRADWATCH_RULES") or "default"
@@ -115,6 +112,15 @@ def handle(arguments: argparse.Namespace) -> int:
 
         show(root)
     return exec_command(launch.argv, launch.env)
+
+
+def command_of(arguments: argparse.Namespace, name: str) -> list[str]:
+    """The words behind the options of `gradwatch NAME`, less the `--` before them. Raises GradwatchError for none."""
+    words: list[str] = arguments.command
+    command = words[1:] if words[:1] == ["--"] else words
+    if not command:
+        raise GradwatchError(f"nothing to run; write: gradwatch {name} -- python train.py")
+    return command
 
 
 def check(source: str, arguments: argparse.Namespace) -> str:

@@ -19,6 +19,11 @@ def default_directory() -> str:
     return os.environ.get("GRADWATCH_DIR") or DEFAULT_DIR
 
 
+def add_run(parser: argparse.ArgumentParser, name: str, nargs: str) -> None:
+    """Describe the argument `RUN` to argparse."""
+    parser.add_argument(name, nargs=nargs, metavar="RUN", help="folder of a run, or a journal file")
+
+
 def add_directory(parser: argparse.ArgumentParser) -> None:
     """Describe the option `--dir` to argparse."""
     parser.add_argument(

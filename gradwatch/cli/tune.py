@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from gradwatch.cli.report import check_replaceable, save
-from gradwatch.cli.run_argument import add_jobs, add_rank
+from gradwatch.cli.run_argument import add_jobs, add_rank, add_run
 from gradwatch.cli.terminal import Counter, paint, table
 from gradwatch.errors import GradwatchError, RuleFileError
 from gradwatch.runtime.printable import plural, printable
@@ -39,9 +39,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "tune",
         help="thresholds by which healthy runs give few false alarms, as a rule file",
         description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("runs", nargs="+", metavar="RUN", help="folder of a run, or a journal file")
+    add_run(parser, "runs", nargs="+")
     parser.add_argument("--healthy", action="store_true", help="say that nothing went wrong in these runs")
     parser.add_argument(
         "--budget",

@@ -34,7 +34,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "docs",
         help="the documentation, in the terminal or a browser",
         description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "topic", nargs="?", metavar="TOPIC", help="name of a page; without one, all are listed"

@@ -40,7 +40,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="inject faults into a script's first steps, to see whether its rules find them",
         description=DESCRIPTION,
         usage="gradwatch selftest [options] [--] COMMAND [ARG ...]",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "--rules", metavar="FILE", help="rule file or pack (default: GRADWATCH_RULES, else default)"
@@ -71,14 +70,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def handle(arguments: argparse.Namespace) -> int:
     """Run it and print what was found. Raises GradwatchError without a command, or for a wrong option."""
     from gradwatch.cli.processes.ending_signals import ended_by_signals
-    from gradwatch.cli.run import anchored
+    from gradwatch.cli.run import anchored, command_of
     from gradwatch.cli.selftest.proofs import proofs
     from gradwatch.cli.selftest.scratch_folder import copy_folder
     from gradwatch.rules.files import load_rules
 
-    command = arguments.command[1:] if arguments.command[:1] == ["--"] else arguments.command
-    if not command:
-        raise GradwatchError("nothing to run; write: gradwatch selftest -- python train.py")
+    command = command_of(arguments, "selftest")
     if not (arguments.seconds > 0 and arguments.warmup > 0):
         raise GradwatchError("--seconds and --warmup are numbers above 0")
     rules = anchored(arguments.rules or os.environ.get("GRADWATCH_RULES") or "default")

@@ -35,7 +35,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "top",
         help="a run as it goes on: health, worst parameters, firing rules, loss, steps/s",
         description=DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(
         "run", nargs="?", metavar="RUN|URL", help="folder of a run, a journal file, or an address"

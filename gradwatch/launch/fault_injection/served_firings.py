@@ -7,8 +7,10 @@ import urllib.request
 from collections.abc import Collection, Mapping
 from contextlib import suppress
 
+from prometheus_client.parser import text_string_to_metric_families
+
 _SECONDS = 5.0
-_FIRINGS, _RULE = "gradwatch_rule_firings_total{", 'rule="'
+_FIRINGS = "gradwatch_rule_firings_total"
 
 
 def served_firings(url: str | None) -> dict[str, float] | None:
@@ -18,12 +20,11 @@ def served_firings(url: str | None) -> dict[str, float] | None:
     with suppress(OSError, ValueError):
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         with opener.open(url, timeout=_SECONDS) as answer:
-            lines = answer.read().decode("utf-8", "replace").splitlines()
+            families = [*text_string_to_metric_families(answer.read().decode("utf-8", "replace"))]
         found: dict[str, float] = {}
-        for line in lines:
-            if line.startswith(_FIRINGS):
-                rule = line.partition(_RULE)[2].partition('"')[0]
-                found[rule] = found.get(rule, 0.0) + float(line.rpartition(" ")[2])
+        for sample in (sample for family in families for sample in family.samples):
+            if sample.name == _FIRINGS:
+                found[sample.labels["rule"]] = found.get(sample.labels["rule"], 0.0) + sample.value
         return found
     return None
 
