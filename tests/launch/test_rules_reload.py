@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from gradwatch.journal import EventsEntry, JournalReader, StepsEntry
+from tests.support import warm
 from tests.support.launch_cases import GRADWATCH
 
 TRAIN = """
@@ -60,14 +61,7 @@ def run(folder: Path, script: str, *options: str, more: str = "") -> subprocess.
     (folder / "rules.yaml").write_text(RULES.replace("NAME", "first") + more)
     (folder / "train.py").write_text(TRAIN + f"RULES = {RULES!r}\nMORE = {more!r}\n" + script)
     command = [*GRADWATCH, "run", *options, "--rules", "rules.yaml", "--listen", "127.0.0.1:0"]
-    return subprocess.run(
-        [*command, "--", sys.executable, "train.py"],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
+    return warm.run([*command, "--", sys.executable, "train.py"], folder, timeout=280)
 
 
 def fired(folder: Path) -> list[set[str]]:
@@ -219,9 +213,7 @@ until({has("third")})
     ((watched, taken),) = re.findall(r"gradwatch: ([\d,]+) of ([\d,]+) steps watched", done.stderr)
     assert watched == taken
     folder = next((tmp_path / "gradwatch-runs").glob("*/*.gwj")).parent
-    audit = subprocess.run(
-        [*GRADWATCH, "audit", str(folder)], capture_output=True, text=True, check=False
-    ).stdout
+    audit = warm.run([*GRADWATCH, "audit", str(folder)]).stdout
     missing = int(taken.replace(",", "")) - len(recorded_steps(tmp_path))
     assert f"{missing:,} of {taken} optimizer steps are in no journal" in audit
     assert "before gradwatch was attached" not in audit
@@ -230,7 +222,7 @@ until({has("third")})
 def test_a_pack_cannot_change_and_that_is_said(tmp_path: Path) -> None:
     """`--reload` without a rule file of one's own: one line, and the script runs."""
     command = [*GRADWATCH, "run", "--reload", "--", sys.executable, "-c", "pass"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=False)
+    done = warm.run(command, tmp_path)
     assert done.returncode == 0
     assert done.stderr.count("--reload has no file to look at: 'default' is a shipped pack") == 1
 

@@ -16,6 +16,7 @@ from torch import nn
 import gradwatch
 from gradwatch.launch.fault_injection.saved_state import SavedState
 from tests.sinks.notify.receiver import receiving
+from tests.support import warm
 from tests.support.launch_cases import GRADWATCH
 
 TRAIN = """import pathlib, sys, torch
@@ -46,7 +47,7 @@ def folder(tmp_path: Path) -> Path:
 
 def selftest(folder: Path, *options: str, steps: int = 100_000) -> subprocess.CompletedProcess[str]:
     command = [*GRADWATCH, "selftest", *options, "--", sys.executable, "train.py", str(steps)]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280, check=False)
+    return warm.run(command, folder, timeout=280)
 
 
 def faults(done: subprocess.CompletedProcess[str]) -> dict[str, dict[str, Any]]:
@@ -171,7 +172,7 @@ def test_ranks_are_tested_together(folder: Path) -> None:
     (folder / "train.py").write_text("import os\n" + (folder / "train.py").read_text())
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command = [*GRADWATCH, "selftest", "--seconds", "120", "--json", "--", *launch, "train.py", "100000"]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=280, check=False)
+    done = warm.run(command, folder, timeout=280)
     assert done.returncode == 0, done.stdout + done.stderr
     assert all(one["rules"] and not one["why"] for one in faults(done).values())
 
