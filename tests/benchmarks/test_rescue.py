@@ -55,7 +55,11 @@ def unguarded() -> dict[str, Outcome]:
     return {fault: on_mlp(fault, "none") for fault in HERE}
 
 
-@pytest.mark.parametrize("guard", ACTING)
+# Those with a baseline need runs three times as long; that they change no healthy run is tested below.
+@pytest.mark.parametrize(
+    "guard",
+    [guard if guard == "gradwatch-skip" else pytest.param(guard, marks=pytest.mark.soak) for guard in ACTING],
+)
 def test_gradwatch_rescues_the_mlp(guard: str, unguarded: dict[str, Outcome]) -> None:
     """What a guard promises to rescue leaves no trace, and where nothing is wrong it does nothing."""
     outcomes = [*unguarded.values(), *(on_mlp("none", "none", like=fault) for fault in HERE)]
@@ -88,7 +92,9 @@ def test_gradwatch_does_not_change_a_healthy_run(unguarded: dict[str, Outcome]) 
         assert on_mlp("none", guard).loss == unguarded["none"].loss
 
 
-@pytest.mark.parametrize("training", TRAININGS)
+@pytest.mark.parametrize(
+    "training", [pytest.param(one, marks=[pytest.mark.soak] * (one != "mlp")) for one in TRAININGS]
+)
 def test_trainings_learn(training: str) -> None:
     """A sixth of each training brings the held-out loss well below that of guessing."""
     few = run(Cell(training, "none", "none", steps=100))

@@ -265,3 +265,7 @@ def bind(rules: tuple[Rule, ...]) -> BoundEngine:
     sites = make_sites(SIZE)
     large = replace(sites, numels=sites.numels * (4096 if rules[0].staggered else 1))
     return Engine(RuleSet(groups=(*GROUPS, *load_rules("default").groups), rules=rules)).bind(large)
+
+
+DISTINCT = [name for name in packs() if name != "conditions"]
+"""For the laws, which are heavy: "acting" has all the rules of "conditions", and two that act."""

@@ -116,7 +116,7 @@ def test_a_convolutional_network_trains_to_the_same_bits(tmp_path: Path) -> None
 
     It ends with a live watch, an open endpoint and a connected scraper (P8): a hang would run into the timeout.
     """
-    watched = run(tmp_path, IMAGES, "40", "--flag", options=("--quiet",), fresh=True)
+    watched = run(tmp_path, IMAGES, "40", "--flag", options=("--quiet",))
     bare = execute_warm([sys.executable, "x.py", "40", "--flag"], tmp_path)
     assert (watched.returncode, watched.stdout, watched.stderr) == (bare.returncode, bare.stdout, bare.stderr)
     assert bare.returncode == 3

@@ -22,7 +22,9 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:.*torch.jit:DeprecationWarning",
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
 )
-BACKENDS = ["eager", "aot_eager", *(["inductor"] if shutil.which("g++") else [])]
+BY_COMPILER = [pytest.mark.soak, pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")]
+BACKENDS = ["eager", "aot_eager", pytest.param("inductor", marks=BY_COMPILER)]
+"""The last compiles, for the time that a C++ compiler takes, what the second has traced; `.ci/run` asks for it."""
 
 
 def train(backend: str, watched: bool, late: bool) -> tuple[list[torch.Tensor], dict[str, Any], int]:

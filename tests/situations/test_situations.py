@@ -17,7 +17,7 @@ def expected(name: str) -> dict[str, str]:
     return {law: situation.special.get(law, "right") for law in LAWS if law not in situation.without}
 
 
-# By inductor the C++ compiler takes half a minute: other tests compile by it what is smaller (tests/promises).
+# By inductor the C++ compiler takes half a minute: `.ci/run` asks for it.
 @pytest.mark.parametrize(
     "name",
     [pytest.param(name, marks=pytest.mark.soak) if "inductor" in name else name for name in SITUATIONS],

@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 SCRIPT = """
-import sys, threading
+import sys, threading, time
 import torch
 from gradwatch.taps.dynamo import anything_compiled
 
@@ -21,6 +21,7 @@ def ask():
         except Exception as error:
             wrong.append(repr(error))
             return
+        time.sleep(1e-4)  # the import goes on meanwhile: it is asked thousands of times until its end
 
 asking = threading.Thread(target=ask)
 asking.start()

@@ -66,13 +66,15 @@ def test_on_a_device_they_are_found_too(
     assert rule in {name for name, _ in events}
 
 
+# Each fault has its alarm within ten steps; of the steps that are judged together a soak has more.
+@pytest.mark.parametrize("steps", [2 * STEPS, pytest.param(80, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("make", HEALTHY.values(), ids=HEALTHY)
 def test_on_a_device_healthy_loops_are_left_in_peace(
-    make: Callable[[], Loop], monkeypatch: pytest.MonkeyPatch
+    make: Callable[[], Loop], steps: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gradients that were cleared in place are not taken for those that were not."""
     gradients_on_device(monkeypatch)
-    events, _ = firing(make(), 80)
+    events, _ = firing(make(), steps)
     assert not ABOUT_LOOPS.intersection(rule for rule, _ in events), events
 
 

@@ -20,6 +20,7 @@ from gradwatch.records.verdict import Verdict
 from gradwatch.rules.files import load_rules
 from tests.engine.cases import bound, everywhere, make_sites, make_snapshot, rule
 from tests.engine.runs import (
+    DISTINCT,
     SIZE,
     STEPS,
     bind,
@@ -80,7 +81,7 @@ def snapshots_of(engine: BoundEngine, run: list[dict[str, Any]], columns_every: 
     return found
 
 
-@pytest.mark.parametrize("pack", packs())
+@pytest.mark.parametrize("pack", DISTINCT)
 @settings(max_examples=examples(4))
 @given(
     st.integers(0, 10**6),
@@ -124,7 +125,7 @@ def see_the_same(
         }
 
 
-@settings(max_examples=examples(8))
+@settings(max_examples=examples(4))
 @given(st.integers(0, 10**6))
 def test_a_block_of_several_optimizers_sees_what_single_steps_see(seed: int) -> None:
     """What is learned of a rate ends with its optimizer, in the midst of a block too, whatever its schedule is."""

@@ -15,7 +15,7 @@ from gradwatch.detectors import DETECTORS, Sample, breaches
 from gradwatch.engine import EngineState
 from gradwatch.records.snapshot import Snapshot
 from tests.engine.cases import OptimizerRules, everywhere, make_snapshot
-from tests.engine.runs import COSTLY, SIZE, bind, mostly_healthy, packs, with_faults_that_stay
+from tests.engine.runs import COSTLY, DISTINCT, SIZE, bind, mostly_healthy, packs, with_faults_that_stay
 from tests.support.examples import examples
 
 
@@ -24,7 +24,7 @@ def restless(state: EngineState) -> EngineState:
     return replace(state, ordinary=None, done=(), active=None)
 
 
-@pytest.mark.parametrize("pack", packs())
+@pytest.mark.parametrize("pack", DISTINCT)
 @settings(max_examples=examples(3))
 @given(st.integers(0, 10**6), st.sampled_from([mostly_healthy, with_faults_that_stay]))
 def test_a_glance_sees_what_judging_sees(pack: str, seed: int, run: Callable[[int], list[Any]]) -> None:
