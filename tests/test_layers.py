@@ -86,6 +86,12 @@ def parsed(path: Path) -> ast.Module:
     return ast.parse(path.read_text(encoding="utf-8"))
 
 
+@cache
+def nodes(tree: ast.Module) -> tuple[ast.AST, ...]:
+    """All that a syntax tree is made of: to walk through those of the whole package takes most of the tests' time."""
+    return tuple(ast.walk(tree))
+
+
 def offenders(found: Callable[[Path], object]) -> dict[str, object]:
     """The modules in which something was found, and what."""
     return {place_of(path): what for path in MODULES if (what := found(path))}
@@ -102,10 +108,10 @@ def module_of(name: str) -> str | None:
     return name
 
 
-def imported(tree: ast.AST) -> set[str]:
+def imported(tree: ast.Module) -> set[str]:
     """Modules of gradwatch that a module imports anywhere: in functions, for types, or by a string that names one."""
     names: set[str] = set()
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.ImportFrom) and node.module:
             names |= {f"{node.module}.{alias.name}" for alias in node.names}
         elif isinstance(node, ast.Import):
@@ -124,7 +130,7 @@ def imported(tree: ast.AST) -> set[str]:
     return {module for name in names if (module := module_of(name)) not in (None, "gradwatch")}  # type: ignore[misc]
 
 
-def upward(part: str, tree: ast.AST) -> set[str]:
+def upward(part: str, tree: ast.Module) -> set[str]:
     return {module for module in imported(tree) if LEVEL[module.split(".")[1]] > LEVEL[part]}
 
 
@@ -177,10 +183,10 @@ def begins_with(node: ast.AST) -> str:
     return node.id if isinstance(node, ast.Name) else ""
 
 
-def names_of_torch(tree: ast.AST) -> Iterator[str]:
+def names_of_torch(tree: ast.Module) -> Iterator[str]:
     """Every name of torch that a module imports or reads off a module of torch, from `torch.` on."""
     local: dict[str, str] = {}
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
                 if alias.name.split(".")[0] == "torch":
@@ -191,7 +197,7 @@ def names_of_torch(tree: ast.AST) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Constant) and str(node.value).startswith("torch."):
             yield from [str(node.value)] * (" " not in str(node.value))
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if not isinstance(node, ast.Attribute) or begins_with(node) not in local:
             continue
         first, _, rest = ast.unparse(node).partition(".")
@@ -199,7 +205,7 @@ def names_of_torch(tree: ast.AST) -> Iterator[str]:
             yield f"{local[first]}.{rest}"
 
 
-def private_names(tree: ast.AST) -> set[str]:
+def private_names(tree: ast.Module) -> set[str]:
     """Those of them that are private, without those that another one begins with."""
     found = {name for name in names_of_torch(tree) if is_private(name)}
     return {name for name in found if not any(each.startswith(f"{name}.") for each in found)}
@@ -267,7 +273,7 @@ FORBIDDEN = {"pickle", "shelve", "marshal", "dill", "cloudpickle"}
 def runs_foreign_data(path: Path) -> list[str]:
     """Imports and calls by which data become code."""
     found = []
-    for node in ast.walk(parsed(path)):
+    for node in nodes(parsed(path)):
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
             # `testing` checks that detectors pickle: it loads only what it has just dumped itself.
@@ -297,7 +303,7 @@ NOTES_DEATHS = "weakref.ref(one, died.append)"  # of a list: no Python runs, and
 def runs_when_an_object_is_gone(path: Path) -> list[str]:
     """Finalizers, and callbacks of weak references."""
     found = []
-    for node in ast.walk(parsed(path)):
+    for node in nodes(parsed(path)):
         if isinstance(node, ast.FunctionDef) and node.name == "__del__":
             found.append(node.name)
         if isinstance(node, ast.ImportFrom) and node.module == "weakref":
@@ -336,10 +342,10 @@ assert before == during == state(), (before, during, state())
     warm.run([sys.executable, "-c", code], check=True)
 
 
-def set_from_elsewhere(tree: ast.AST) -> set[str]:
+def set_from_elsewhere(tree: ast.Module) -> set[str]:
     """Attributes of a capture, a membership or a window, by the names these go by, that some code assigns to."""
     stored = (
-        node for node in ast.walk(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
+        node for node in nodes(tree) if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store)
     )
     owners = {"captured", "built", "membership", "window"}
     return {ast.unparse(node) for node in stored if ast.unparse(node.value).rpartition(".")[2] in owners}
@@ -363,10 +369,10 @@ LOOK_UPS = {"get", "pop", "setdefault"}
 OF_ONE_OPTIMIZER = ("capture/", "distributed/", "actions/", "session/")
 
 
-def keyed_by_optimizer(tree: ast.AST) -> set[str]:
+def keyed_by_optimizer(tree: ast.Module) -> set[str]:
     """Look-ups by an optimizer's `id`, or by the index of its capture, in something that is kept in an attribute."""
     found = set()
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         if isinstance(node, ast.Subscript):
             owner, key = node.value, ast.unparse(node.slice)
         elif (
@@ -409,7 +415,7 @@ def _without_device(path: Path) -> str:
     """The lines of a file with a factory of torch that gives no device."""
     lines = [
         str(call.lineno)
-        for call in ast.walk(ast.parse(path.read_text("utf-8")))
+        for call in nodes(parsed(path))
         if isinstance(call, ast.Call)
         and isinstance(call.func, ast.Attribute)
         and call.func.attr in FACTORIES

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from tests.test_layers import SOURCES, parsed, place_of
+from tests.test_layers import SOURCES, nodes, parsed, place_of
 
 Fields = dict[str, tuple[list[str], set[str]]]
 
@@ -19,7 +19,7 @@ def fields(trees: list[ast.Module]) -> Fields:
     """By the name of a class: the names of its bases, and the private attributes of `self` that it assigns to."""
     found: Fields = {}
     for tree in trees:
-        for node in ast.walk(tree):
+        for node in nodes(tree):
             if isinstance(node, ast.ClassDef):
                 bases = [ast.unparse(base).partition("[")[0].rpartition(".")[2] for base in node.bases]
                 found[node.name] = bases, set(private_fields(node))
@@ -78,7 +78,7 @@ class Declared(NamedTuple):
         """Attributes that a class names in its body, in `__slots__`, or assigns to in a method of its own."""
         files: dict[str, set[Path]] = {}
         for path, tree in trees.items():
-            for node in ast.walk(tree):
+            for node in nodes(tree):
                 for name in declared_by(node) if isinstance(node, ast.ClassDef) else ():
                     files.setdefault(name, set()).add(path)
         return cls(files)
@@ -104,7 +104,7 @@ Scope = dict[str, tuple[str, ...]]
 
 def stores(node: ast.AST) -> Iterator[ast.Attribute]:
     """Attributes that something is assigned to, is added to, or that are deleted."""
-    for each in ast.walk(node):
+    for each in nodes(node) if isinstance(node, ast.Module) else ast.walk(node):
         if isinstance(each, ast.Attribute) and not isinstance(each.ctx, ast.Load):
             yield each
 
@@ -132,19 +132,19 @@ def set_from_other_files(path: Path, tree: ast.Module, declared: Declared) -> se
     """
     ours = {
         alias.asname or alias.name
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("gradwatch")
         for alias in node.names
     }
-    here = {node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef)}
+    here = {node.name for node in nodes(tree) if isinstance(node, ast.ClassDef)}
     foreign = {
         (alias.asname or alias.name).partition(".")[0]
-        for node in ast.walk(tree)
+        for node in nodes(tree)
         if isinstance(node, ast.Import | ast.ImportFrom)
         for alias in node.names
     } - ours
     scopes: dict[ast.Attribute, Scope] = {}
-    for node in ast.walk(tree):  # outer functions before those in them
+    for node in nodes(tree):  # outer functions before those in them
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             known = scope_of(node)
             for one in stores(node):

@@ -17,7 +17,7 @@ import torch
 from torch import nn
 
 import gradwatch
-from tests.test_layers import LEVEL, ROOT, SOURCES, parsed
+from tests.test_layers import LEVEL, ROOT, SOURCES, nodes, parsed
 
 PAGE = ROOT / "docs" / "architecture.md"
 TEXT = PAGE.read_text(encoding="utf-8")
@@ -85,9 +85,9 @@ def test_what_a_folder_says_of_its_files_is_there() -> None:
             assert said - OF_FORMATS <= {one.stem for one in path.parent.iterdir()}, path
 
 
-def names(tree: ast.AST) -> Iterator[str]:
+def names(tree: ast.Module) -> Iterator[str]:
     """Every identifier of a module, and the words of its short texts: keys of rule files, options, names of columns."""
-    for node in ast.walk(tree):
+    for node in nodes(tree):
         for value in vars(node).values():
             if isinstance(value, str) and len(value) < 100:
                 yield from re.findall(r"\w+", value)

@@ -30,7 +30,7 @@ from gradwatch.session import active_or_paused, session
 from gradwatch.session.pipeline import norm_applied
 from gradwatch.session.pipeline import step_pipeline as judging
 from gradwatch.session.watch import session_of
-from tests.ranks.launch import TRIALS, fingerprint
+from tests.ranks.launch import TRIALS
 from tests.ranks.situations import AT_EACH_STEP, Net, batch, fsdp1, fsdp2, loss_of
 from tests.ranks.trials import BROKEN, Flip, Poison, made, take_step, told, watched, weights
 
@@ -458,18 +458,6 @@ def two_optimizers(rank: int) -> dict[str, Any]:
         }
 
 
-def unchanged(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> dict[str, Any]:
-    """The same training without and with a watch."""
-    hashes = []
-    for watch in (False, True):
-        _, model, optimizer = made(wrap)
-        with watched(model, optimizer, "") if watch else contextlib.nullcontext():
-            for step in range(12):
-                take_step(model, optimizer, step, rank)
-        hashes.append(fingerprint(model.parameters()))
-    return {"hashes": hashes}
-
-
 SITUATIONS: dict[str, Callable[[int], Any]] = {
     "nan on one rank": nan_on_one_rank,
     "acting under ddp": lambda rank: acting(rank, DistributedDataParallel),
@@ -496,6 +484,4 @@ SITUATIONS: dict[str, Callable[[int], Any]] = {
     "on the local norm": on_the_local_norm,
     "noise scale": scale_of_noise,
     "two optimizers": two_optimizers,
-    "unchanged ddp": lambda rank: unchanged(rank, DistributedDataParallel),
-    "unchanged fsdp2": lambda rank: unchanged(rank, fsdp2),
 }

@@ -3,10 +3,10 @@
 For tests of what becomes of a script and its training, bare or under `gradwatch run`. The forked process is a Python's
 from there on: environment, working folder, `sitecustomize`, `__main__`, argv, exit status, exit functions, death by
 signal. gradwatch is imported anew, from modules whose bodies have run (`tests.support.warm_modules`). Pythons that it
-starts are warm, too (`tests.support.warm_children`). What differs: torch and the libraries that gradwatch needs
-(LIBRARIES) are in `sys.modules` before the script's first line, where the launcher's import hook finds torch, and
-modules are not torn down at the end. Tests of the start itself, of imports, of flags of the interpreter and of what is
-left at its end start a Python of their own.
+starts are warm, too (`tests.support.warm_children`). What differs: torch, what it compiles with, and the libraries that
+gradwatch needs (LIBRARIES) are in `sys.modules` before the script's first line, where the launcher's import hook finds
+torch, and modules are not torn down at the end. Tests of the start itself, of imports, of flags of the interpreter and
+of what is left at its end start a Python of their own.
 """
 
 from __future__ import annotations
@@ -46,6 +46,11 @@ SERVER = (
 )
 LIBRARIES = ("pydantic.main", "pydantic.type_adapter", "pydantic.json_schema", "ruamel.yaml", "structlog")
 """What gradwatch would import."""
+OF_COMPILATION = (
+    "functorch.compile",
+    "torch._inductor.select_algorithm",
+    "torch._inductor.fx_passes.joint_graph",
+)
 PLACE = "WARM_PYTHON"
 """In the environment, the path of a server that several processes share (`pytest -n`)."""
 ENCODING = locale.getpreferredencoding(False)
@@ -285,8 +290,9 @@ def serve(listening: socket.socket, alive: int) -> NoReturn:
 
 def _import_all() -> None:
     gc.disable()
-    # torch itself, and what the first optimizer would import: it takes as long.
-    importlib.import_module("torch._dynamo")
+    # torch itself, and what the first optimizer and the first compilation would import: each takes as long.
+    for name in ("torch._dynamo", *OF_COMPILATION):
+        importlib.import_module(name)
     with warnings.catch_warnings():  # a script whose gradwatch imports nothing has none of their filters
         for name in LIBRARIES:
             importlib.import_module(name)
