@@ -10,6 +10,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -59,6 +60,40 @@ LONG = (
         "sinks/prometheus/test_real",
     ),
 )
+
+
+TOGETHER = {
+    "the frameworks are imported": ("integrations/",),
+    "torch compiles": (
+        *(
+            "situations/test_situations",
+            "promises/test_compile.",
+            "actions/skip/test_skip.",
+            "inspect/test_hooks.",
+        ),
+        *("taps/test_closure_calls.", "taps/test_step_hooks.", "capture/test_read_before_user_clip."),
+    ),
+    "the package is parsed": (
+        *("test_layers.", "test_private_fields.", "test_words.", "docs/test_architecture."),
+        *("taps/test_hook_ids.", "runtime/test_encodings."),
+    ),
+}
+"""Files that one worker runs, one after the other: what the first of them has to wait for, the others find done."""
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """`--dist loadfile`, but for files that are TOGETHER."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            name = nodeid.partition("::")[0].removeprefix("tests/")
+            return next((why for why, names in TOGETHER.items() if name.startswith(names)), name)
+
+    return Scheduling(config, log)
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 import gradwatch
+from tests.test_layers import SOURCES, nodes, parsed
 
 PACKAGE = Path(gradwatch.__file__).parent
 
@@ -169,9 +170,9 @@ def test_no_retired_word_in_names_docstrings_and_comments() -> None:
 QUESTIONS = {"What", "Whether", "That", "Where", "Who", "Whom", "Whose", "Which", "How", "When", "Why"}
 
 
-def questions_in(source: str) -> Iterator[tuple[int, str]]:
-    """Line and first sentence of every docstring of `source` that opens as a question and not with its subject."""
-    for node in ast.walk(ast.parse(source)):
+def questions_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """Line and first sentence of every docstring of a module that opens as a question and not with its subject."""
+    for node in nodes(tree):
         if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
             docstring = ast.get_docstring(node) or " "
             if re.split(r"\W", docstring, maxsplit=1)[0] in QUESTIONS:
@@ -182,8 +183,8 @@ def test_docstrings_open_with_an_imperative_or_a_noun() -> None:
     """A docstring says what a thing is or does, in its first words."""
     found = [
         f"{path.relative_to(PACKAGE)}:{line}: {sentence}"
-        for path in sorted(PACKAGE.rglob("*.py"))
-        for line, sentence in questions_in(path.read_text(encoding="utf-8"))
+        for path in SOURCES
+        for line, sentence in questions_in(parsed(path))
     ]
     assert not found, "\n".join(found)
 
@@ -191,8 +192,8 @@ def test_docstrings_open_with_an_imperative_or_a_noun() -> None:
 @pytest.mark.parametrize("source", ['"""What it is."""\n', 'def f():\n    """Whether so."""\n'])
 def test_questions_are_seen(source: str) -> None:
     """A module's docstring and a function's count."""
-    assert list(questions_in(source))
-    assert not list(questions_in('"""Whatever, and howls."""\n'))
+    assert list(questions_in(ast.parse(source)))
+    assert not list(questions_in(ast.parse('"""Whatever, and howls."""\n')))
 
 
 @pytest.mark.parametrize(

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import ast
-from pathlib import Path
 
 import pytest
 
-import gradwatch
-
-FILES = sorted(Path(gradwatch.__file__).parent.rglob("*.py"))
+from tests.test_layers import SOURCES, nodes, parsed
 
 
 def in_the_locales_encoding(call: ast.Call) -> bool:
@@ -19,7 +16,7 @@ def in_the_locales_encoding(call: ast.Call) -> bool:
         return False
     if name in ("read_text", "write_text"):
         return len(call.args) == (name == "write_text")
-    function = ast.unparse(call.func)
+    function = ast.unparse(call.func) if name in ("open", "fdopen") else ""
     if function in ("open", "os.fdopen", "io.open"):
         modes = [*call.args[1:2], *(keyword.value for keyword in call.keywords if keyword.arg == "mode")]
         return not any(isinstance(mode, ast.Constant) and "b" in str(mode.value) for mode in modes)
@@ -38,8 +35,8 @@ def test_every_text_file_names_its_encoding() -> None:
     """A host with a Latin-9 locale writes and reads the same rule files, journals and reports."""
     found = [
         f"{path.name}:{node.lineno}"
-        for path in FILES
-        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+        for path in SOURCES
+        for node in nodes(parsed(path))
         if isinstance(node, ast.Call) and in_the_locales_encoding(node)
     ]
     assert not found

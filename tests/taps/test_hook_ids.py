@@ -18,6 +18,7 @@ from torch.utils.hooks import RemovableHandle
 import gradwatch
 from gradwatch.taps.hook_ids import FIRST, own_ids
 from tests.support.kept import Kept
+from tests.test_layers import SOURCES, nodes, parsed, place_of
 
 REGISTERING = "register_"
 SCRIPTS_OWN = (
@@ -100,16 +101,15 @@ def test_a_child_forked_while_another_thread_registers_goes_on_with_the_scripts_
 
 def test_every_hook_of_ours_is_registered_under_a_number_of_its_own() -> None:
     """By the syntax trees of all files: a call that registers a hook stands in a `with own_ids:`."""
-    package, missing = Path(gradwatch.__file__).parent, []
-    for file in package.rglob("*.py"):
+    missing, found = [], 0
+    for file in SOURCES:
         if not file.as_posix().endswith(SCRIPTS_OWN):
-            tree = ast.parse(file.read_text())
-            inside = {id(one) for block in ast.walk(tree) if _own(block) for one in ast.walk(block)}
-            missing += [
-                f"{file.relative_to(package)}:{one.lineno}"
-                for one in ast.walk(tree)
-                if isinstance(one, ast.Call) and _registers(one) and id(one) not in inside
-            ]
+            calls = [one for one in nodes(parsed(file)) if isinstance(one, ast.Call) and _registers(one)]
+            found += len(calls)
+            blocks = [block for block in nodes(parsed(file)) if _own(block)] if calls else []
+            inside = {id(one) for block in blocks for one in ast.walk(block)}
+            missing += [f"{place_of(file)}:{one.lineno}" for one in calls if id(one) not in inside]
+    assert found
     assert not missing
 
 
