@@ -81,7 +81,6 @@ TOGETHER = {
 """Files that one worker runs, one after the other: what the first of them has to wait for, the others find done."""
 
 
-@pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """`--dist loadfile`, but for files that are TOGETHER."""
     if config.getvalue("dist") != "loadfile":

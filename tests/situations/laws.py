@@ -36,7 +36,8 @@ LOCAL = "version: 1\nrules: {local: {detect: {kind: above, of: norm_local, thres
 
 def seeded(make: Callable[[], Training]) -> Training:
     """The training, from the same generators each time."""
-    torch._dynamo.reset()
+    if torch._dynamo.utils.counters:  # something has been compiled since
+        torch._dynamo.reset()
     torch.manual_seed(1)
     random.seed(1)
     np.random.seed(1)
@@ -197,6 +198,7 @@ def beside_bare(make: Callable[[], Training]) -> dict[str, str]:
 
 def found(situation: Situation) -> dict[str, str]:
     """What is found of every law that is asked of a situation."""
+    torch._dynamo.reset()
     result = measure(situation.make)
     said = {number: result.said(number) for number in NUMBERS}
     said["given"] = "right" if result.given else "other"

@@ -293,7 +293,10 @@ def _is_there(module: str, found: Finding) -> bool:
     return found.module in (module, "") and found.phase != "activations"
 
 
-@pytest.mark.parametrize("kind", MODELS)
+# A training for each of a dozen faults; of the convolutional model the faults below are in every run.
+@pytest.mark.parametrize(
+    "kind", [pytest.param(one, marks=[pytest.mark.soak] * (one is Convolutional)) for one in MODELS]
+)
 def test_no_cause_is_claimed_wrongly(kind: type[nn.Module]) -> None:
     """Of faults of the loss, of gradients on their way and of single parameters; most of them are told."""
     told = tried = 0
