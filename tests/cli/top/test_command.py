@@ -210,8 +210,8 @@ def now(count: int) -> list[Record]:
     return [replace(record, wall_time=time.time()) for record in steps(count)]
 
 
-def live(tmp_path: Path, **streams: object) -> TerminalSession:
-    (tmp_path / "train.py").write_text(TRAIN)
+def live(tmp_path: Path, script: str, **streams: object) -> TerminalSession:
+    (tmp_path / "train.py").write_text(script)
     command = [*GRADWATCH, "run", "--live", "--listen", "127.0.0.1:0", "--", sys.executable, "train.py"]
     return TerminalSession(command, tmp_path, ENV, **streams)
 
@@ -219,7 +219,7 @@ def live(tmp_path: Path, **streams: object) -> TerminalSession:
 def test_live_is_shown_where_the_script_writes_elsewhere(tmp_path: Path) -> None:
     """Both streams redirected: the view is drawn on the terminal until the script has ended; the output is its own."""
     with (tmp_path / "log").open("wb") as log:
-        session = live(tmp_path, stdout=log, stderr=log)
+        session = live(tmp_path, TRAIN, stdout=log, stderr=log)
     with session:
         assert session.process.wait(120) == 0
         last = session.wait_for("next: gradwatch").rpartition(NORMAL)[2]
@@ -232,8 +232,8 @@ def test_live_is_shown_where_the_script_writes_elsewhere(tmp_path: Path) -> None
 
 def test_live_says_what_to_type_where_it_cannot_be_shown(tmp_path: Path) -> None:
     """A script that writes to the terminal keeps it; one line more says what to type."""
-    with live(tmp_path) as session:
+    with live(tmp_path, "print('theirs')") as session:  # whatever it does: a training takes seconds to start
         assert session.process.wait(120) == 0
-        text = session.wait_for("3 of 3 steps watched")
+        text = session.wait_for("theirs\n")
         assert f"type in another terminal: gradwatch top --dir {tmp_path / 'gradwatch-runs'}" in text
         assert ALTERNATE not in text
