@@ -297,7 +297,7 @@ def unchanged(rank: int, wrap: Callable[[nn.Module], nn.Module]) -> dict[str, An
     for watch in (False, True):
         _, model, optimizer = made(wrap)
         with watched(model, optimizer, DEFAULT) if watch else contextlib.nullcontext():
-            for step in range(90):
+            for step in range(72):
                 take_step(model, optimizer, step, rank)
         hashes.append(fingerprint(model.parameters()))
     return {"hashes": hashes}
