@@ -9,6 +9,7 @@ from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+from gradwatch.cli.report import save
 from gradwatch.cli.run_argument import add_directory, default_directory, newest
 from gradwatch.cli.terminal import paint
 from gradwatch.errors import GradwatchError
@@ -72,7 +73,7 @@ def handle(arguments: argparse.Namespace) -> int:
     if path is None:
         sys.stdout.write(text)
         return 0
-    save(path, text)
+    save(path, text, option="")
     shown = one_line(str(path), 4096)
     whose = groups_in_words(named, groups, {group.name for group in base.groups})
     print(f"{paint(shown, 'bold')}: extends {pack}, {whose}")
@@ -157,13 +158,3 @@ def of_run(run: Path) -> Named:
             f"{run} has recorded no parameters; name another run, or --model MODULE:FUNCTION"
         )
     return Named(f"run {printable(run.name)}", [printable(name) for name in found])
-
-
-def save(path: Path, text: str) -> None:
-    """Write the file as a whole. Raises GradwatchError if it cannot be written."""
-    from gradwatch.runtime.atomic_files import write_named
-
-    try:
-        write_named(path, text.encode("utf-8", "replace"))
-    except OSError as error:
-        raise GradwatchError(f"cannot write {path}: {error.strerror}; name another file") from None

@@ -124,14 +124,14 @@ def check_replaceable(path: Path) -> None:
         raise GradwatchError(f"cannot write {path}: {reason}; name another file: -o FILE")
 
 
-def save(path: Path, content: str) -> None:
-    """Replace the file as a whole. Raises GradwatchError if it cannot be written."""
+def save(path: Path, content: str, option: str = ": -o FILE") -> None:
+    """Replace the file as a whole. Raises GradwatchError if it cannot be written, which says what names another one."""
     from gradwatch.runtime.atomic_files import write_named
 
     try:
         write_named(path, content.encode("utf-8", "replace"))
     except OSError as error:
-        raise GradwatchError(f"cannot write {path}: {error.strerror}; name another file: -o FILE") from None
+        raise GradwatchError(f"cannot write {path}: {error.strerror}; name another file{option}") from None
 
 
 def size(count: int) -> str:

@@ -22,7 +22,7 @@ from gradwatch.monitoring.scrape_interval import Pace, duration
 from gradwatch.rules.files import load_rules, parse_rules
 from gradwatch.rules.packs import pack_names
 from gradwatch.sinks.alert_names import FALLBACK, RULE_ALERTS, alert_name
-from gradwatch.sinks.prometheus.metric_catalogue import BY_NAME, METRICS, SERVE_METRICS
+from gradwatch.sinks.prometheus.metric_catalogue import METRICS, SERVE_METRICS
 
 DEPLOY = Path(__file__).resolve().parents[2] / "deploy"
 
@@ -133,7 +133,7 @@ def test_a_rule_of_ones_own(tmp_path: Path) -> None:
 def test_alerts_and_dashboards_name_only_metrics_that_exist(shipped: Options) -> None:
     """Every gradwatch_ word of every expression is in the catalogue, or is recorded by a rule of ours."""
     recorded = re.findall(r"record: (\S+)", files(shipped)["prometheus/rules/recording.yml"])
-    names = [*BY_NAME, *(metric.name for metric in SERVE_METRICS)]
+    names = [metric.name for metric in (*METRICS, *SERVE_METRICS)]
     texts = {
         name: text for name, text in files(shipped).items() if name.startswith(("prometheus/", "grafana/"))
     }

@@ -364,8 +364,6 @@ METRICS: tuple[Metric, ...] = (
     ),
 )
 
-BY_NAME = {metric.name: metric for metric in METRICS}
-
 SERVE_METRICS: tuple[Metric, ...] = (
     Metric(
         "gradwatch_serve_processes",

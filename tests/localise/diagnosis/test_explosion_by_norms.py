@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -19,6 +19,7 @@ from gradwatch.incidents.suggestions import suggestion_for
 from gradwatch.localise.diagnosis.explosion_by_norms import of_norms
 from gradwatch.records.finding import Finding
 from gradwatch.rules.files import parse_rules
+from tests.localise.diagnosis.test_multiplying_operation import Scaled
 from tests.support.kept import Kept
 
 RULES = """
@@ -147,19 +148,6 @@ def test_a_layer_without_a_bias_that_is_off_more_than_any_bias() -> None:
     assert found is not None
     assert found.module == "b"
     assert of_norms(list(moved), dict.fromkeys(moved, 300.0), exploding=True).module == ""  # type: ignore[union-attr]
-
-
-class Scaled(torch.autograd.Function):
-    """The identity, whose gradient is multiplied."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, by: float) -> Tensor:
-        ctx.by = by
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:
-        return gradients[0] * ctx.by, None
 
 
 class Probe(nn.Module):
