@@ -50,6 +50,8 @@ ANNOTATIONS = {
     ),
 }
 
+OF_RANK = "rank {{rank}} {{process}}"
+"""Legend: the second process of a rank, and no other one, has the label `process`."""
 
 FIRING = (
     f"max by (rule) (gradwatch_rule_active{{{RANK}}})"
@@ -314,14 +316,14 @@ def ranks() -> tuple[Any, ...]:
             "Steps / s by rank",
             "All ranks step together; one that falls away has been lost.",
             "ops",
-            query(f"max by (rank) ({STEPS_RATE})", "rank {{rank}}"),
+            query(f"max by (rank, process) ({STEPS_RATE})", OF_RANK),
         ),
         lines(
             "Since last step by rank",
             "The rank whose line rises first is the one that hangs.",
             "s",
             query(
-                f"time() - max by (rank) (gradwatch_last_step_timestamp_seconds{{{RANK}}})", "rank {{rank}}"
+                f"time() - max by (rank, process) (gradwatch_last_step_timestamp_seconds{{{RANK}}})", OF_RANK
             ),
         ),
         lines(
@@ -329,15 +331,15 @@ def ranks() -> tuple[Any, ...]:
             "Mean time from one optimizer step to the next.",
             "s",
             query(
-                f"sum by (rank) (rate(gradwatch_step_duration_seconds_sum{{{RANK}}}[{RATE}])) "
-                f"/ sum by (rank) (rate(gradwatch_step_duration_seconds_count{{{RANK}}}[{RATE}]))",
-                "rank {{rank}}",
+                f"sum by (rank, process) (rate(gradwatch_step_duration_seconds_sum{{{RANK}}}[{RATE}])) "
+                f"/ sum by (rank, process) (rate(gradwatch_step_duration_seconds_count{{{RANK}}}[{RATE}]))",
+                OF_RANK,
             ),
         ),
         states(
             "Answering",
             "1 if the rank answered the last scrape, else 0.",
-            query(f"max by (rank) (up{{{RANK}}})", "rank {{rank}}"),
+            query(f"max by (rank, process) (up{{{RANK}}})", OF_RANK),
         ),
     )
 

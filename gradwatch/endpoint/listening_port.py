@@ -49,11 +49,13 @@ def listening_socket(address: Address) -> socket.socket:
 def write_endpoint(run: RunInfo, address: Address, url: str) -> str:
     """Say in `endpoint-rank{rank}.json` where this process listens, and return that file's path.
 
+    Of several processes of a rank (see `RunInfo.place`) the others write `endpoint-rank{rank}-{place}.json`.
+
     Written whole or not at all (temp + rename), mode 0600, in the run's own directory, which is made with
     mode 0700 if need be. Raises OSError.
     """
     make_directory(Path(run.directory))
-    path = os.path.join(run.directory, f"endpoint-rank{run.rank}.json")
+    path = os.path.join(run.directory, f"endpoint-rank{run.rank_and_place}.json")
     says = {
         "url": url,
         "host": address.host,
@@ -63,6 +65,7 @@ def write_endpoint(run: RunInfo, address: Address, url: str) -> str:
         "started": start_ticks(os.getpid()),
         "run_id": run.run_id,
         "rank": run.rank,
+        "place": run.place,
         "local_rank": run.local_rank,
         "attempt": run.attempt,
     }
@@ -70,11 +73,11 @@ def write_endpoint(run: RunInfo, address: Address, url: str) -> str:
     return path
 
 
-def remove_endpoint(path: str) -> None:
-    """Take the file away at a clean exit, unless a later process (a restart) has written its own."""
+def remove_endpoint(path: str, address: Address) -> None:
+    """Take away the file of what listened on `address`, unless another process or watch has written its own."""
     try:
-        mine = json.loads(read_regular(path, 1 << 16)).get("pid") == os.getpid()
-        if mine:
+        says = json.loads(read_regular(path, 1 << 16))
+        if (says.get("pid"), says.get("port")) == (os.getpid(), address.port):
             os.unlink(path)
     except (OSError, ValueError, AttributeError, RecursionError):
         return  # gone, unreadable or not ours: nothing to take away

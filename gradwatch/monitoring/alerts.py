@@ -70,7 +70,7 @@ def other_alert(ruleset: RuleSet, pace: Pace) -> Alert:
           {total} and ignoring (kind, severity) gradwatch_rule_active == 1
           or increase({total}[{pace.window}]) > 0
           or {total}
-            > {_known_of_run(total, "run_id, rule", pace.window)}
+            > {_known_of_process(total, ("rule",), pace.window)}
         )
         unless on (rule) {total}{{rule=~"{known}"}}
         """)
@@ -92,18 +92,20 @@ def _firing(rule: str, pace: Pace) -> str:
         {active} == 1
         or sum without (kind, severity) (increase({total}[{pace.window}])) > 0
         or sum without (kind, severity) ({total})
-          > {_known_of_run(total, "run_id", pace.window)}
+          > {_known_of_process(total, (), pace.window)}
         """)
 
 
-def _known_of_run(total: str, by: str, window: str) -> str:
+def _known_of_process(total: str, also: tuple[str, ...], window: str) -> str:
     """The right side of `total > …`: true for `window` where a counter is above 0, and news, when first seen.
 
     `increase` needs two samples: what happened before the first scrape it never sees. But a series that begins is
     not yet news. A run goes on under other labels when `gradwatch serve` or a Pushgateway shows its last counters, and
     when a second optimizer makes the label `optimizer` appear: so it is compared with the most that the run had under
-    any labels. An hour back, as long as serve shows a run that has ended: its restarts are no news either.
+    any labels. An hour back, as long as serve shows a run that has ended: its restarts are no news either. All ranks
+    of a run have the same news; not so a second process of a rank, which is another training.
     """
+    by = ", ".join(("run_id", "process", *also))
     known = f"max by ({by}) (last_over_time({total}[1h] offset {window}))"
     return f"on ({by}) group_left () ({known} or 0 * max by ({by}) ({total}))"
 
@@ -217,7 +219,7 @@ def _fault_alerts() -> tuple[Alert, ...]:
     """Alerts on internal errors."""
     errors = "gradwatch_internal_errors_total"
     # Most parts have no counter before their first fault.
-    first = f"{errors} > {_known_of_run(errors, 'run_id, component', '15m')}"
+    first = f"{errors} > " + _known_of_process(errors, ("component",), "15m")
     return (
         Alert(
             "GradwatchInternalErrors",

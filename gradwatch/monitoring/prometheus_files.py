@@ -20,6 +20,9 @@ from gradwatch.monitoring.scrape_interval import Pace
 from gradwatch.monitoring.yaml_text import to_yaml
 from gradwatch.rules.rule_set import RuleSet
 
+_RANK = "{{ $labels.rank }}"
+_PROCESS = "{{ with $labels.process }}, process {{ . }}{{ end }}"  # the first of a rank has no such label
+
 
 @dataclass(frozen=True, slots=True)
 class Links:
@@ -76,7 +79,7 @@ def alert_rule(alert: Alert, links: Links) -> dict[str, Any]:
         "labels": {**alert.labels, "severity": alert.severity},
         "annotations": {
             "summary": alert.summary,
-            "description": alert.description,
+            "description": alert.description.replace(_RANK, _RANK + _PROCESS),
             "runbook_url": links.runbook(alert.name),
             "dashboard_url": links.dashboard(alert),
         },

@@ -28,6 +28,8 @@ class RunInfo:
 
     `told_by` is the process whose account, printed at its end, includes this one's (0 = this process prints its own);
     `launch` is the same in all processes whose accounts are printed as one ("" = not known).
+    `place` tells apart what has the same run and rank and is at work at the same time: several watches in one process,
+    forked children that train, trials of a sweep. 0 is the first, and the only one where nothing needs a name.
     """
 
     run_id: str
@@ -45,3 +47,9 @@ class RunInfo:
     rules_digest: str = ""
     told_by: int = 0
     launch: str = ""
+    place: int = 0
+
+    @property
+    def rank_and_place(self) -> str:
+        """How names of files tell this process from others of the run: `3`, or `3-1` for the second of rank 3."""
+        return f"{self.rank}-{self.place}" if self.place else str(self.rank)

@@ -12,6 +12,7 @@ from gradwatch.runtime.printable import printable
 from gradwatch.serve.ended_run_counters import Known
 from gradwatch.serve.run_scanner import STATES, Fleet, Member
 from gradwatch.sinks.prometheus.exposition import CONTENT_TYPE, Family, Labels, Series, render
+from gradwatch.sinks.prometheus.file_sd import process_labels
 from gradwatch.sinks.prometheus.final_metrics import final_families, labelled
 from gradwatch.sinks.prometheus.metric_catalogue import METRICS, SERVE_METRICS
 from gradwatch.sinks.prometheus.metric_values import families
@@ -41,8 +42,7 @@ def _target(member: Member, reach: str) -> str:
 
 
 def _labels(member: Member) -> dict[str, str]:
-    run_id = printable(member.run_id)
-    return {"run_id": run_id, "rank": str(member.rank), "instance": f"{run_id}/{member.rank}"}
+    return process_labels(printable(member.run_id), member.rank, member.place)
 
 
 def metrics(fleet: Fleet, ended_for: float) -> Content:
@@ -100,6 +100,7 @@ def _document(member: Member) -> dict[str, Any]:
     return {
         "run_id": member.run_id,
         "rank": member.rank,
+        "process": member.place,
         "state": member.state,
         "directory": str(member.folder),
         "last_sign_of_life": member.sign_of_life,

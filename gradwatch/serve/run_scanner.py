@@ -34,6 +34,7 @@ class Member:
 
     run_id: str
     rank: int
+    place: int
     state: RunState
     folder: Path
     sign_of_life: float
@@ -45,14 +46,14 @@ class Member:
     summary: Summary | None = None
 
     @property
-    def key(self) -> tuple[str, int]:
-        """Identity of the process in Prometheus: run and rank."""
-        return self.run_id, self.rank
+    def key(self) -> tuple[str, int, int]:
+        """Identity of the process in Prometheus: run, rank and place."""
+        return self.run_id, self.rank, self.place
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """Every process found, the one that last gave a sign of life first; one per run and rank."""
+    """Every process found, the one that last gave a sign of life first; one per run, rank and place."""
 
     members: tuple[Member, ...]
     scanned_at: float
@@ -67,7 +68,7 @@ class Fleet:
         return ended[:most]
 
     def targets(self) -> list[Member]:
-        """Processes for Prometheus to scrape, by run and rank.
+        """Processes for Prometheus to scrape, by run, rank and place.
 
         One at each address, the last to give a sign of life: who has a dead process's port would be scraped as that
         process, and its numbers stand under the name of another run.
@@ -122,7 +123,7 @@ class Scanner:
                 members.extend(unchanged[1])
                 continue
             try:
-                found = [self._member(process, now) for process in processes(folder)]
+                found = [self._member(process, now) for process in processes(folder, self._owner)]
             except (OSError, ValueError, LookupError):
                 self.count_error()
                 continue
@@ -136,10 +137,9 @@ class Scanner:
         return Fleet(newest, now, time.perf_counter() - began, self.errors, refused)
 
     def _member(self, process: Process, now: float) -> Member:
-        owner = self._owner(process)
-        endpoint = process.endpoint
+        owner, endpoint = process.owner, process.endpoint
         run_id = endpoint.run_id if endpoint else owner.run_id if owner else process.folder.name
-        alive = process.state(now, owner)
+        alive = process.state(now)
         over = alive == "ended" or (alive == "running" and self._is_closed(process, now))
         summary = self.summaries.get(process) if over else None
         state: RunState = "running" if alive == "running" and summary is None else "silent"
@@ -151,6 +151,7 @@ class Scanner:
         return Member(
             run_id=run_id,
             rank=process.rank,
+            place=process.place,
             state=state,
             folder=process.folder,
             sign_of_life=process.sign_of_life,
@@ -172,11 +173,8 @@ class Scanner:
         summary = self.summaries.get(process)
         return summary is not None and summary.complete
 
-    def _owner(self, process: Process) -> RunInfo | None:
-        """The run that wrote the journal, from the first entry of its head."""
-        journal = process.journal
-        if journal is None:
-            return None
+    def _owner(self, journal: Path) -> RunInfo | None:
+        """The run that wrote a journal, from the first entry of its head."""
         if journal not in self._owners:
             try:
                 with closing(JournalReader(journal).entries()) as entries:
@@ -197,8 +195,8 @@ class Scanner:
 
 
 def _newest_of_each(members: Iterable[Member]) -> tuple[Member, ...]:
-    """One per run and rank (a copied folder must not void a scrape), the latest sign of life first."""
-    found: dict[tuple[str, int], Member] = {}
+    """One per run, rank and place (a copied folder must not void a scrape), the latest sign of life first."""
+    found: dict[tuple[str, int, int], Member] = {}
     for member in sorted(members, key=lambda each: each.sign_of_life, reverse=True):
         found.setdefault(member.key, member)
     return tuple(found.values())

@@ -67,7 +67,7 @@ def _row(member: Member, now: float) -> str:
     summary = member.summary
     cells = [
         _link(member, member.run_id),
-        str(member.rank),
+        f"{member.rank}, process {member.place}" if member.place else str(member.rank),
         f'<strong class="{member.state}">{member.state}</strong>',
         str(summary.steps) if summary else "",
         "<br>".join([str(summary.firings), *(_link(member, one, "#incidents") for one in summary.recent)])

@@ -151,9 +151,9 @@ def places(fleet: Fleet) -> dict[str, RunPlace]:
     """The runs that have a page, by its path: of each its lowest rank."""
     found: dict[str, RunPlace] = {}
     running = {member.run_id for member in fleet.members if member.state == "running"}
-    for member in sorted(fleet.members, key=lambda one: one.rank):
-        place = RunPlace(member.folder, member.rank, member.run_id in running)
-        found.setdefault(path_of(member.run_id), place)
+    for member in sorted(fleet.members, key=lambda one: (one.rank, one.place)):
+        where = RunPlace(member.folder, member.rank, member.run_id in running)
+        found.setdefault(path_of(member.run_id), where)
     return found
 
 
@@ -171,7 +171,8 @@ def _why_refused(member: Member) -> str:
     """One line: which target is not handed out, and what would have it handed out."""
     host = member.refused.host if member.refused else ""
     node = printable(member.node) or "an unnamed machine"
-    who = f"run {printable(member.run_id)} rank {member.rank} at {member.refused} of {node}"
+    of_rank = f", process {member.place}," if member.place else ""
+    who = f"run {printable(member.run_id)} rank {member.rank}{of_rank} at {member.refused} of {node}"
     if member.refused and member.refused.is_loopback:
         return (
             f"{who} is left out of the scrape targets: it listens on that machine's loopback address only; run "

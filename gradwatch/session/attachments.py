@@ -47,6 +47,7 @@ from gradwatch.session.optimizer_context import Contexts
 from gradwatch.session.pipeline.extra_columns import ExtraColumns
 from gradwatch.session.pipeline.record_publishing import Publishing
 from gradwatch.session.pipeline.step_pipeline import Sources, StepPipeline, deferral_allowed
+from gradwatch.session.process_place import ProcessPlace
 from gradwatch.session.succession import Handover, watching_of
 from gradwatch.session.watched_optimizers import Ownership
 from gradwatch.taps.pipeline_stages import PipelineStages
@@ -300,7 +301,7 @@ class Attached:
     def _sites_with(self, taps: ModuleTaps | None) -> Sites:
         return with_modules(self.capture.slots.all_sites(), () if taps is None else taps.names)
 
-    def hand_over(self, unrecorded: int) -> Handover:
+    def hand_over(self, place: ProcessPlace, unrecorded: int) -> Handover:
         """Everything that another session goes on with; `unrecorded` steps of it are in no journal."""
         return Handover(
             watching_of(self.capture, self.ownership),
@@ -309,6 +310,7 @@ class Attached:
             self.boundary.optimizers,
             self.rule_bindings.most_parameters,
             unrecorded,
+            place,
         )
 
     @property

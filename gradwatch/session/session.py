@@ -35,6 +35,7 @@ from gradwatch.session.binding.refused_rules import Fitting
 from gradwatch.session.live_sessions import LIVE
 from gradwatch.session.logged_once import Notices
 from gradwatch.session.pipeline.record_publishing import Publishing
+from gradwatch.session.process_place import ProcessPlace
 from gradwatch.session.session_account import Accounting, Counted, of_process, steps_concluded
 from gradwatch.session.session_sinks import SessionSinks, chosen_sinks
 from gradwatch.session.settings import Settings, quiet_asked, run_info
@@ -94,6 +95,7 @@ class Session:
         self.health = Health(on_first=lambda component, error: self._notices.say(component, error))
         self._notices = Notices(self._publishing.sinks, self.health)
         self._sinks = SessionSinks(self._publishing.sinks, self.health)
+        self._place = ProcessPlace() if before is None else before.place
         self._activity = Activity(self.health, settings.strict, self._resumed)
         self._accounting: Accounting | None = None
         self._concluding = False
@@ -114,13 +116,16 @@ class Session:
                 models, self._ownership, loose, self._rules, self._services, strict_rules, name, before
             )
             try:
-                self.run, self.ruleset, self.attached = self._rules.run, self._rules.ruleset, attached
+                self.ruleset, self.attached = self._rules.ruleset, attached
                 every = [*chosen, *attached.own_sinks]
+                self.run = self._place.claim(self._rules.run, every)
                 self._sinks.open(every, self.run, settings.strict, self._notices.say)
                 attached.start(on_escalate, None if before is None else before.counted)
                 self._activity.begin(self.run.pid)
                 self._go_live(attached, models, before is not None)
             except BaseException:
+                if before is not None:
+                    self._place = ProcessPlace()  # who hands over keeps the other one, for the next attempt
                 self._abandon(attached)
                 raise
 
@@ -444,7 +449,9 @@ class Session:
         if attached is None:
             return None
         recorded = any(breaker.name == "journal" for breaker in self._sinks)
-        given = attached.hand_over(0 if recorded else self._unrecorded + attached.boundary.steps)
+        unrecorded = 0 if recorded else self._unrecorded + attached.boundary.steps
+        given = attached.hand_over(self._place, unrecorded)
+        self._place = ProcessPlace()  # nobody else may have the other one until the next session is there
         self.close()
         return given
 
@@ -505,6 +512,8 @@ class Session:
     def close_sinks(self) -> None:
         """Close the sinks, once, at `close` or at exit; never in a forked child, where they are the parent's."""
         self._sinks.close()
+        if os.getpid() == self.run.pid:
+            self._place.release()
 
 
 def live_sessions() -> list[Session]:

@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.read_after_backward import Capture
 from gradwatch.runtime.weak_references import Distinct
+from gradwatch.session.process_place import ProcessPlace
 from gradwatch.taps import module_tree
 
 if TYPE_CHECKING:
@@ -64,7 +65,7 @@ class Handover:
     """Everything that a session goes on with from the one whose place it takes.
 
     `counted` are the optimizers, and `parameters` the number of these, that it had counted; `unrecorded` the steps that
-    it has watched and that no journal has.
+    it has watched and that no journal has. `place` is held on: its series go on.
     """
 
     watching: Watching
@@ -73,6 +74,7 @@ class Handover:
     counted: Distinct
     parameters: int
     unrecorded: int
+    place: ProcessPlace
 
 
 def watching_of(capture: Capture, ownership: Ownership) -> Watching:

@@ -54,6 +54,7 @@ class AlertmanagerSink:
     """
 
     name = "alertmanager"
+    needs_place = True
 
     def __init__(
         self,

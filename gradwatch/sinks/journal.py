@@ -66,6 +66,7 @@ class JournalSink:
     """
 
     name = "journal"
+    needs_place = True
 
     def __init__(
         self,

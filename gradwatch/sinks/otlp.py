@@ -37,7 +37,8 @@ class OTLPSink:
     """Sends the present metrics to `url`/v1/metrics every `every_seconds`, and once more at the end.
 
     By default `OTEL_EXPORTER_OTLP_ENDPOINT` names the collector, then http://127.0.0.1:4318. `token_file` holds a
-    bearer token. Every rank sends; `run_id` and `rank` are attributes of the resource and of every point.
+    bearer token. Every rank sends; `run_id` and `rank` (and `process`, of a second one of a rank) are attributes of the
+    resource and of every point.
     Counters and histograms are cumulative since the start of the run: what a lost request held, the next one has.
 
     NaN and Inf are sent as they are: a double of OTLP holds them, and an absent norm would look like no step.
@@ -49,6 +50,7 @@ class OTLPSink:
     """
 
     name = "otlp"
+    needs_place = True
 
     def __init__(
         self, url: str | None = None, every_seconds: float = 15.0, token_file: str | None = None
@@ -113,8 +115,7 @@ def _identity(run: RunInfo) -> Mapping[str, str | int]:
         "service.version": run.versions.get("gradwatch", ""),
         "host.name": run.host,
         "process.pid": run.pid,
-        "run_id": labels["run_id"],
-        "rank": labels["rank"],
+        **{name: text for name, text in labels.items() if name != "instance"},
     }
 
 

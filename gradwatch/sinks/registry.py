@@ -36,6 +36,9 @@ class Sink(Protocol):
     no event, no order but of `clip:`, and findings, of what was found by then, with the last of them alone. Not so
     where `write` is newer than `write_all`, as in a class derived from a shipped sink.
 
+    A sink whose output names the process, so that two of the same run and rank would write the same one, has
+    `needs_place` True: then `RunInfo.place` is the number of this one among them, else it is 0.
+
     Before a stop ends training every sink is flushed, within 2 s in all; a sink with `stop_seconds` has that long.
     """
 

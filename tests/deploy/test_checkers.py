@@ -144,14 +144,22 @@ def test_promtool_runs_the_alerts(stack: Path) -> None:
             "a rule that goes on firing goes on alerting",
         ),
         (
-            'max by (run_id) (last_over_time(gradwatch_rule_firings_total{rule="non-finite"}[1h] offset 1m)) or ',
+            "max by (run_id, process) (last_over_time("
+            'gradwatch_rule_firings_total{rule="non-finite"}[1h] offset 1m)) or ',
             "",
             "a run that has ended, seen again after a restart of `gradwatch serve`, does not alert again",
         ),
         (
-            "or 0 * max by (run_id, component) (gradwatch_internal_errors_total)",
+            "or 0 * max by (run_id, process, component) (gradwatch_internal_errors_total)",
             "",
             "a fault of a part that had no counter before it, and of one that failed before the first scrape",
+        ),
+        (
+            "> on (run_id, process) group_left () (max by (run_id, process) (last_over_time("
+            'gradwatch_rule_firings_total{rule="non-finite"}[1h] offset 1m)) or 0 * max by (run_id, process)',
+            "> on (run_id) group_left () (max by (run_id) (last_over_time("
+            'gradwatch_rule_firings_total{rule="non-finite"}[1h] offset 1m)) or 0 * max by (run_id)',
+            "a second process of a rank is another training, with news and a stall of its own",
         ),
         (
             "> 3 * max without",

@@ -72,8 +72,11 @@ def test_one_message_for_one_trouble(url: str, source: dict[str, str], target: d
         ({"alertname": "DiskFull", "severity": "critical"}, {"alertname": "DiskFull", "severity": "warning"}),
         (NAN, {**NAN, "run_id": "b", "severity": "warning"}),
         (DOWN, {"alertname": "GradwatchRunStalled", "severity": "critical", "run_id": "a", "rank": "1"}),
+        (DOWN, {"alertname": "GradwatchRunStalled", "severity": "critical", **RUN, "process": "1"}),
+        (NAN, {**NAN, "alertname": "GradwatchExplodingGradients", "rule": "spike", "process": "1"}),
+        (NAN, {**NAN, "severity": "warning", "rule": "milder", "process": "1"}),
     ],
 )
 def test_nobody_else_is_silenced(url: str, source: dict[str, str], target: dict[str, str]) -> None:
-    """Neither rules of one's own, which share a name and nothing else, nor alerts of others, nor another rank."""
+    """Neither rules of one's own, which share only a name, nor alerts of others, of another rank or process."""
     assert not is_quiet(url, source, target, 1)

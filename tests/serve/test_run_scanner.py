@@ -165,7 +165,8 @@ def test_thousands_of_finished_runs(tmp_path: Path, dead_pid: int) -> None:
     listed: list[Path] = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            "gradwatch.serve.run_scanner.processes", lambda folder: listed.append(folder) or processes(folder)
+            "gradwatch.serve.run_scanner.processes",
+            lambda folder, owner_of: listed.append(folder) or processes(folder, owner_of),
         )
         assert len(scanner.scan().members) == 1  # all of them say they are run-1
         assert listed == []

@@ -5,15 +5,17 @@ from __future__ import annotations
 import platform
 import re
 import urllib.request
+from dataclasses import replace
 from pathlib import Path
 
-from gradwatch.account import Account, Taken, Watched, gaps, lines
+from gradwatch.account import Account, Taken, Watched, gaps, lines, merged, total
 from gradwatch.account.account_line import PREFIX
 from gradwatch.cli.run_argument import newest
 from gradwatch.errors import GradwatchError
 from gradwatch.journal.audit import Audit, read
 from gradwatch.journal.rank_journals import rank_journals
-from gradwatch.serve.process_discovery import read_endpoint
+from gradwatch.runtime.process_identity import is_running
+from gradwatch.serve.process_discovery import EndpointFile, read_endpoint
 
 _SERIES = re.compile(r"^(gradwatch_\w+?)(?:\{(.*)\})? ([0-9.e+-]+)$", re.M)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -47,9 +49,21 @@ def newest_account(directory: Path) -> tuple[str, list[str], bool] | None:
 
 
 def account_of_endpoint(where: Path, rank: int) -> Account | None:
-    """Account from the endpoint of a rank of a running run; None where nothing answers."""
-    endpoint = read_endpoint(where / f"endpoint-rank{rank}.json")
-    if endpoint is None or endpoint.node != platform.node():
+    """Account from the endpoints of a rank of a running run, as one; None where nothing answers."""
+    endpoints = map(read_endpoint, sorted(where.glob(f"endpoint-rank{rank}*.json")))
+    watches: dict[int, list[Account]] = {}
+    for endpoint in endpoints:
+        if endpoint is not None and endpoint.rank == rank and (one := _account_at(endpoint)) is not None:
+            watches.setdefault(endpoint.pid, []).append(one)
+    # What the process did stands in the metrics of each of its watches.
+    found = [merged(each, each[-1].taken) for each in watches.values()]
+    whole = merged(found, total(one.taken for one in found))
+    return replace(whole, processes=len(found)) if found else None
+
+
+def _account_at(endpoint: EndpointFile) -> Account | None:
+    """Account of one watch from its endpoint; None where that is of another machine, gone, or does not answer."""
+    if endpoint.node != platform.node() or not is_running(endpoint.pid, endpoint.started):
         return None
     host = endpoint.address.host if endpoint.address.host in _LOOPBACK else "127.0.0.1"
     url = (

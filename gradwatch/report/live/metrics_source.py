@@ -216,13 +216,19 @@ def _running(url: str) -> str:
         members = json.loads(_fetched(urlsplit(url)._replace(path="/runs.json").geturl()))
         named = [
             f"gradwatch top http://{one_line(str(each['address']), 100)} "
-            f"({printable(str(each['run_id']))} rank {each['rank']})"
+            f"({printable(str(each['run_id']))} rank {each['rank']}{_process(each)})"
             for each in members
             if each["state"] == "running" and each["address"]
         ]
     except (OSError, ValueError, LookupError, TypeError):
         named = []
     return "; ".join(named[:_MOST_NAMED]) or "none is running that can be reached"
+
+
+def _process(member: Mapping[str, object]) -> str:
+    """Which process of its rank, where it is not the first; an earlier version knows only that one."""
+    number = member.get("process")
+    return f" process {number}" if isinstance(number, int) and number else ""
 
 
 def _reason(error: Exception) -> str:

@@ -27,7 +27,7 @@ PLACEHOLDERS = (
 """What an annotation may hold in single braces; everything is filled in as text."""
 _FILLED = frozenset(f"{{{name}}}" for name in PLACEHOLDERS)
 RESERVED_LABELS = frozenset(
-    {"alertname", "incident", "instance", "job", "kind", "rank", "rule", "run_id", "severity"}
+    {"alertname", "incident", "instance", "job", "kind", "process", "rank", "rule", "run_id", "severity"}
 )
 """Labels that gradwatch or Prometheus sets itself."""
 

@@ -27,9 +27,20 @@ _MOST_BYTES = 1 << 16
 _NOT_AN_ENTRY = (OSError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 
 
+def process_labels(run_id: str, rank: int, place: int) -> dict[str, str]:
+    """Labels of every series of a process: a changed port must not start new series, so `instance` has none.
+
+    Only of a second process of a rank (see `RunInfo.place`) there is a `process`: series of the first one go on.
+    """
+    labels, instance = {"run_id": run_id, "rank": str(rank)}, f"{run_id}/{rank}"
+    if place:
+        labels, instance = {**labels, "process": str(place)}, f"{instance}/{place}"
+    return {**labels, "instance": instance}
+
+
 def target_labels(run: RunInfo) -> dict[str, str]:
-    """Labels of every series of a process: a changed port must not start new series, so `instance` has none."""
-    return {"run_id": run.run_id, "rank": str(run.rank), "instance": f"{run.run_id}/{run.rank}"}
+    """`process_labels` of this process."""
+    return process_labels(run.run_id, run.rank, run.place)
 
 
 def target_address(address: Address, node: str) -> str:
@@ -50,7 +61,7 @@ def write_target(directory: str, run: RunInfo, address: Address) -> str:
     node = run.host or platform.node()
     _replace_dead(directory, node, address.port)
     name = re.sub(r"[^A-Za-z0-9_.-]", "-", run.run_id)[:128]
-    path = os.path.join(directory, f"gradwatch-{name}-rank{run.rank}.json")
+    path = os.path.join(directory, f"gradwatch-{name}-rank{run.rank_and_place}.json")
     pid = os.getpid()
     meta = {f"{_META}node": node, f"{_META}pid": str(pid), f"{_META}started": str(start_ticks(pid))}
     groups = [{"targets": [target_address(address, node)], "labels": {**target_labels(run), **meta}}]
@@ -58,9 +69,9 @@ def write_target(directory: str, run: RunInfo, address: Address) -> str:
     return path
 
 
-def remove_target(path: str) -> None:
-    """Take this process off the list, unless a later one (a restart) has taken its place."""
-    if _labels(path).get(f"{_META}pid") == str(os.getpid()):
+def remove_target(path: str, address: Address) -> None:
+    """Take what listened on `address` off the list, unless another process or watch has written its own entry."""
+    if _labels(path).get(f"{_META}pid") == str(os.getpid()) and _port(path) == str(address.port):
         with suppress(OSError):
             os.unlink(path)
 
@@ -96,8 +107,7 @@ def _replace_dead(directory: str, node: str, port: int) -> None:
         labels = _labels(str(path))
         if labels.get(f"{_META}node") == node and _number(labels, "dead_since"):
             with suppress(*_NOT_AN_ENTRY):
-                (target,) = _groups(str(path))[0]["targets"]
-                if target.rpartition(":")[2] == str(port):
+                if _port(str(path)) == str(port):
                     path.unlink()
 
 
@@ -111,6 +121,15 @@ def _labels(path: str) -> dict[str, str]:
         return {str(key): str(value) for key, value in _groups(path)[0]["labels"].items()}
     except _NOT_AN_ENTRY:
         return {}
+
+
+def _port(path: str) -> str:
+    """The port of an entry; "" where the file is none."""
+    try:
+        (target,) = _groups(path)[0]["targets"]
+        return str(target.rpartition(":")[2])
+    except _NOT_AN_ENTRY:
+        return ""
 
 
 def _groups(path: str) -> Any:

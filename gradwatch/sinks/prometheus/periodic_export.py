@@ -17,7 +17,7 @@ from gradwatch.sinks.prometheus.sink import PrometheusSink
 
 
 class PeriodicExport:
-    """All metrics but those of single parameters, every series with `run_id` and `rank`.
+    """All metrics but those of single parameters, every series with `run_id` and `rank` (and `process`, if it has one).
 
     `ship` takes them away, in the worker's thread, and returns the seconds until it is due again; its faults are
     those of the sink `name`. A forked child ships nothing: the round is its parent's.

@@ -2,7 +2,8 @@
 
 Only that: https://prometheus.io/docs/practices/pushing says why nothing else should be pushed. What the gateway
 has it keeps for ever, so a run takes away what an earlier attempt of its own rank left; after that, delete the group
-`/metrics/job/gradwatch/run_id/RUN/rank/RANK` when it is not needed any more.
+`/metrics/job/gradwatch/run_id/RUN/rank/RANK` when it is not needed any more. That of a second process of a rank (see
+`RunInfo.place`) ends with `/process/NUMBER`.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from gradwatch.runtime.internal_errors import Health
 from gradwatch.runtime.printable import printable
 from gradwatch.sinks.http_post import TIMEOUT_SECONDS, checked_url
 from gradwatch.sinks.prometheus.collector import client_metric
+from gradwatch.sinks.prometheus.file_sd import target_labels
 from gradwatch.sinks.prometheus.final_metrics import final_families
 from gradwatch.sinks.prometheus.metric_values import RunEnd, View, families
 from gradwatch.sinks.prometheus.sink import PrometheusSink
@@ -38,6 +40,7 @@ class PushgatewaySink:
     """
 
     name = "pushgateway"
+    needs_place = True
 
     def __init__(self, url: str = "http://127.0.0.1:9091", job: str = "gradwatch") -> None:
         self._gateway, self._job_label = checked_url(url), job
@@ -48,7 +51,8 @@ class PushgatewaySink:
 
     def open(self, run: RunInfo, health: Health) -> None:
         """Have what an earlier attempt left deleted."""
-        self._group = {"run_id": printable(run.run_id), "rank": str(run.rank)}
+        labels = target_labels(run).items()
+        self._group = {name: printable(text) for name, text in labels if name != "instance"}
         self._metrics.open(run, health)
         if self._job is None:
             self._job = background_worker().enter(self.name, self._deliver, health)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradwatch.endpoint.address import DEFAULT_LISTEN, parse_listen, rank_address
+from gradwatch.endpoint.address import DEFAULT_LISTEN, Address, parse_listen, rank_address
 from gradwatch.endpoint.http_protocol import Content, plain
 from gradwatch.endpoint.listening_port import listening_socket, remove_endpoint, write_endpoint
 from gradwatch.endpoint.run_reports import PREFIX as REPORTS
@@ -103,10 +103,15 @@ class PrometheusSink:
         self._health = Health()
         self._endpoint: Endpoint | None = None
         self._reports: ServedReports | None = None
-        self._endpoint_file: str | None = None
-        self._target_file: str | None = None
+        self._endpoint_file: tuple[str, Address] | None = None
+        self._target_file: tuple[str, Address] | None = None
         self._body: tuple[object, float, Content] | None = None
         _SINKS.add(self)
+
+    @property
+    def needs_place(self) -> bool:
+        """True if it is to be scraped: what only has a `collector()` is labelled by whoever serves that."""
+        return self.listen is not None
 
     def open(self, run: RunInfo, health: Health) -> None:
         """Start serving `run`; raises OSError when nothing can listen there."""
@@ -127,13 +132,13 @@ class PrometheusSink:
         if wanted.port not in (0, address.port):
             self.moved = f"{wanted} is taken or not allowed; /metrics is served at {self.url}"
         try:
-            self._endpoint_file = write_endpoint(run, address, self.url)
+            self._endpoint_file = write_endpoint(run, address, self.url), address
         except OSError as error:
             self._failed(error)  # the endpoint works all the same; only discovery by file does not
         if self._file_sd is None:
             return
         try:
-            self._target_file = write_target(self._file_sd, run, address)
+            self._target_file = write_target(self._file_sd, run, address), address
             unread = strangers(self._file_sd)
             if unread:
                 listed = ", ".join(map(printable, unread[:3])) + (", …" if len(unread) > 3 else "")
@@ -178,11 +183,11 @@ class PrometheusSink:
         return True
 
     def close(self) -> None:
-        """Stop serving, free the port, take `endpoint-rank{rank}.json` away."""
+        """Stop serving, free the port, take its own `endpoint-rank{rank}.json` away."""
         # Off the list first: a scrape that finds no server would look like a death.
         target, self._target_file = self._target_file, None
         if target is not None:
-            remove_target(target)
+            remove_target(*target)
         endpoint, self._endpoint, self.url = self._endpoint, None, None
         if endpoint is not None and not endpoint.close():
             self._failed(TimeoutError("the endpoint's thread did not end in time"))
@@ -190,7 +195,7 @@ class PrometheusSink:
             self._reports.close()
         path, self._endpoint_file = self._endpoint_file, None
         if path is not None:
-            remove_endpoint(path)
+            remove_endpoint(*path)
 
     def collector(self) -> RecordCollector:
         """The same metrics for a prometheus_client registry of your own."""

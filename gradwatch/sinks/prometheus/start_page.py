@@ -26,6 +26,7 @@ def status_page(view: View, now: float) -> Content:
         ("state", f'<strong class="{css}">{_text(state)}</strong>'),
         ("run", _text(view.run.run_id)),
         ("rank", f"{view.run.rank} of {view.run.world_size}"),
+        *([("process", str(view.run.place))] if view.run.place else []),
         *([("script", _text(view.run.script))] if view.run.script else []),
         *(row for each in view.optimizers for row in _optimizer_rows(each, now)),
         ("internal errors", _errors(view)),

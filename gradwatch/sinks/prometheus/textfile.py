@@ -24,12 +24,14 @@ _FORGOTTEN_SECONDS = 86_400.0
 class TextfileSink:
     """Writes all metrics but those of single parameters into `dir` every `every_seconds`, one file a process.
 
-    Every series carries `run_id` and `rank`: to Prometheus the file is part of the machine. A clean exit removes the
-    file, for its gauges would stay for ever. A killed process leaves it, so `GradwatchRunStalled` fires; what is
-    older than a day is removed by the next run. Written by a thread: a slow disk delays no step.
+    Every series carries `run_id` and `rank` (and `process`, of a second one of a rank): to Prometheus the file is part
+    of the machine. A clean exit removes the file, for its gauges would stay for ever. A killed process leaves it, so
+    `GradwatchRunStalled` fires; what is older than a day is removed by the next run. Written by a thread: a slow disk
+    delays no step.
     """
 
     name = "textfile"
+    needs_place = True
 
     def __init__(self, dir: str, every_seconds: float = 15.0) -> None:
         if not 1 <= every_seconds < float("inf"):
@@ -41,7 +43,7 @@ class TextfileSink:
     def open(self, run: RunInfo, health: Health) -> None:
         """Name the file; it is first written in the worker's thread."""
         name = re.sub(r"[^A-Za-z0-9_.-]", "-", run.run_id)[:128]
-        self._path = os.path.join(self.directory, f"gradwatch-{name}-rank{run.rank}.prom")
+        self._path = os.path.join(self.directory, f"gradwatch-{name}-rank{run.rank_and_place}.prom")
         self._export.open(run, health)
 
     def write(self, record: Record) -> None:

@@ -84,7 +84,7 @@ def test_a_late_close_leaves_the_entry_of_the_restart(tmp_path: Path) -> None:
     """The attempt that took over has the file now."""
     path = write(tmp_path)
     died(path)
-    remove_target(str(path))
+    remove_target(str(path), HERE)
     assert path.exists()
 
 
@@ -138,7 +138,7 @@ def test_foreign_and_half_written_entries_are_left_alone(content: str, tmp_path:
     path = tmp_path / "gradwatch-x-rank0.json"
     path.write_bytes(content.encode("utf-8", "surrogateescape"))
     sweep(str(tmp_path), time.time())
-    remove_target(str(path))
+    remove_target(str(path), HERE)
     assert path.read_bytes() == content.encode("utf-8", "surrogateescape")
 
 
