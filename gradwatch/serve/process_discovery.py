@@ -154,15 +154,16 @@ def _latest(
 
 
 def _is_same(endpoint: EndpointFile, owner: RunInfo) -> bool:
-    """True if one process wrote both. Not the number of the attempt: a restart by hand has no other one in its file."""
+    """True if one process wrote both."""
     return (endpoint.node, endpoint.pid) == (owner.host, owner.pid)
 
 
 def _is_later(endpoint: EndpointFile, written: float, owner: RunInfo) -> bool:
-    """True if the process of an endpoint file, written then, began after the one of a journal."""
-    if endpoint.attempt != owner.attempt:
-        return endpoint.attempt > owner.attempt
-    return written >= owner.start_time
+    """True if the process of an endpoint file, written then, began after the one of a journal.
+
+    A journal's number counts all attempts, that of an endpoint file only those of a launcher.
+    """
+    return endpoint.attempt > owner.attempt or written >= owner.start_time
 
 
 def read_endpoint(path: Path) -> EndpointFile | None:

@@ -15,6 +15,7 @@ from gradwatch.journal import read_journal
 from gradwatch.launch.resumed_baselines import Baselines
 from gradwatch.launch.state_lock import FORKED, TAKEN, StateLock
 from gradwatch.session.watch import session_of
+from tests.deploy.run_folders import scan
 from tests.launch.test_training import run
 
 NET = """
@@ -198,6 +199,49 @@ if __name__ == "__main__":
     journals = list(read_journal(tmp_path / "runs" / "r"))
     assert sorted(len(list(journal.records())) for journal in journals) == [6, 8]
     assert all(journal.complete for journal in journals)
+
+
+SEVERAL = (
+    NET
+    + """
+import json, signal
+from pathlib import Path
+def train(n):
+    m = nn.Linear(4, 1)
+    o = torch.optim.SGD(m.parameters(), 0.01)
+    for _ in range(n):
+        o.zero_grad(); m(torch.randn(8, 4)).pow(2).mean().backward(); o.step()
+    return m, o
+kept = train(4)
+r, w = os.pipe()
+pid = os.fork()
+if pid == 0:
+    kept = train(8)
+    os.write(w, b"1")
+    signal.pause()
+os.read(r, 1)
+found = [json.loads(path.read_text()) for path in sorted(Path(sys.argv[1]).glob("endpoint-rank*.json"))]
+os.kill(pid, signal.SIGKILL)
+os.waitpid(pid, 0)
+print(sorted((one["place"], one["pid"] == os.getpid(), one["pid"] == pid) for one in found))
+print(len({one["port"] for one in found}))
+if sys.argv[2] == "killed":
+    sys.stdout.flush()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+)
+
+
+def test_a_forked_child_that_trains_is_a_process_of_its_own_to_serve(tmp_path: Path) -> None:
+    """Parent and child have endpoints of their own; killed and started again both have their places again."""
+    folder = tmp_path / "runs" / "r"
+    told = "[(0, True, False), (1, False, True)]\n2\n"
+    assert run(tmp_path, SEVERAL, str(folder), "killed", fresh=True).stdout == told
+    assert run(tmp_path, SEVERAL, str(folder), "ends", fresh=True).stdout == told
+    owners = [journal.run() for journal in read_journal(folder)]
+    assert [None if one is None else one.run.place for one in owners] == [0, 1, 0, 1]
+    states = {member.place: member.state for member in scan(tmp_path / "runs").members}
+    assert states == {0: "finished", 1: "died"}
 
 
 RESUMED = (

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import threading
 import time
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from gradwatch.journal.entries import LostEntry
 from gradwatch.records.decision import Decision
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.serve.allowed_targets import AllowedTargets
-from gradwatch.serve.responses import metrics, sd
+from gradwatch.serve.responses import metrics, runs, sd
 from gradwatch.serve.run_scanner import Fleet
 from gradwatch.serve.runs_page import fleet_page
 from gradwatch.sinks.journal import JournalSink
@@ -207,6 +208,52 @@ def test_a_restart_takes_the_place_of_its_first_attempt(tmp_path: Path, dead_pid
     assert [(member.state, member.rank) for member in fleet.members] == [("running", 0)]
     assert "gradwatch_steps_total" not in metrics(fleet, 60).body.decode()
     sink.close()
+
+
+def test_a_restart_by_hand_is_a_target(tmp_path: Path, dead_pid: int) -> None:
+    """No launcher counts its attempts: its journal has another number than its endpoint file, and is its own."""
+    record_run(a_run(tmp_path, pid=dead_pid), history(), close=False)
+    again = a_run(tmp_path)
+    with closing(PrometheusSink("127.0.0.1:0")) as sink:
+        sink.open(again, Health())
+        record_run(again, history(5), close=False)
+        fleet = scan(tmp_path)
+        assert [member.state for member in fleet.members] == ["running"]
+        assert [group["labels"]["instance"] for group in json.loads(sd(fleet).body)] == ["run-1/0"]
+
+
+def test_an_endpoint_file_that_is_older_than_the_journal_is_not_its_own(
+    tmp_path: Path, dead_pid: int
+) -> None:
+    """Left by a killed process whose successor serves nothing; and one whose successor records nothing."""
+    record_run(a_run(tmp_path, pid=dead_pid), history(), close=False)
+    path = tmp_path / "run-1" / "endpoint-rank0.json"
+    says = {"host": "127.0.0.1", "port": 29440, "pid": dead_pid, "run_id": "run-1", "rank": 0, "attempt": 0}
+    path.write_text(json.dumps({**says, "node": platform.node()}))
+    os.utime(path, (time.time() - 60,) * 2)
+    record_run(a_run(tmp_path), history(5), close=False)
+    (member,) = scan(tmp_path).members
+    assert (member.state, member.address) == ("running", None)
+    path.write_text(json.dumps({**says, "node": platform.node(), "pid": os.getppid()}))
+    (member,) = scan(tmp_path).members
+    assert (member.state, str(member.address)) == ("running", "127.0.0.1:29440")
+
+
+def test_each_place_of_a_rank_keeps_its_last_counters(tmp_path: Path, dead_pid: int) -> None:
+    """The newest journal of each, under labels of its own; one of an earlier version is of the first."""
+    for attempt, place in enumerate((0, 1, 0, 2)):
+        record_run(a_run(tmp_path, pid=dead_pid, attempt=attempt, place=place), history(10 + attempt))
+    fleet = scan(tmp_path)
+    found = series(metrics(fleet, 60).body)
+    steps = {name: value for name, value in found.items() if name.startswith("gradwatch_steps_total")}
+    assert steps == {
+        "gradwatch_steps_total{instance=run-1/0,job=gradwatch,rank=0,run_id=run-1}": 12,
+        "gradwatch_steps_total{instance=run-1/0/1,job=gradwatch,process=1,rank=0,run_id=run-1}": 11,
+        "gradwatch_steps_total{instance=run-1/0/2,job=gradwatch,process=2,rank=0,run_id=run-1}": 13,
+    }
+    told = [(one["rank"], one["process"], one["steps"]) for one in json.loads(runs(fleet).body)]
+    assert sorted(told) == [(0, 0, 12), (0, 1, 11), (0, 2, 13)]
+    assert "<td>0, process 2<td>" in fleet_page(fleet, time.time()).body.decode()
 
 
 @pytest.mark.parametrize(

@@ -45,6 +45,9 @@ GOOD = {"host": "127.0.0.1", "port": 1, "pid": 1, "run_id": "r", "rank": 0, "att
                 {"node": None},
                 {"attempt": True},
                 {"started": "now"},
+                {"place": -1},
+                {"place": "1"},
+                {"place": 1 << 40},
             )
         ),
     ],
@@ -55,6 +58,20 @@ def test_an_endpoint_file_that_makes_no_sense_is_no_endpoint(content: bytes, tmp
     path.write_bytes(content)
     assert read_endpoint(path) is None
     assert processes(tmp_path) == []
+
+
+def test_an_endpoint_file_of_another_name_is_no_endpoint(tmp_path: Path) -> None:
+    """A copy, or one that claims the place of another process."""
+    for name in (
+        "endpoint-rank0-2.json",
+        "endpoint-rank1.json",
+        "endpoint-rank0-.json",
+        "endpoint-rank0-1.json.1",
+    ):
+        (tmp_path / name).write_text(json.dumps({**GOOD, "place": 1}))
+    assert processes(tmp_path) == []
+    (tmp_path / "endpoint-rank0-1.json").write_text(json.dumps({**GOOD, "place": 1}))
+    assert [(each.rank, each.place) for each in processes(tmp_path)] == [(0, 1)]
 
 
 def test_neither_links_nor_pipes_are_opened(tmp_path: Path) -> None:

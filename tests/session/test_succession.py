@@ -15,9 +15,13 @@ from torch.optim import SGD, Optimizer
 
 from gradwatch.account import merged
 from gradwatch.errors import UnmatchedRulesError
+from gradwatch.records.run_info import RunInfo
 from gradwatch.rules.files import parse_rules
+from gradwatch.rules.rule_set import RuleSet
+from gradwatch.runtime.internal_errors import Health
 from gradwatch.session.session import Session
 from gradwatch.session.settings import Settings
+from gradwatch.session.succession import Handover
 from tests.support.kept import Kept
 
 OLD = parse_rules("version: 1\nrules: {old: {detect: {kind: spike, of: norm, above: 50}, warmup: 10}}")
@@ -120,6 +124,42 @@ def test_rules_are_checked_without_a_trace(tmp_path: Path) -> None:
         session.catch_up()
         assert [one.snapshot.step for one in kept.records] == [0, 1, 2, 3]
         assert all(math.isfinite(one.snapshot.total_norm) for one in kept.records)
+
+
+class Named(Kept):
+    """A sink whose output names the process."""
+
+    needs_place = True
+
+
+def test_the_place_is_held_on_from_one_session_to_the_next(tmp_path: Path) -> None:
+    """Also where the rules that come first do not fit: nobody else gets it meanwhile, and it is free at the end."""
+    model, settings = nn.Linear(3, 1), Settings.resolve(run_dir=str(tmp_path), run_id="r", strict_rules=True)
+    optimizer, sinks = SGD(model.parameters(), 1e-4), [Named()]
+
+    def made(rules: RuleSet, before: Handover | None = None) -> Session:
+        return Session([model], [optimizer], rules, settings, sinks, "launcher", before=before)
+
+    session = made(OLD)
+    before = session.hand_over()
+    assert before is not None
+    with closing(made(OLD)) as other:
+        assert (session.run.place, other.run.place) == (0, 1)
+        with pytest.raises(UnmatchedRulesError):
+            made(UNFIT, before)
+        with pytest.raises(KeyboardInterrupt):
+            Session([model], [optimizer], NEW, settings, [Refusing()], "launcher", before=before)
+        with closing(made(OLD)) as third, closing(made(NEW, before)) as next_one:
+            assert (third.run.place, next_one.run.place) == (2, 0)
+    assert not list((tmp_path / "r").glob("place-*"))
+
+
+class Refusing(Named):
+    """Ends the attach, when the place is claimed already."""
+
+    def open(self, run: RunInfo, health: Health) -> None:
+        """Refuse the run."""
+        raise KeyboardInterrupt
 
 
 def replace_strict(settings: Settings) -> Settings:

@@ -136,6 +136,23 @@ def test_an_alert_keeps_its_start_and_outlives_a_short_firing(
     wait_until(lambda: workers() == 0, "the thread ends with its last round")
 
 
+def test_a_second_process_of_a_rank_has_alerts_of_its_own(told: tuple[Inbox, int], tmp_path: Path) -> None:
+    """The same rule fires in both: two alerts, and the end of one resolves no other."""
+    _, port = told
+    sinks = [AlertmanagerSink(f"http://127.0.0.1:{port}") for _ in range(2)]
+    for place, sink in enumerate(sinks):
+        sink.open(make_run(tmp_path, rank=8, place=place), Health())
+        sink.write(firing())
+        assert sink.flush(10)
+    found = [each["labels"] for each in alerts_of(port, "run-1") if each["labels"]["rank"] == "8"]
+    assert sorted((each["instance"], each.get("process")) for each in found) == [
+        ("run-1/8", None),
+        ("run-1/8/1", "1"),
+    ]
+    for sink in sinks:
+        sink.close()
+
+
 def test_a_refiring_that_must_not_notify_does_not(told: tuple[Inbox, int], tmp_path: Path) -> None:
     """`notify` False: within a rule's cooldown nobody is told again."""
     _, port = told
@@ -250,7 +267,7 @@ def test_a_token_is_sent_and_read_anew(tmp_path: Path) -> None:
 
 
 def test_node_exporter_serves_the_file_of_a_run(tmp_path: Path) -> None:
-    """A real node_exporter reads it: every series says which run and rank; a clean exit takes it away."""
+    """A real node_exporter reads it: every series says which run, rank and process; a clean exit takes it away."""
     folder = tmp_path / "textfiles"
     folder.mkdir()
     port = free_port()
@@ -263,14 +280,15 @@ def test_node_exporter_serves_the_file_of_a_run(tmp_path: Path) -> None:
     ]
     with running(command, tmp_path / "log"):
         health = Health()
-        sinks = [TextfileSink(str(folder)) for _ in range(2)]
-        for rank, sink in enumerate(sinks):
-            sink.open(make_run(tmp_path, rank=rank), health)
+        sinks = [TextfileSink(str(folder)) for _ in range(3)]
+        for sink, of in zip(sinks, ({}, {"rank": 1}, {"place": 1}), strict=True):
+            sink.open(make_run(tmp_path, **of), health)
             sink.write(make_record(SITES))
             assert sink.flush(10)
         body = wait_until(lambda: get(f"http://127.0.0.1:{port}/metrics"), "node_exporter")
         assert 'gradwatch_steps_total{rank="0",run_id="run-1"} 1' in body
         assert 'gradwatch_steps_total{rank="1",run_id="run-1"} 1' in body
+        assert 'gradwatch_steps_total{process="1",rank="0",run_id="run-1"} 1' in body
         assert "node_textfile_scrape_error 0" in body
         for sink in sinks:
             sink.close()
@@ -325,9 +343,18 @@ def test_a_pushgateway_keeps_the_outcome_and_nothing_that_was_only_true_then(tmp
         assert re.search(r'gradwatch_rule_firings_total\{.*rule="non-finite".*\} 1', body)
         assert "gradwatch_grad_norm{" not in body
         assert "gradwatch_last_step_timestamp_seconds" not in body
+        second = PushgatewaySink(url)
+        second.open(make_run(tmp_path, place=1), health)
+        second.close()
+        assert f'gradwatch_steps_total{{{where}process="1",rank="0",run_id="run-1"}} 0' in get(
+            f"{url}/metrics"
+        )
+        assert f'gradwatch_steps_total{{{where}rank="0",run_id="run-1"}} 2' in get(f"{url}/metrics")
         again = PushgatewaySink(url)
         again.open(make_run(tmp_path), health)
-        wait_until(lambda: "gradwatch_steps_total" not in get(f"{url}/metrics"), "the old outcome is gone")
+        wait_until(
+            lambda: f'steps_total{{{where}rank="0"' not in get(f"{url}/metrics"), "the old outcome is gone"
+        )
         again.close()
         assert 'gradwatch_run_outcome{instance="",job="gradwatch",outcome="finished"' in get(f"{url}/metrics")
         assert health.errors() == {}

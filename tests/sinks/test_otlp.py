@@ -110,6 +110,19 @@ def test_kinds_times_and_identity(tmp_path: Path) -> None:
     assert attributes(point)["rank"] == "3"
 
 
+def test_a_second_process_of_a_rank_is_another_instance(tmp_path: Path) -> None:
+    """`process` is an attribute of the resource and of every point."""
+    with collecting() as collector:
+        sink = OTLPSink(collector.url)
+        sink.open(make_run(tmp_path, rank=3, place=2), Health())
+        sink.write(make_record(SITES))
+        sink.close()
+        (point,) = collector.metrics()["gradwatch_steps_total"].sum.data_points
+        resource = attributes(collector.requests[-1].resource_metrics[0].resource)
+    assert attributes(point) == {"run_id": "run-1", "rank": "3", "process": "2"}
+    assert (resource["service.instance.id"], resource["process"]) == ("run-1/3/2", "2")
+
+
 def test_a_norm_that_is_not_finite_is_sent_as_it_is(tmp_path: Path) -> None:
     """NaN arrives as NaN, never as 0 or not at all, and the counter beside says how often."""
     with collecting() as collector:

@@ -71,6 +71,25 @@ def test_every_rank_has_its_own_entry(tmp_path: Path) -> None:
     assert sorted(entry(path)["labels"]["rank"] for path in tmp_path.iterdir()) == list("01234567")
 
 
+def test_every_process_of_a_rank_has_its_own_entry(tmp_path: Path) -> None:
+    """The first one has the labels that it always had; each takes away what it listens on, and no other's."""
+    first, second = write(tmp_path), write(tmp_path, place=1)
+    kept = [
+        {key: value for key, value in entry(path)["labels"].items() if not key.startswith("__meta_")}
+        for path in (first, second)
+    ]
+    assert kept == [
+        {"run_id": "run-1", "rank": "0", "instance": "run-1/0"},
+        {"run_id": "run-1", "rank": "0", "process": "1", "instance": "run-1/0/1"},
+    ]
+    remove_target(
+        str(first), HERE._replace(port=HERE.port + 1)
+    )  # a watch of this process that had the file before
+    assert first.exists()
+    remove_target(str(first), HERE)
+    assert list(tmp_path.iterdir()) == [second]
+
+
 def test_a_list_that_cannot_be_written_costs_only_the_list(tmp_path: Path) -> None:
     """The endpoint serves all the same, and the fault is counted."""
     (tmp_path / "file").touch()

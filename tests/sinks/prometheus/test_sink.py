@@ -288,6 +288,18 @@ def test_the_endpoint_file_of_a_restart_is_left_alone(tmp_path: Path) -> None:
     assert path.exists()
 
 
+def test_the_endpoint_file_of_another_watch_is_left_alone(tmp_path: Path) -> None:
+    """One of the same process that has no place of its own (no locks there) has written over the file of the first."""
+    path = tmp_path / "run-1" / "endpoint-rank0.json"
+    with serving(tmp_path) as second:
+        with serving(tmp_path) as first:
+            assert first.url is not None
+        assert not path.exists()
+        with serving(tmp_path):
+            second.close()
+            assert path.exists()
+
+
 def test_a_link_in_the_way_is_not_followed(tmp_path: Path) -> None:
     """What somebody planted under the file's name is replaced, not written through."""
     (tmp_path / "run-1").mkdir()
