@@ -218,7 +218,7 @@ def test_a_restart_by_hand_is_a_target(tmp_path: Path, dead_pid: int) -> None:
         sink.open(again, Health())
         record_run(again, history(5), close=False)
         fleet = scan(tmp_path)
-        assert [member.state for member in fleet.members] == ["running"]
+        assert [(member.state, member.script) for member in fleet.members] == [("running", "train.py")]
         assert [group["labels"]["instance"] for group in json.loads(sd(fleet).body)] == ["run-1/0"]
 
 

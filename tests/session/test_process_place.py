@@ -197,6 +197,7 @@ def test_a_killed_process_frees_its_place_whatever_it_has_forked(tmp_path: Path)
             parent.wait()
             assert claimed(tmp_path).number == 0
         finally:
+            parent.kill()
             os.kill(child, signal.SIGKILL)
 
 
