@@ -68,8 +68,7 @@ class ProcessPlace:
 
     def _take_first_free(self, run: RunInfo) -> None:
         for number in range(MOST_PLACES):
-            candidate = replace(run, place=number)
-            path = os.path.join(run.directory, f"place-rank{candidate.rank_and_place}.lock")
+            path = os.path.join(run.directory, f"place-rank{run.rank}-{number}.lock")
             # Held here by a lock that the script has closed behind our back, or by one that holds.
             if path not in _HELD and self._take(path):
                 self.number = number

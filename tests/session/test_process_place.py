@@ -32,7 +32,7 @@ from gradwatch.sinks.prometheus.textfile import TextfileSink
 from tests.deploy.run_folders import scan
 from tests.support.kept import Kept
 
-LOCK, SECOND = "place-rank0.lock", "place-rank0-1.lock"
+LOCK, SECOND = "place-rank0-0.lock", "place-rank0-1.lock"
 
 
 class Named(Kept):
@@ -151,7 +151,7 @@ def test_a_place_whose_file_goes_while_it_is_claimed(tmp_path: Path, monkeypatch
     monkeypatch.undo()
     process_place._HELD.clear()
     assert (second.number, claimed(tmp_path).number) == (0, 1)
-    assert files(tmp_path) == [SECOND, LOCK]
+    assert files(tmp_path) == [LOCK, SECOND]
     second.release()
 
 
