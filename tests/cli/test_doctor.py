@@ -14,8 +14,9 @@ from torch import nn
 import gradwatch
 from gradwatch.cli import main
 from gradwatch.cli.doctor import torch_probes
-from gradwatch.cli.doctor.last_run import newest_account
+from gradwatch.cli.doctor.last_run import account_of_endpoint, newest_account
 from gradwatch.rules.files import parse_rules
+from gradwatch.taps.process_totals import TOTALS
 
 RUNNING = """version: 1
 rules:
@@ -119,6 +120,30 @@ def test_the_report_for_a_person(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert told.splitlines()[0] == "versions"
     assert "✓ torch" in told
     assert "next: gradwatch run" in told
+
+
+def test_all_watches_of_a_running_process_are_told(tmp_path: Path) -> None:
+    """Each has an endpoint: steps and firings add up, and what the process did counts once."""
+    rules, watches, models = parse_rules(RUNNING), [], [nn.Linear(4, 1), nn.Linear(4, 1)]
+    for model, steps in zip(models, (3, 5), strict=True):
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        there = {"run_dir": tmp_path, "run_id": "r", "listen": "127.0.0.1:0"}
+        watches.append(gradwatch.watch(model, optimizer, rules=rules, **there))
+        for step in range(steps):
+            optimizer.zero_grad()
+            (model(torch.ones(2, 4)).pow(2).mean() * (float("nan") if step == 1 else 1.0)).backward()
+            optimizer.step()
+        assert watches[-1].flush()
+    # Left by a killed process: whoever has its port is not asked.
+    left = json.loads((tmp_path / "r" / "endpoint-rank0.json").read_text(encoding="utf-8"))
+    (tmp_path / "r" / "endpoint-rank0-7.json").write_text(json.dumps({**left, "place": 7, "started": 1}))
+    alone, found = account_of_endpoint(tmp_path / "r", 1), account_of_endpoint(tmp_path / "r", 0)
+    for gw in watches:
+        gw.close()
+    assert alone is None
+    assert found is not None
+    assert (found.watched.steps, found.fired, found.processes) == (8, {"nan": 2}, 1)
+    assert found.taken.steps == TOTALS.taken().steps
 
 
 def test_a_running_run_is_told_as_its_status_tells_it(tmp_path: Path) -> None:

@@ -184,7 +184,8 @@ class _Drawing:
         where = f" at {printable(one.sites[0])}" if one.sites else ""
         where += f" and {one.count - 1:,} more" if where and one.count > 1 else ""
         does = f", does {', '.join(one.actions)}" if one.actions else ""
-        on = "" if one.rank is None else f" on rank {one.rank}"
+        elsewhere = " in another process" if one.rank == self.view.rank else f" on rank {one.rank}"
+        on = "" if one.rank is None else elsewhere
         text = self._cut(f"{printable(one.rule)}  {since}{on}{where}{does}", len(word))
         return self._paint(word, _STYLES.get(one.severity, "bold")) + text
 

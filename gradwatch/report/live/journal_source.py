@@ -1,19 +1,20 @@
 """The live view of a run from its journals, as they are written: that of one rank, and the firings of the others.
 
 A rank has a journal for each process that has trained, and for each rule file that one of them has gone by. They are
-read one after the other, so that what fired and what was counted is that of the run.
+read one after the other, so that what fired and what was counted is that of the run. Of those that were at work at the
+same time (see `RunInfo.place`) the one that began last is shown, and firings of the others beside it.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Generator
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
 
 from gradwatch.errors import GradwatchError
-from gradwatch.journal import Entry, JournalReader
+from gradwatch.journal import Entry, JournalReader, RunEntry
 from gradwatch.journal.crash_safe_frames import MAGIC
 from gradwatch.journal.rank_journals import rank_journals
 from gradwatch.records.record import CheckpointHealth
@@ -42,6 +43,11 @@ class _Followed:
         """Read this one after the others, unless it is one of them; nothing more comes in the one before it."""
         if journal.attempt > self._journals[-1].attempt:
             self._journals.append(journal)
+
+    @property
+    def is_over(self) -> bool:
+        """True if what writes the last journal has closed it, or is gone."""
+        return self._journals[-1].complete or self.state.gone
 
     @property
     def damaged(self) -> int:
@@ -92,6 +98,7 @@ class JournalSource:
         self._run, self._asked = run, rank
         self._own: _Followed | None = None
         self._others: dict[tuple[int, int], _Followed] = {}
+        self._places: dict[int, int] = {}  # of the rank shown, by the number of the journal
         self._unfollowed = 0
         self._weights: CheckpointHealth | None = None
         self._looked = -_LOOK_SECONDS
@@ -130,7 +137,7 @@ class JournalSource:
         )
 
     def _look(self) -> None:
-        """Follow the last process of each rank, and whatever has begun since."""
+        """Follow the last process of each rank, those beside the one shown, and whatever has begun since."""
         self._looked = time.monotonic()
         try:
             found = rank_journals(self._run, self._asked)
@@ -149,20 +156,33 @@ class JournalSource:
         for journal in own:
             self._own.go_on_in(journal)
         latest = {journal.rank: journal for journal in sorted(found.others, key=lambda one: one.attempt)}
-        followed = dict(sorted(latest.items())[:MOST_OTHER_RANKS])
-        self._unfollowed = len(latest) - len(followed)
-        keys = {(rank, journal.attempt) for rank, journal in followed.items()}
-        for key in self._others.keys() - keys:
+        every = [*self._beside(own), *(latest[rank] for rank in sorted(latest))]
+        followed = {(journal.rank, journal.attempt): journal for journal in every[:MOST_OTHER_RANKS]}
+        self._unfollowed = len(every) - len(followed)
+        for key in self._others.keys() - followed.keys():
             self._others.pop(key).close()
-        for rank, journal in followed.items():
-            if (rank, journal.attempt) not in self._others:
-                self._others[rank, journal.attempt] = _Followed(journal)
+        for key, journal in followed.items():
+            if key not in self._others:
+                self._others[key] = _Followed(journal)
+
+    def _beside(self, own: list[JournalReader]) -> list[JournalReader]:
+        """The last journal in each other place of the rank shown, as far as they say in which they are."""
+        for journal in own:
+            if journal.attempt not in self._places:
+                with suppress(OSError), closing(journal.entries()) as entries:
+                    if isinstance(head := next(entries, None), RunEntry):
+                        self._places[journal.attempt] = head.run.place
+        known = {self._places[journal.attempt]: journal for journal in own if journal.attempt in self._places}
+        known.pop(self._places.get(own[-1].attempt, 0), None)
+        return list(known.values())
 
     def _firing_elsewhere(self, own: _Followed) -> list[Firing]:
-        """The rules that fire on another rank and not on the one shown, each once."""
+        """The rules that fire on another rank, or in another process of this one, and not here, each once."""
         here = {one.rule for one in own.state.firing.values()}
         found: dict[str, Firing] = {}
         for (rank, _), each in sorted(self._others.items()):
+            if rank == self._asked and each.is_over:
+                continue  # of a rank that goes on
             for one in each.state.firing.values():
                 if one.rule not in here and one.rule not in found:
                     found[one.rule] = Firing(
@@ -179,7 +199,7 @@ class JournalSource:
         if own.state.lost:
             notes.append(f"{own.state.lost:,} steps could not be written")
         if self._unfollowed:
-            notes.append(f"{self._unfollowed:,} more ranks are not followed")
+            notes.append(f"{self._unfollowed:,} more ranks or processes are not followed")
         return notes
 
 

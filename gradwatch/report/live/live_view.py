@@ -15,7 +15,7 @@ Process = Literal["waiting", "running", "finished", "stopped", "failed", "killed
 class Firing:
     """A rule that is firing. `since` is the step at which it began (-1 = not known), `sites` the worst of `count`.
 
-    `rank` is the one on which it fires where that is not the one shown.
+    `rank` is the one on which it fires where that is not the one shown, or is in another process of that.
     """
 
     rule: str

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import platform
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 
 from gradwatch.cli.top.command import once
+from gradwatch.cli.top.screen import lines
 from gradwatch.errors import GradwatchError
 from gradwatch.journal import NormsEntry, SitesEntry
 from gradwatch.journal.writer import Recorder
@@ -172,6 +174,24 @@ def test_rules_that_fire_on_another_rank_are_shown(tmp_path: Path) -> None:
     shown = [(each.rule, each.rank) for each in view_of(tmp_path / "run-1").firing]
     assert shown == [("non-finite", None), ("exploding", 1)]
     assert {each.rank for each in view_of(tmp_path / "run-1", 1).firing} == {None}
+
+
+def test_rules_that_fire_in_another_process_of_the_rank_are_shown(tmp_path: Path) -> None:
+    """A second watch that goes on; of one that has ended, and of an earlier attempt in the same place, nothing."""
+    one, two = (make_event("firing", name, 3) for name in ("one", "two"))
+    Writing(tmp_path).write(make_record(SITES, step=3, events=(make_event("firing", "earlier", 3),)))
+    second = Writing(tmp_path, place=1)
+    second.write(make_record(SITES, step=3, events=(one,)))
+    third = Writing(tmp_path, place=2)
+    third.write(make_record(SITES, step=3, events=(two,)))
+    last = Writing(tmp_path)
+    last.write(make_record(SITES, step=3))
+    with JournalSource(tmp_path / "run-1") as source:
+        found = [(each.rule, each.rank) for each in source.view(60.0).firing if each.rank is not None]
+        assert found == [("one", 0), ("two", 0)]
+        assert "one  since step 3 in another process" in "\n".join(lines(source.view(60.0), StringIO()))
+        third.recorder.close()
+        assert [each.rule for each in source.view(60.0).firing if each.rank is not None] == ["one"]
 
 
 def test_no_step_for_long_is_a_stall(tmp_path: Path) -> None:
