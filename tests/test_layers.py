@@ -292,6 +292,16 @@ def runs_foreign_data(path: Path) -> list[str]:
     return found
 
 
+def test_python_3_10_can_read_every_annotation() -> None:
+    """It evaluates those of detectors (pydantic asks), and no `ClassVar` without a type in brackets."""
+
+    def plain(path: Path) -> list[int]:
+        nodes = [node for node in ast.walk(parsed(path)) if isinstance(node, ast.AnnAssign)]
+        return [node.lineno for node in nodes if ast.unparse(node.annotation).endswith("ClassVar")]
+
+    assert offenders(plain) == {}
+
+
 def test_nothing_can_run_foreign_data() -> None:
     """P34: no pickle, torch.load, eval, exec, yaml.load, shell=True or extractall in the package."""
     assert offenders(runs_foreign_data) == {}

@@ -68,7 +68,7 @@ class Converged(Exceeding):
     and all that is left is rounding and rare samples. A floor of noise, however far below the start, is steady.
     """
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__: ClassVar[object] = STRICT
     kind: ClassVar[str] = "converged"
     has_baseline: ClassVar[bool] = True
     scopes: ClassVar[tuple[Scope, ...]] = ("total",)

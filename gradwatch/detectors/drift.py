@@ -66,7 +66,7 @@ class Drift(Exceeding):
     value can be said to be the cause. Only positive values are judged. Default: five times, from the 400th sample on.
     """
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__: ClassVar[object] = STRICT
     kind: ClassVar[str] = "drift"
     takes_logs: ClassVar[bool] = True
     has_baseline: ClassVar[bool] = True

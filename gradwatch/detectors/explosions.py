@@ -20,6 +20,7 @@ from gradwatch.detectors.detector import (
     Comparison,
     Detector,
     Sample,
+    Scope,
     State,
     advance_one,
     register_detector,
@@ -49,9 +50,9 @@ class Exploded(OverThreshold):
     loss the threshold is as it is. The score is the norm over that scale.
     """
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__: ClassVar[object] = STRICT
     kind: ClassVar[str] = "exploded"
-    scopes: ClassVar = ("total",)
+    scopes: ClassVar[tuple[Scope, ...]] = ("total",)
 
     of: Literal["total_norm"] = "total_norm"
     threshold: Positive = 1e3
@@ -143,9 +144,9 @@ class Jump(Detector):
     over.
     """
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__: ClassVar[object] = STRICT
     kind: ClassVar[str] = "jump"
-    scopes: ClassVar = ("total",)
+    scopes: ClassVar[tuple[Scope, ...]] = ("total",)
 
     of: Literal["total_norm"] = "total_norm"
     above: Positive = 1e4

@@ -15,6 +15,7 @@ from gradwatch.detectors.detector import (
     STRICT,
     Exceeding,
     Sample,
+    Scope,
     State,
     advance_one,
     register_detector,
@@ -72,11 +73,11 @@ class Fade(Exceeding):
     loss that is multiplied by the factor itself (use `below_recent_min`). Default: four times, for 20 steps.
     """
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__: ClassVar[object] = STRICT
     kind: ClassVar[str] = "fade"
     default_for: ClassVar[int] = 20
     has_baseline: ClassVar[bool] = True
-    scopes: ClassVar = ("total",)
+    scopes: ClassVar[tuple[Scope, ...]] = ("total",)
 
     of: Literal["total_norm"] = "total_norm"
     above: Factor = 4.0

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal, NamedTuple, cast
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from gradwatch.detectors.detector import STRICT, Detector, Sample, State, register_detector
+from gradwatch.detectors.detector import STRICT, Detector, Sample, Scope, State, register_detector
 from gradwatch.detectors.thresholds import Positive
 from gradwatch.records.snapshot import BoolArray, FloatArray
 
@@ -43,9 +43,9 @@ class LrJump(Detector):
     rate on. Of several parameter groups only the first is seen.
     """
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__: ClassVar[object] = STRICT
     kind: ClassVar[str] = "lr_jump"
-    scopes: ClassVar = ("total",)
+    scopes: ClassVar[tuple[Scope, ...]] = ("total",)
 
     of: Literal["lr"] = "lr"
     above: Positive = 3.5

@@ -53,7 +53,7 @@ class ScaleCollapse(Holds):
     Score: the larger of halvings / `halvings` and `floor` / scale; it breaches at 1. The value is the scale.
     """
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__: ClassVar[object] = STRICT
     kind: ClassVar[str] = "scale_collapse"
 
     of: Literal["loss_scale"] = "loss_scale"

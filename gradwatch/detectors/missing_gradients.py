@@ -41,7 +41,7 @@ class Stale(Detector):
     Use `never` for parameters that have not had one at all. Experts and intended freezes: exclude by group.
     """
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__: ClassVar[object] = STRICT
     kind: ClassVar[str] = "stale"
     default_for: ClassVar[int] = 3
     scopes: ClassVar[tuple[Scope, ...]] = ("param", "group")
@@ -83,7 +83,7 @@ class Stale(Detector):
 class Never(Detector):
     """No gradient at all in the first `within` steps: a parameter outside the graph, or frozen."""
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__: ClassVar[object] = STRICT
     kind: ClassVar[str] = "never"
     scopes: ClassVar[tuple[Scope, ...]] = ("param", "group")
 
@@ -140,7 +140,7 @@ class AllZero(Detector):
     Read from the norm: it is exact wherever float32 can hold it, so norm == 0 means max|g| == 0 at no cost.
     """
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__: ClassVar[object] = STRICT
     kind: ClassVar[str] = "all_zero"
     default_for: ClassVar[int] = 5
     elementwise: ClassVar[bool] = False
@@ -178,7 +178,7 @@ class Stuck(Detector):
     Finds a learning rate of 0 and a parameter the optimizer does not own.
     """
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__: ClassVar[object] = STRICT
     kind: ClassVar[str] = "stuck"
     default_for: ClassVar[int] = 2
     scopes: ClassVar[tuple[Scope, ...]] = ("param",)

@@ -54,7 +54,7 @@ class NonFinite(_Fact):
     count.
     """
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__: ClassVar[object] = STRICT
     kind: ClassVar[str] = "nonfinite"
 
     of: NonFiniteColumn = "norm"
@@ -94,7 +94,7 @@ class NonFinite(_Fact):
 class NormOverflow(_Fact):
     """The true norm exceeds float32 although every element is finite. NaN or Inf elements: `nonfinite`."""
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__: ClassVar[object] = STRICT
     kind: ClassVar[str] = "norm_overflow"
 
     of: Literal["norm"] = "norm"
@@ -122,7 +122,7 @@ class LossNonFinite(_Fact):
     The loss is the value `backward` started from, or what `gw.observe(loss=…)` gave.
     """
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__: ClassVar[object] = STRICT
     kind: ClassVar[str] = "loss_nonfinite"
 
     of: Literal["loss"] | ObservedColumn = "loss"

@@ -44,7 +44,7 @@ class RankOutlier(Robust):
     that no longer hold the same weights.
     """
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__: ClassVar[object] = STRICT
     kind: ClassVar[str] = "rank_outlier"
     elementwise: ClassVar[bool] = False
     scopes: ClassVar[tuple[Scope, ...]] = ("param",)
@@ -112,7 +112,7 @@ class RankMismatch(Detector):
     switch the rule off.
     """
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__: ClassVar[object] = STRICT
     kind: ClassVar[str] = "rank_mismatch"
     scopes: ClassVar[tuple[Scope, ...]] = ("param",)
 

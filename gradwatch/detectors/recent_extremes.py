@@ -274,7 +274,7 @@ class AboveRecentMax(_RecentExtreme):
     largest of 100, judged from the 20th sample on.
     """
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__: ClassVar[object] = STRICT
     kind: ClassVar[str] = "above_recent_max"
 
     def in_words(self, score: float) -> str:
@@ -292,7 +292,7 @@ class BelowRecentMin(_RecentExtreme):
     learned. Default: a tenth of the smallest of 200, for 20 samples.
     """
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__: ClassVar[object] = STRICT
     kind: ClassVar[str] = "below_recent_min"
     default_for: ClassVar[int] = 20
     SIGN: ClassVar[int] = -1

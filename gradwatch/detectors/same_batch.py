@@ -46,7 +46,7 @@ class SameBatch(Holds):
     Score: 1 where the batch was seen within that many, else 0; it breaches at 1. The value is how many batches ago.
     """
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__: ClassVar[object] = STRICT
     kind: ClassVar[str] = "same_batch"
     default_for: ClassVar[int] = 3
 

@@ -27,7 +27,7 @@ class Grown(Exceeding):
     PCGrad's) leaves each with a factor of its own, large where the gradient is small, and is no fault.
     """
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__: ClassVar[object] = STRICT
     kind: ClassVar[str] = "grown"
     elementwise: ClassVar[bool] = False
     scopes: ClassVar[tuple[Scope, ...]] = ("param",)
@@ -67,7 +67,7 @@ class Scaled(Holds):
     A manual clip has another factor at every step. Score: 1 where it is the same, else 0; it breaches at 1.
     """
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__: ClassVar[object] = STRICT
     kind: ClassVar[str] = "scaled"
     default_for: ClassVar[int] = 3
     scopes: ClassVar[tuple[Scope, ...]] = ("total",)

@@ -194,7 +194,7 @@ class Drop(_Share):
     depth, `fade` for the whole model.
     """
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__: ClassVar[object] = STRICT
     kind: ClassVar[str] = "drop"
 
 
@@ -207,7 +207,7 @@ class Rise(_Share):
     deviations in the middle m is the smaller. Default: ten times for 20 samples.
     """
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__: ClassVar[object] = STRICT
     kind: ClassVar[str] = "rise"
     SIGN: ClassVar[int] = 1
 
@@ -247,7 +247,7 @@ class DepthRatio(Detector):
     depths instead.
     """
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__: ClassVar[object] = STRICT
     kind: ClassVar[str] = "depth_ratio"
     default_for: ClassVar[int] = 20
     elementwise: ClassVar[bool] = False

@@ -234,7 +234,7 @@ class Spike(_Level):
     which of the two.
     """
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__: ClassVar[object] = STRICT
     kind: ClassVar[str] = "spike"
     takes_logs: ClassVar[bool] = True
 
@@ -271,7 +271,7 @@ class LossSpike(_Level):
     `spike`, and for positive losses only.
     """
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__: ClassVar[object] = STRICT
     kind: ClassVar[str] = "loss_spike"
 
     of: Literal["loss"] | ObservedColumn = "loss"

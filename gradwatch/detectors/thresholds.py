@@ -62,7 +62,7 @@ class OverThreshold(Detector):
 class Above(OverThreshold):
     """value > threshold. A rail; use `spike` for a bound that adapts to the run."""
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__: ClassVar[object] = STRICT
     kind: ClassVar[str] = "above"
     invertible: ClassVar[bool] = True
 
@@ -94,7 +94,7 @@ class Above(OverThreshold):
 class Below(Detector):
     """value < threshold; `above_zero` leaves exact zeros to `all_zero`. Use `drop` for a relative fall."""
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__: ClassVar[object] = STRICT
     kind: ClassVar[str] = "below"
 
     threshold: Finite
@@ -145,7 +145,7 @@ class Dead(Detector):
     mostly zero gradients by nature: exclude them in the rule.
     """
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__: ClassVar[object] = STRICT
     kind: ClassVar[str] = "dead"
     default_for: ClassVar[int] = 2
     scopes: ClassVar[tuple[Scope, ...]] = ("param",)
@@ -194,7 +194,7 @@ class UpdateRatio(Exceeding):
     branches) has no sensible ratio.
     """
 
-    __pydantic_config__: ClassVar = STRICT
+    __pydantic_config__: ClassVar[object] = STRICT
     kind: ClassVar[str] = "update_ratio"
     default_for: ClassVar[int] = 2
     scopes: ClassVar[tuple[Scope, ...]] = ("param",)
