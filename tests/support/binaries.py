@@ -14,6 +14,7 @@ def require(program: str) -> str:
     if path is not None:
         return path
     reason = f"{program} is not installed"
-    if os.environ.get("CI"):
+    # `.ci/run` names what it could not install, and says so.
+    if os.environ.get("CI") and program != os.environ.get("GRADWATCH_CI_WITHOUT"):
         pytest.fail(f"{reason}, and CI must have it")
     pytest.skip(reason)
