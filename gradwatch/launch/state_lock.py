@@ -13,6 +13,7 @@ import hashlib
 import os
 import sys
 
+from gradwatch.endpoint.own_socket import file_of, is_file
 from gradwatch.records.run_info import RunInfo
 from gradwatch.session.settings import told_by
 
@@ -28,6 +29,7 @@ class StateLock:
         self.refusal = "" if run.world_size > 1 else _worker()
         self._path = os.path.join(run.directory, f"state-rank{run.rank}.lock")
         self._descriptor: int | None = None
+        self._file = 0, 0  # that it stands for, while the script has not closed it
 
     def keeps(self) -> bool:
         """True if this process owns the state; takes the lock if it is free.
@@ -43,7 +45,7 @@ class StateLock:
     def release(self) -> None:
         """Close the lock; in a forked child that leaves the parent's lock as it is."""
         descriptor, self._descriptor = self._descriptor, None
-        if descriptor is not None:
+        if descriptor is not None and is_file(descriptor, self._file):
             os.close(descriptor)
 
     def _lock(self) -> None:
@@ -52,6 +54,7 @@ class StateLock:
             self._descriptor = os.open(self._path, flags, 0o600)
         except FileNotFoundError:
             return
+        self._file = file_of(self._descriptor)
         try:
             fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:

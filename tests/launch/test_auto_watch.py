@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import gradwatch
 from gradwatch.journal import read_journal
 from gradwatch.launch.resumed_baselines import Baselines
 from gradwatch.launch.state_lock import FORKED, TAKEN, StateLock
+from gradwatch.records.run_info import RunInfo
 from gradwatch.session.watch import session_of
 from tests.deploy.run_folders import scan
 from tests.launch.test_training import run
@@ -377,6 +379,19 @@ def test_a_command_takes_up_what_the_same_command_saved(tmp_path: Path) -> None:
     assert steps(tmp_path) == [list(range(6)), list(range(6, 12)), list(range(6))]
     assert ["baselines" in each for each in said] == [False, False, True]
     assert "not used: another command of this run saved them" in said[2]
+
+
+def test_a_lock_that_the_script_has_closed_leaves_alone_what_has_its_number(tmp_path: Path) -> None:
+    """A daemon closes every descriptor, and opens files of its own: to release the lock closes none of them."""
+    lock = StateLock(RunInfo("r", str(tmp_path)))
+    assert lock.keeps()
+    number = lock._descriptor
+    assert number is not None
+    with (tmp_path / "own").open("w") as own:
+        os.dup2(own.fileno(), number)
+        lock.release()
+        assert os.fstat(number).st_ino == os.fstat(own.fileno()).st_ino
+    os.close(number)
 
 
 def test_a_worker_that_goes_on_says_that_it_keeps_no_baselines(
