@@ -1,19 +1,22 @@
 """`gradwatch run --reload` in a job of several ranks: all of them take up a changed rule file after the same step.
 
-Rank 0 looks at the file; it says what is there now, and every rank reads its own and answers whether these are the
-rules, and whether they fit. One rank that refuses them refuses them for all. What is agreed, and when, is told through
-the store of the process group by a thread of each rank (`distributed.common_step`): training waits for nothing.
+Rank 0 looks at the file, and gives the others what it says; every rank answers whether these rules fit. One that
+refuses them refuses them for all. What is agreed, and when, is told through the store of the process group by a thread
+of each rank (`distributed.common_step`): training waits for nothing.
 """
 
 from __future__ import annotations
 
+import atexit
 import threading
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from gradwatch.distributed.common_step import CommonStep
+from gradwatch.errors import GradwatchError
 from gradwatch.launch.rules_reload import LOOK_SECONDS, RulesReload
+from gradwatch.rules.resolved_packs import rule_set
 from gradwatch.runtime.interruption import not_ours
 from gradwatch.session.settings import Settings
 
@@ -24,13 +27,17 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 
 PAUSE_SECONDS = 0.1
-SAME_FILE_SECONDS = 30.0
-"""How long a rank waits for its file to become that of rank 0: a shared disk may show it late."""
 ANSWER_SECONDS = 600.0
 """How long rank 0 waits for the answers: each takes one step of the training."""
+END_SECONDS = 2.0
+"""How long the exit of the process waits for a question to the store that is under way."""
 ROUNDS = 6
 MARGIN_SECONDS = 1.0
 """How far ahead the common step lies at first; twice as far in each further round."""
+
+
+class _EndedError(GradwatchError):
+    """The training has ended, or its watch."""
 
 
 class RanksReload(RulesReload):
@@ -45,8 +52,11 @@ class RanksReload(RulesReload):
         self._planned: RuleSet | None = None
         self._changing = False  # of sessions
         self._tried = threading.Event()  # the rules agreed on were taken up, or refused after all
+        self._exiting = threading.Event()
         self._thread = threading.Thread(target=self._follow, name="gradwatch-reload", daemon=True)
         self._thread.start()
+        # A thread that comes back from C++ while Python ends aborts the process.
+        atexit.register(self._end)
 
     # -- the training thread -----------------------------------------------------------------------------
 
@@ -85,37 +95,47 @@ class RanksReload(RulesReload):
             return str(error) or repr(error)
         return ""
 
+    def _end(self) -> None:
+        self._exiting.set()
+        self._thread.join(END_SECONDS)
+
     # -- the thread of this rank -------------------------------------------------------------------------
 
     def _follow(self) -> None:
         try:
-            while self._changing or not self.session.closed:
+            while not self._over:
                 if self._step.rank == 0:
                     self._look()
                 elif (proposal := self._step.read(f"{self._round}/proposal")) is not None:
                     self._answer(proposal)
-                time.sleep(LOOK_SECONDS)
+                self._exiting.wait(LOOK_SECONDS)
+        except _EndedError:
+            self.refused("the training has ended before all ranks had agreed")
         except Exception as error:
             if not_ours(error):
                 raise
-            if not self.session.closed and self._step.rank == 0:  # else rank 0 has ended, and its store
+            if not self._over and self._step.rank == 0:  # else rank 0 has ended, and its store
                 self.refused(f"the ranks cannot be asked: {error!r}")
+
+    @property
+    def _over(self) -> bool:
+        return self._exiting.is_set() or (self.session.closed and not self._changing)
 
     def _look(self) -> None:
         """Propose what has changed (rank 0)."""
         if not self._changed():
             return
         found = self._loaded()
+        proposal = {"error": found} if isinstance(found, str) else _document(found)
         for number in range(ROUNDS):
-            proposal = {"digest": "", "error": found} if isinstance(found, str) else {"digest": found.digest}
             self._step.post(f"{self._round}/proposal", proposal)
-            if self._answer(proposal, None if isinstance(found, str) else found, 2**number * MARGIN_SECONDS):
+            if self._answer(proposal, 2**number * MARGIN_SECONDS):
                 return
-        proposal = {"digest": "", "error": "the ranks found no step that still lay ahead of all"}
+        proposal = {"error": "the ranks found no step that still lay ahead of all"}
         self._step.post(f"{self._round}/proposal", proposal)
         self._answer(proposal)
 
-    def _answer(self, proposal: dict[str, Any], found: RuleSet | None = None, margin: float = 0.0) -> bool:
+    def _answer(self, proposal: dict[str, Any], margin: float = 0.0) -> bool:
         """Take part in one round; False where the step had passed on some rank, and another round may do better."""
         name, self._round = str(self._round), self._round + 1
         if proposal.get("error"):
@@ -124,13 +144,12 @@ class RanksReload(RulesReload):
         if proposal["digest"] == self.ruleset.digest:
             self.session.health.reloaded(True)
             return True
-        objection = ""
-        if found is None:
-            found = self._same(proposal["digest"])
-            objection = "" if found else "its rule file is another one than that of rank 0"
-        if found is not None:
+        step, found = self._step, None
+        try:
+            found = rule_set(**proposal)
             objection = self._checked(found)
-        step = self._step
+        except (LookupError, TypeError, ValueError) as error:
+            objection = str(error)
         step.post(f"{name}/answer/{step.rank}", {"objection": objection, "steps": step.steps})
         if step.rank == 0:
             step.post(f"{name}/plan", self._plan(name, margin))
@@ -138,7 +157,7 @@ class RanksReload(RulesReload):
         if plan is None or "objection" in plan:
             self.refused(plan["objection"] if plan else "rank 0 has not said when")
             return True
-        self._planned = found
+        self._planned = found  # one that has none has objected
         self._tried.clear()
         step.post(f"{name}/ready/{step.rank}", step.plan(f"{name}/decision", plan["step"]))
         if step.rank == 0:
@@ -174,20 +193,19 @@ class RanksReload(RulesReload):
         found = self._awaited(lambda: self._refusal, ANSWER_SECONDS)
         return "it has taken no step since" if found is None else found
 
-    def _same(self, digest: str) -> RuleSet | None:
-        """The rules of this rank's file, once they are these; None where they stay others."""
-
-        def same() -> RuleSet | None:
-            found = self._loaded()
-            return None if isinstance(found, str) or found.digest != digest else found
-
-        return self._awaited(same, SAME_FILE_SECONDS)
-
     def _awaited(self, asked: Callable[[], T | None], seconds: float) -> T | None:
-        """The answer once there is one; None after so many seconds, or where the session has ended."""
+        """The answer once there is one; None after so many seconds. Raises `_EndedError`."""
         deadline = time.monotonic() + seconds
         while (found := asked()) is None:
-            if time.monotonic() >= deadline or (self.session.closed and not self._changing):
+            if time.monotonic() >= deadline:
                 return None
-            time.sleep(PAUSE_SECONDS)
+            if self._over:
+                raise _EndedError
+            self._exiting.wait(PAUSE_SECONDS)
         return found
+
+
+def _document(ruleset: RuleSet) -> dict[str, Any]:
+    from gradwatch.rules.files import canonical  # pydantic and ruamel, which a pack does not need
+
+    return {"rules": canonical(ruleset), "origins": dict(ruleset.origins), "digest": ruleset.digest}

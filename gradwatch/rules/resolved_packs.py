@@ -45,7 +45,7 @@ def resolved_pack(name: str) -> RuleSet | None:
         return None
     if any(text_digest(one) != digest for one, digest in document["texts"].items()):
         return None
-    return _rule_set(document["rules"], document["origins"], document["digest"])
+    return rule_set(document["rules"], _places(document["origins"]), document["digest"])
 
 
 def text_digest(name: str) -> str:
@@ -54,8 +54,11 @@ def text_digest(name: str) -> str:
     return "" if path is None else hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _rule_set(rules: Mapping[str, Any], origins: Mapping[str, Any], digest: str) -> RuleSet:
-    """A rule set of its canonical form: of JSON's lists those are tuples that the resolved nouns have as tuples."""
+def rule_set(rules: Mapping[str, Any], origins: Mapping[str, str], digest: str) -> RuleSet:
+    """Make a rule set of its canonical form: of JSON's lists those are tuples that the resolved nouns have as tuples.
+
+    Raises `LookupError` for a detector that is not known in this process.
+    """
     return RuleSet(
         version=rules["version"],
         groups=tuple(_made(Group, one) for one in rules["groups"]),
@@ -65,7 +68,7 @@ def _rule_set(rules: Mapping[str, Any], origins: Mapping[str, Any], digest: str)
         histograms=_if_given(lambda given: _made(Histograms, given), rules["histograms"]),
         sinks=_if_given(lambda given: tuple(SinkSpec(**one) for one in given), rules["sinks"]),
         digest=digest,
-        origins=_places(origins),
+        origins=origins,
         inactive=rules["inactive"],
     )
 
@@ -77,7 +80,8 @@ def _rule(given: Mapping[str, Any]) -> Rule:
     if kind == When.kind:
         return _made(Rule, {**given, "detect": when_of(detect), "do": actions})
     detector = find_detector(kind)
-    assert detector is not None
+    if detector is None:
+        raise LookupError(f"detector {kind!r} is not known in this process")
     return _made(Rule, {**given, "detect": _made(detector, detect), "do": actions})
 
 
