@@ -1,16 +1,17 @@
 """The health tag: a small file beside each journal which says whether the weights of its process are healthy.
 
-Every watch writes one of its own, so that none hides what another says. A tag counts until a later one takes its place:
-of the same rank (or with too few ranks to have that one any more), begun when it had been written for the last time,
-and either of another launch, which resumed the run or began it anew, or about the same weights. So the tags of watches
-side by side, of a forked child that trains and of different models in turn count together; those of an earlier attempt
-do not.
+Every watch writes one of its own, so that none hides what another says. A tag counts until a later one takes its
+place: of the same rank (or with too few ranks to have that one any more), begun when it had been written for the last
+time and its process had ended, and either of another launch, which resumed the run or began it anew, or about weights
+of the same names and sizes. So the tags of watches side by side, of a forked child that trains and of different models
+in turn count together; those of an earlier attempt, and of a model that was made anew, do not.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import platform
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from typing import Any
 from gradwatch.checkpoint.health_tracker import joined, least
 from gradwatch.records.record import CheckpointHealth
 from gradwatch.runtime.atomic_files import write_whole
+from gradwatch.runtime.process_identity import is_running
 
 FORMAT = 1
 _NAME = re.compile(r"checkpoint-health-rank\d+(?:-attempt(?P<attempt>\d+))?\.json")
@@ -31,8 +33,8 @@ class HealthTag:
 
     `attempt` is the number in its journal's name (None: an earlier version wrote the tag, one a rank), `began` when the
     watch began and `written` when it said this (Unix seconds), `ended` whether these are its last words. `launch` names
-    what was started together, `program` the program that it ran in, which forked children have in common. `weights`
-    holds a digest for each set of parameters that an optimizer moved.
+    what was started together; `host`, `pid` and `started` (ticks) are its process, by which `program` runs: forked
+    children have that in common. `weights` holds a digest for each set of parameters that an optimizer moved.
     """
 
     rank: int
@@ -45,17 +47,29 @@ class HealthTag:
     ended: bool = False
     launch: str = ""
     program: str = ""
+    host: str = ""
+    pid: int = 0
+    started: int = 0
     weights: frozenset[str] = frozenset()
 
     def replaced_by(self, later: HealthTag) -> bool:
         """True if `later` speaks for these weights now."""
-        if not (later.rank == self.rank or self.rank >= later.world_size) or later.began < self.written:
+        if not (later.rank == self.rank or self.rank >= later.world_size) or self.at_work:
+            return False
+        # Clocks jump, and those of two machines differ: the numbers of attempts do not.
+        if later.began < self.written or (
+            (self.attempt or 0) > (later.attempt or 0) and later.rank == self.rank
+        ):
             return False
         if not self.launch or later.launch != self.launch:
             return True
-        # A watch that has not ended, in a program that may still run, may yet train.
-        over = self.ended or later.program != self.program
-        return over and self.weights <= later.weights
+        return (self.ended or later.program != self.program) and self.weights <= later.weights
+
+    @property
+    def at_work(self) -> bool:
+        """True if its process is seen to run, on this machine, and may yet train."""
+        here = self.host and self.host == platform.node()
+        return not self.ended and bool(here) and is_running(self.pid, self.started)
 
 
 def tag_name(rank: int, attempt: int | None) -> str:
@@ -80,6 +94,9 @@ def write_tag(directory: str | os.PathLike[str], tag: HealthTag) -> None:
         "ended": tag.ended,
         "launch": tag.launch,
         "program": tag.program,
+        "host": tag.host,
+        "pid": tag.pid,
+        "started": tag.started,
         "weights": sorted(tag.weights),
     }
     content = json.dumps(document, allow_nan=False)
@@ -113,7 +130,7 @@ def step_of_all(tags: Iterable[HealthTag]) -> int | None:
 def read_tags(directory: str | os.PathLike[str]) -> list[HealthTag]:
     """All health tags of a folder, by name; raises as `read_tag` does."""
     found = [(path, _NAME.fullmatch(path.name)) for path in sorted(Path(directory).iterdir())]
-    tags = [_read(path, match["attempt"]) for path, match in found if match]
+    tags = [_read(path, match["attempt"]) for path, match in found if match and not path.is_dir()]
     if not tags:
         raise FileNotFoundError(f"no checkpoint-health-rank*.json in {directory}")
     return tags
@@ -121,7 +138,7 @@ def read_tags(directory: str | os.PathLike[str]) -> list[HealthTag]:
 
 def sorted_out(tags: Iterable[HealthTag]) -> tuple[list[HealthTag], list[HealthTag]]:
     """The tags that count, and those that a later one has replaced; the earliest watch first."""
-    ordered = sorted(tags, key=lambda tag: tag.began)
+    ordered = sorted(tags, key=lambda tag: (tag.began, tag.attempt or 0))
     counting: list[HealthTag] = []
     replaced: list[HealthTag] = []
     for at, tag in enumerate(ordered):
@@ -153,6 +170,9 @@ def _read(path: Path, attempt: str | None) -> HealthTag:
             ended=bool(found.get("ended", False)),
             launch=str(found.get("launch", "")),
             program=str(found.get("program", "")),
+            host=str(found.get("host", "")),
+            pid=int(found.get("pid", 0)),
+            started=int(found.get("started", 0)),
             weights=frozenset(map(str, found.get("weights", ()))),
         )
     except (LookupError, TypeError, ValueError, AttributeError) as error:

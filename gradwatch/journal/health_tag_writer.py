@@ -12,7 +12,7 @@ from gradwatch.checkpoint.health_tracker import joined
 from gradwatch.records.record import CheckpointHealth, Record
 from gradwatch.records.run_info import RunInfo
 from gradwatch.records.snapshot import Sites
-from gradwatch.runtime.process_identity import PROGRAM
+from gradwatch.runtime.process_identity import PROGRAM, start_ticks
 
 SECONDS = 1.0
 """While a checkpoint stays as healthy or unhealthy as it is, the file is written no more often than this."""
@@ -85,11 +85,15 @@ class HealthTagWriter:
             ended=self._closing,
             launch=run.launch or PROGRAM,
             program=PROGRAM,
+            host=run.host,
+            pid=run.pid,
+            started=start_ticks(run.pid),
             weights=self._weights,
         )
 
 
 def _digest(sites: Sites) -> str:
-    """Of the names of the parameters, in any order: the same for another optimizer of the same weights."""
-    names = sorted(name for name, kind in zip(sites.names, sites.kinds, strict=True) if kind == "param")
-    return hashlib.sha256("\0".join(names).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    """Of the names and sizes of the parameters, in any order: the same for another optimizer of the same weights."""
+    sized = zip(sites.names, sites.kinds, sites.numels.tolist(), strict=True)
+    words = sorted(f"{name}\0{numel}" for name, kind, numel in sized if kind == "param")
+    return hashlib.sha256("\0".join(words).encode("utf-8", "surrogatepass")).hexdigest()[:16]

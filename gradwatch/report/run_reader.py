@@ -38,7 +38,8 @@ from gradwatch.report.rule_states import rule_states
 from gradwatch.report.run_report import Cost, RuleState, RunReport
 from gradwatch.report.track import Track, span
 from gradwatch.report.track_collector import TrackCollector, tracks
-from gradwatch.report.verdict import RunFacts, verdict
+from gradwatch.report.verdict import LONGEST_REASONS, MOST_REASONS, RunFacts, verdict
+from gradwatch.runtime.printable import one_line
 
 MOST_INCIDENTS = 100
 MOST_TRACKS = 16
@@ -172,7 +173,7 @@ class RunCollector:
             accounts=tuple(
                 line.removeprefix(PREFIX) for one in accounts[-MOST_ACCOUNTS:] for line in lines(one)
             ),
-            notes=tuple(self._notes(found)),
+            notes=(*self._notes(found), *weights.attempts_before[-MOST_ACCOUNTS:]),
             tracks=found[:MOST_TRACKS],
             incidents=tuple(explained(where, one, process) for process, one in shown),
             incidents_left_out=left_out,
@@ -264,12 +265,13 @@ class Weights(NamedTuple):
     """The health of the weights, and the step after which they have it; None where no tag says so.
 
     `unfit_before` are the reasons why weights were not healthy at the end of earlier watches of the same launch, whose
-    place another one has taken.
+    place another one has taken; `attempts_before` says it of each attempt that was resumed, or begun anew, since.
     """
 
     now: CheckpointHealth | None
     step: int | None
     unfit_before: tuple[str, ...]
+    attempts_before: tuple[str, ...] = ()
 
     @property
     def of_all(self) -> CheckpointHealth | None:
@@ -287,5 +289,13 @@ def checkpoint(where: Path) -> Weights:
         counting, replaced = sorted_out(read_tags(folder))
     except (OSError, ValueError):
         return Weights(None, None, ())
-    before = [tag.health for tag in replaced if tag.launch == counting[-1].launch and not tag.health.healthy]
-    return Weights(joined(tag.health for tag in counting), step_of_all(counting), joined(before).reasons)
+    unfit = [tag for tag in replaced if not tag.health.healthy]
+    launch = counting[-1].launch
+    before = joined(tag.health for tag in unfit if tag.launch == launch).reasons
+    attempts = tuple(
+        f"when attempt {tag.attempt or 0} of rank {tag.rank} ended, its weights were not healthy: "
+        + one_line("; ".join(tag.health.reasons[:MOST_REASONS]), LONGEST_REASONS)
+        for tag in unfit
+        if tag.launch != launch
+    )
+    return Weights(joined(tag.health for tag in counting), step_of_all(counting), before, attempts)

@@ -451,7 +451,7 @@ class Session:
         recorded = any(breaker.name == "journal" for breaker in self._sinks)
         unrecorded = 0 if recorded else self._unrecorded + attached.boundary.steps
         given = attached.hand_over(self._place, unrecorded)
-        self._place = ProcessPlace()  # nobody else may have the other one until the next session is there
+        self._place = ProcessPlace()  # the other one is kept until the next session is there
         self.close()
         return given
 

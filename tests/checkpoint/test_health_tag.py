@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import platform
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +17,12 @@ import torch
 from gradwatch.checkpoint import read_tag, read_tag_step
 from gradwatch.checkpoint.health_tag import HealthTag, read_tags, tag_name, write_tag
 from gradwatch.checkpoint.health_tracker import joined
-from gradwatch.journal.health_tag_writer import HealthTagWriter
+from gradwatch.journal.health_tag_writer import HealthTagWriter, _digest
 from gradwatch.records.record import CheckpointHealth
 from gradwatch.records.run_info import RunInfo
 from gradwatch.report.live.journal_source import JournalSource
 from gradwatch.report.run_reader import read_run
+from gradwatch.runtime.process_identity import start_ticks
 from tests.support import warm
 from tests.support.acting_cases import Training, run_folder, watched
 from tests.support.launch_cases import GRADWATCH
@@ -184,6 +186,9 @@ def tag(health: CheckpointHealth = FIT, **fields: Any) -> HealthTag:
     return HealthTag(health=health, **{"rank": 0, **usual, **fields})
 
 
+HERE = {"host": platform.node(), "pid": os.getpid(), "started": start_ticks(os.getpid())}
+
+
 @pytest.mark.parametrize(
     ("earlier", "later", "healthy"),
     [
@@ -199,6 +204,11 @@ def tag(health: CheckpointHealth = FIT, **fields: Any) -> HealthTag:
         ({"ended": False}, {"program": "q"}, True),
         ({"ended": False, "launch": "before"}, {"program": "q", "weights": frozenset({"conv"})}, True),
         ({"launch": "before", "written": 25.0}, {"program": "q"}, False),
+        # One of another launch that is still there, between two steps or in an evaluation.
+        ({"ended": False, "launch": "before", **HERE}, {"program": "q"}, False),
+        ({"ended": False, **HERE}, {"program": "q"}, False),
+        # Clocks that differ: the numbers of attempts do not.
+        ({"attempt": 2}, {}, False),
         # Another rank, and one that the resumed job is too small to have.
         ({"rank": 1, "launch": "before"}, {"world_size": 2}, False),
         ({"rank": 2, "launch": "before"}, {"world_size": 2}, True),
@@ -214,6 +224,27 @@ def test_a_later_tag_takes_the_place_of_an_earlier_one(
     write_tag(tmp_path, tag(FIT, **{"attempt": 1, "began": 20.0, "written": 29.0, **later}))
     assert read_tag(tmp_path).healthy is healthy
     assert read_tag(tmp_path).reasons == (() if healthy else UNFIT.reasons)
+
+
+def test_a_clock_that_was_ahead_hides_no_later_attempt(tmp_path: Path) -> None:
+    """The first attempt, whose machine was an hour ahead, was healthy; the second, which resumed it, is not."""
+    write_tag(tmp_path, tag(FIT, attempt=0, began=3610.0, written=3619.0, launch="before", program="o"))
+    write_tag(tmp_path, tag(UNFIT, attempt=1, began=20.0, written=29.0))
+    assert not read_tag(tmp_path).healthy
+
+
+def test_weights_are_known_by_names_and_sizes() -> None:
+    """A layer of the same name and another width is another model."""
+    sites = record_sites(2)
+    assert _digest(sites) == _digest(replace(sites, depths=sites.depths[::-1]))
+    assert _digest(sites) != _digest(replace(sites, numels=sites.numels + 1))
+
+
+def test_a_folder_with_the_name_of_a_tag_is_none(tmp_path: Path) -> None:
+    """Whoever made it."""
+    (tmp_path / tag_name(7, 0)).mkdir()
+    with pytest.raises(FileNotFoundError):
+        read_tag(tmp_path)
 
 
 def test_a_tag_of_an_earlier_version_is_read(tmp_path: Path) -> None:
@@ -316,4 +347,8 @@ def test_a_resumed_run_is_as_healthy_as_its_last_attempt(tmp_path: Path) -> None
         assert done.returncode == 0, done.stderr
         assert read_tag(tmp_path / "runs" / "r").healthy is (ruined == "none")
     assert len(read_tags(tmp_path / "runs" / "r")) == 4
-    assert "earlier watch" not in read_run(tmp_path / "runs" / "r").verdict.sentence
+    report = read_run(tmp_path / "runs" / "r")
+    assert "earlier watch" not in report.verdict.sentence
+    assert "when attempt 0 of rank 0 ended, its weights were not healthy: weights are not finite: " in str(
+        report.notes
+    )

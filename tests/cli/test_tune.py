@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from gradwatch.checkpoint import write_tag
+from gradwatch.checkpoint.health_tag import HealthTag, write_tag
 from gradwatch.cli import main
 from gradwatch.records.record import CheckpointHealth
 from tests.backtest.noisy_runs import folders
@@ -71,7 +71,7 @@ def test_json(runs: list[str], capsys: Captured) -> None:
 
 def test_a_run_that_did_not_end_well_is_doubted(runs: list[str], capsys: Captured) -> None:
     """Thresholds made of its explosion would let the next one pass."""
-    write_tag(Path("b"), 0, 3, CheckpointHealth(False, 3, ("a norm grew",)))
+    write_tag(Path("b"), HealthTag(0, 3, CheckpointHealth(False, 3, ("a norm grew",)), attempt=None))
     try:
         assert main(["tune", *runs, "--healthy", "--budget", "2", "--rules", "rules/mine.yaml"]) == 0
     finally:

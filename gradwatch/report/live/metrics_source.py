@@ -226,7 +226,7 @@ def _running(url: str) -> str:
 
 
 def _process(member: Mapping[str, object]) -> str:
-    """Which process of its rank, where it is not the first; an earlier version knows only that one."""
+    """Words for a process that is not the first of its rank; an earlier version knows only that one."""
     number = member.get("process")
     return f" process {number}" if isinstance(number, int) and number else ""
 
