@@ -121,7 +121,7 @@ class Agent:
         if self._baselines is not None:
             self._baselines.after_step()
         if self._reload is not None and self._new_rules is None:
-            self._new_rules = self._reload.new_rules()
+            self._new_rules = self._reload.new_rules(optimizer)
 
     def _made(self, optimizer: Optimizer | None) -> None:
         for watch in _watches:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -21,6 +22,8 @@ from gradwatch.runtime.interruption import not_ours
 from gradwatch.session.settings import Settings
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from gradwatch.rules.rule_set import RuleSet
     from gradwatch.session.session import Session
 
@@ -36,6 +39,11 @@ MARGIN_SECONDS = 1.0
 """How far ahead the common step lies at first; twice as far in each further round."""
 
 
+def _no_optimizer() -> Optimizer | None:
+    """None: it is gone."""
+    return None
+
+
 class _EndedError(GradwatchError):
     """The training has ended, or its watch."""
 
@@ -46,6 +54,8 @@ class RanksReload(RulesReload):
     def __init__(self, session: Session, source: str) -> None:
         super().__init__(session, source)
         self._step = CommonStep(session.run)
+        # The first that is watched, on every rank; once that is gone, the next that steps.
+        self._optimizer = next((one.optimizer for one in session.captures() if one.optimizer), _no_optimizer)
         self._round = 0
         self._to_check: RuleSet | None = None
         self._refusal: str | None = None  # of the training thread, once it has looked
@@ -64,8 +74,10 @@ class RanksReload(RulesReload):
         """False: loops without an optimizer have no step that ranks could agree on."""
         return False
 
-    def new_rules(self) -> RuleSet | None:
+    def new_rules(self, stepped: Optimizer | None = None) -> RuleSet | None:
         """Count a step; the rules to be taken up after it, on every rank."""
+        if not self._counts(stepped):
+            return None
         to_check, self._to_check = self._to_check, None
         if to_check is not None:
             self._refusal = self._objection(to_check)
@@ -76,6 +88,12 @@ class RanksReload(RulesReload):
                 raise
             self.refused(f"what the ranks have agreed on is not known: {error!r}")
             return None
+
+    def _counts(self, stepped: Optimizer | None) -> bool:
+        """True for the steps of one optimizer: a rank may have others, which the rest does not."""
+        if self._optimizer() is None and stepped is not None:
+            self._optimizer = weakref.ref(stepped)
+        return stepped is self._optimizer()
 
     def take_up(self, ruleset: RuleSet) -> Session | None:
         """As for one rank."""

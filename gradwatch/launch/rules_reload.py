@@ -19,6 +19,8 @@ from gradwatch.runtime.interruption import not_ours
 from gradwatch.runtime.process_identity import prints
 
 if TYPE_CHECKING:
+    from torch.optim import Optimizer
+
     from gradwatch.rules.rule_set import RuleSet
     from gradwatch.session.session import Session
     from gradwatch.session.succession import Handover
@@ -47,8 +49,11 @@ class RulesReload:
         """True if it is time to ask for `new_rules`."""
         return self._reading is not None or time.monotonic() >= self._due
 
-    def new_rules(self) -> RuleSet | None:
-        """Rules to be taken up now; None where nothing has changed, or what has is not read yet or is refused."""
+    def new_rules(self, stepped: Optimizer | None = None) -> RuleSet | None:
+        """Rules to be taken up now; None where nothing has changed, or what has is not read yet or is refused.
+
+        `stepped` has just taken a step, where that is when it is asked.
+        """
         if self._reading is not None:
             if self._reading.is_alive():
                 return None
