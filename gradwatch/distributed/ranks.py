@@ -9,6 +9,7 @@ during the next forward, received at the next boundary.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -52,7 +53,8 @@ class Ranks:
         self._models = models
         self._report = report
         self._meeting = RankMeeting(rank_requirements, models, report, stages)
-        self._meetings = 0
+        # By the number of the optimizer: one that another rank does not have must not shift those of the others.
+        self._meetings: Counter[int] = Counter()
 
     @property
     def several(self) -> bool:
@@ -70,7 +72,7 @@ class Ranks:
         ):
             return ""
         met = self._requirements.acts or self._requirements.facts or membership.sharded
-        return f"{self._name}/{captured.index}/{self._meetings}/cause" if met else ""
+        return f"{self._name}/{captured.index}/{self._meetings[captured.index]}/cause" if met else ""
 
     # -- meeting -----------------------------------------------------------------------------------------
 
@@ -105,8 +107,8 @@ class Ranks:
         membership.arrive()
         if self.several:
             try:
-                self._meetings += 1
-                name = f"{self._name}/{captured.index}/{self._meetings}"
+                self._meetings[captured.index] += 1
+                name = f"{self._name}/{captured.index}/{self._meetings[captured.index]}"
                 self._meeting.hold(name, captured, membership, held)
             except Exception as error:
                 membership.lose(str(error), sites)

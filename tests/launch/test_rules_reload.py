@@ -349,3 +349,75 @@ dist.destroy_process_group()
     assert done.stderr.count("has changed, and is in force: 1 rules") == 1
     assert "rules.yaml:2:" in done.stderr
     assert "the old rules stay: rank 1: the rules do not fit this model" in done.stderr
+
+
+PROBED = """
+import os, pathlib, time
+import torch
+import torch.distributed as dist
+dist.init_process_group("gloo")
+torch.set_num_threads(1)
+rank = dist.get_rank()
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(4, 2))
+optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+probe = torch.nn.Linear(3, 1)
+of_probe = torch.optim.SGD(probe.parameters(), 1e-3)
+enough = torch.zeros(())
+since = None
+for step in range(100_000):
+    optimizer.zero_grad()
+    model(torch.randn(8, 4)).square().mean().backward()
+    optimizer.step()
+    if rank == 0:
+        of_probe.zero_grad()
+        probe(torch.randn(4, 3)).sum().backward()
+        of_probe.step()
+        if step == 50:
+            pathlib.Path("next").write_text("version: 1\\nclip: {total: {method: norm, max_norm: 1.0e-3}}\\n")
+            os.replace("next", "rules.yaml")
+        journals = len(list(pathlib.Path("gradwatch-runs").glob("*/rank0*.gwj")))
+        since = since or (step if journals > 1 else None)
+        enough.fill_(since is not None and step > since + 30)
+    dist.broadcast(enough, 0)
+    if enough:
+        break
+    time.sleep(0.005)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.soak
+def test_an_optimizer_that_one_rank_has_alone_shifts_nothing(tmp_path: Path) -> None:
+    """Steps are counted of the one that all ranks have, and by the rules taken up they clip the same steps together."""
+    (tmp_path / "rules.yaml").write_text(RULES.replace("NAME", "first"))
+    (tmp_path / "train.py").write_text(PROBED)
+    command = [
+        *GRADWATCH,
+        "run",
+        "--reload",
+        "--rules",
+        "rules.yaml",
+        "--listen",
+        "127.0.0.1:0",
+        "--",
+        sys.executable,
+    ]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, *torchrun, "train.py"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    clipped = {}
+    for rank in (0, 1):
+        (_, path) = sorted((tmp_path / "gradwatch-runs").glob(f"*/rank{rank}-attempt*.gwj"))
+        entries = [
+            one for one in JournalReader(path).entries() if isinstance(one, StepsEntry) and one.optimizer == 0
+        ]
+        clipped[rank] = [row.step for one in entries for row in one.rows if row.decision.orders]
+    assert clipped[0] == clipped[1]
+    assert len(clipped[0]) >= 20
