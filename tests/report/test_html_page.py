@@ -109,9 +109,26 @@ def test_search_sort_and_choose(browser: Chromium, report: RunReport, tmp_path: 
     assert "step 40" in browser.value("document.querySelector('output').textContent")
     assert "Not finite at this step: 1 of 6" in browser.value("document.querySelector('.flow').innerText")
     browser.value("document.querySelector('input[type=search]').value = ''")
-    browser.value("[...document.querySelectorAll('.tall th button')].at(-1).click()")
+    browser.value(
+        "[...document.querySelectorAll('.tall th button')].find(one => one.textContent === 'not finite').click()"
+    )
     assert browser.value(f"{rows}[0]").startswith("y" * 100)  # the one with the NaN
     assert browser.complaints == []
+
+
+@pytest.mark.parametrize("width", [1400, 1200, 800, 400])
+def test_what_matters_most_is_in_sight(
+    browser: Chromium, report: RunReport, tmp_path: Path, width: int
+) -> None:
+    """The count of what is not finite is never cut off, nor a column on a wide screen, nor the heatmap's label."""
+    shown(browser, tmp_path, report, width=width)
+    edge = "Math.max(...[...document.querySelectorAll('.tall {}')].map(one => one.getBoundingClientRect().right))"
+    room = browser.value("document.querySelector('.tall').getBoundingClientRect().right")
+    assert 0 < browser.value(edge.format("td.bad")) <= room
+    assert width < 1200 or browser.value(edge.format("th")) <= room
+    label = """(() => { const c = gw.made[3].ctx; c.save(); c.font = gw.made[3].axes[1].labelFont[0];
+        const wide = c.measureText("parameter: input → output").width; c.restore(); return wide; })()"""
+    assert 60 < browser.value(label) <= browser.value("gw.made[3].bbox.height")
 
 
 def test_cells_are_where_they_belong(browser: Chromium, report: RunReport, tmp_path: Path) -> None:

@@ -82,7 +82,7 @@ gw.heatmap = (place, track, zoom, choose) => {
 
   const state = () => gw.colouring(mode, grids);
   const rowPixels = Math.max(2, Math.min(20, Math.floor(420 / names.length)));
-  const height = Math.max(110, Math.min(560, names.length * rowPixels)) + 54;
+  const height = Math.max(170, Math.min(560, names.length * rowPixels)) + 54;  // the name of the axis has room beside few rows, too
   const chart = gw.chart(place, {
     height, legend: {show: false}, series: [{}, {show: false}],
     cursor: {points: {show: false}},

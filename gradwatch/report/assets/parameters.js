@@ -1,9 +1,10 @@
 "use strict";
 // The table of parameters: searched, sorted, and one of them drawn over the steps.
 gw.MOST_ROWS = 200;
+// By importance: where there is no room for all, the last ones are to be scrolled to.
 gw.COLUMNS = [
-  ["place", "#"], ["name", "parameter"], ["group", "group"], ["numel", "elements"], ["usual", "usual norm"], ["low", "smallest"],
-  ["high", "largest"], ["high_step", "at step"], ["rise", "largest ÷ usual"], ["fall", "usual ÷ smallest"], ["last", "last norm"], ["bad", "not finite"],
+  ["place", "#"], ["name", "parameter"], ["bad", "not finite"], ["usual", "usual norm"], ["high", "largest"], ["high_step", "at step"],
+  ["rise", "largest ÷ usual"], ["low", "smallest"], ["fall", "usual ÷ smallest"], ["last", "last norm"], ["numel", "elements"], ["group", "group"],
 ];
 
 gw.parameters = (place, track, grids, zoom) => {
@@ -35,7 +36,7 @@ gw.parameters = (place, track, grids, zoom) => {
     count.textContent = `${found.length.toLocaleString("en")} of ${size.toLocaleString("en")}${more}`;
   };
   const row = at => {
-    const cells = shown.map(([name]) => gw.element("td", {className: name === "name" || name === "group" ? name : "number"}, gw.cell(name, columns[name][at])));
+    const cells = shown.map(([name]) => gw.element("td", {className: name === "name" || name === "group" ? name : name === "bad" ? "number bad" : "number"}, gw.cell(name, columns[name][at])));
     const made = gw.element("tr", {tabIndex: 0, className: columns.bad[at] ? "bad" : ""}, ...cells);
     made.addEventListener("click", () => choose(at));
     made.addEventListener("keydown", event => { if (event.key === "Enter") choose(at); });
@@ -53,7 +54,7 @@ gw.parameters = (place, track, grids, zoom) => {
       button.parentElement.ariaSort = down ? "descending" : "ascending";
       show();
     });
-    heads.append(gw.element("th", {}, button));
+    heads.append(gw.element("th", {className: name === "name" || name === "group" ? "" : "number"}, button));
   }
   search.addEventListener("input", show);
   place.append(gw.element("p", {className: "controls"}, search, count), drawn,
