@@ -30,6 +30,7 @@ PARTLY_REBASELINED = (
     "process {}: step {:,}: the script had some baselines begin anew, which is not recorded: here none do"
 )
 NOT_CLOSED = "process {}: the journal has no end: the process was killed, or still runs"
+UNREAD = "process {}: nothing of its journal can be read"
 DAMAGED = "process {}: {} of the journal cannot be read"
 
 
@@ -129,7 +130,9 @@ class RecordedRun:
     def _note_gaps(self, journal: JournalReader) -> None:
         for optimizer, (count, first) in self._missing.items():
             self.notes.append(MISSING.format(journal.attempt, optimizer, count, first))
-        if not journal.complete:
+        if journal.unread:
+            self.notes.append(UNREAD.format(journal.attempt))
+        elif not journal.complete:
             self.notes.append(NOT_CLOSED.format(journal.attempt))
         damage = [one for one in journal.damage if journal.complete or one.reason != "torn"]
         if damage:

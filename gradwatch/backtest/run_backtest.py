@@ -28,7 +28,7 @@ from gradwatch.backtest.rule_judge import Judged, RuleJudge
 from gradwatch.engine import Engine
 from gradwatch.errors import GradwatchError
 from gradwatch.journal import JournalReader, RecordedStep
-from gradwatch.journal.rank_journals import rank_journals
+from gradwatch.journal.rank_journals import rank_journals, refuse_unread
 from gradwatch.policies import ElementwisePolicy, find_policy
 from gradwatch.records.decision import Decision
 from gradwatch.rules.action_kinds import changing_gradients
@@ -70,6 +70,7 @@ def backtest_run(
             progress(recorded.steps)
         for one in sides:
             one.end(recorded.measured)
+    refuse_unread(where, journals)
     if not recorded.steps:
         raise GradwatchError(f"no step is recorded in {where}")
     tapped = frozenset[str]().union(*(one.tapped for one in sides))

@@ -48,12 +48,14 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def handle(arguments: argparse.Namespace) -> int:
     """Print the audit; 1 where an action failed."""
     from gradwatch.journal.audit import Audit
-    from gradwatch.journal.rank_journals import rank_journals
+    from gradwatch.journal.rank_journals import rank_journals, refuse_unread
 
     where = chosen_run(arguments)
-    audit, (rank, own, other) = Audit(), rank_journals(where, arguments.rank)
+    audit, journals = Audit(), rank_journals(where, arguments.rank)
+    rank, own, other = journals
     for journal in own:
         follow(journal, audit)
+    refuse_unread(where, journals)
     others = unlike(audit, other)
     if arguments.json:
         printed = {"run": str(where), "rank": rank, **audit.to_dict(), "other_ranks": others}

@@ -63,6 +63,8 @@ def handle(arguments: argparse.Namespace) -> int:
                 "fired": [asdict(one) for one in audit.fired()],
                 "unfinished": audit.unfinished,
                 "damage": [asdict(one) for one in audit.damage],
+                "unread": audit.unread,
+                "missing_steps": audit.missing,
             }
         )
         print(json.dumps({"run": str(where), "findings": documents, **fired}, indent=2, allow_nan=False))
@@ -115,7 +117,7 @@ def summary(audit: Audit, where: Path) -> str:
 def chosen(where: Path, name: str | None) -> list[Incident]:
     """Incidents from the journals of all ranks, one per name: of the rank that knows most, the first of equals."""
     from gradwatch.journal.incidents import better, incidents
-    from gradwatch.journal.rank_journals import rank_journals
+    from gradwatch.journal.rank_journals import rank_journals, refuse_unread
 
     best: dict[str, Incident] = {}
     found = rank_journals(where)
@@ -124,6 +126,7 @@ def chosen(where: Path, name: str | None) -> list[Incident]:
             held = best.get(incident.name)
             if held is None or better(incident.finding, held.finding):
                 best[incident.name] = incident
+    refuse_unread(where, found._replace(own=(*found.own, *found.others), others=()))
     return list(best.values())
 
 

@@ -185,7 +185,7 @@ SUGGESTIONS: tuple[Suggestion, ...] = (
     Suggestion(
         "several-layers",
         "The gradients of several layers are off their usual level; where that began they do not show.",
-        "Look at the gradient by depth (`gradwatch explain`), at the batch, and at the learning rate before it.",
+        "Look at the gradient by depth (`gradwatch report`), at the batch, and at the learning rate before it.",
         phases=("exploding", "vanishing"),
     ),
     Suggestion(

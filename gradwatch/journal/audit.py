@@ -22,6 +22,7 @@ from gradwatch.journal.process_account import Recorded
 from gradwatch.records.decision import Order
 from gradwatch.records.event import Event
 from gradwatch.records.finding import Finding
+from gradwatch.runtime.printable import plural
 from gradwatch.runtime.process_identity import alive
 
 _CLIPPED = 1 - 1e-6
@@ -117,8 +118,9 @@ class Audit:
     whose gradients got smaller though no action was due: the script's own clipping. `unfinished`: some journal
     has no end, for its process was killed or still runs, so that its last steps may be missing; `unrecorded` counts,
     by rule and action, the incidents that were acknowledged at steps which are missing. `damage` is what could not be
-    read of the journals, but for the last entry of a process that was killed. `parts` are what each journal says of
-    its process, `accounts` what they come to.
+    read of the journals, but for the last entry of a process that was killed; `unread` are the journals of which
+    nothing could. `missing` counts the steps between recorded ones that the journal does not hold, of which
+    `first_missing` is the first. `parts` are what each journal says of its process, `accounts` what they come to.
     """
 
     steps: int = 0
@@ -130,6 +132,9 @@ class Audit:
     escalated: dict[str, int] = field(default_factory=dict)
     unfinished: bool = False
     damage: list[Damage] = field(default_factory=list)
+    unread: list[str] = field(default_factory=list)
+    missing: int = 0
+    first_missing: int = -1
     unrecorded: dict[tuple[str, str], int] = field(default_factory=dict)
     rules: dict[str, Fired] = field(default_factory=dict)
     causes: dict[str, Finding] = field(default_factory=dict)
@@ -137,6 +142,8 @@ class Audit:
 
     def add_damage(self, journal: JournalReader) -> None:
         """Add what could not be read of a journal, but for the last entry of a process that was killed."""
+        if journal.unread:
+            self.unread.append(str(journal.path))
         self.damage += [one for one in journal.damage if journal.complete or one.reason != "torn"]
 
     def add_rank(self, other: Audit) -> None:
@@ -146,6 +153,8 @@ class Audit:
                 self.rules[rule] = one
         self.unfinished |= other.unfinished
         self.damage += other.damage
+        self.unread += other.unread
+        self._add_missing(other.missing, other.first_missing)
         self.take_findings(other.causes.values())
 
     def fired(self) -> list[Fired]:
@@ -169,13 +178,22 @@ class Audit:
         )
 
     def not_read(self) -> Iterator[tuple[str, str]]:
-        """Sentences on what may be missing, each with "damaged" or "" before it."""
+        """Sentences on what may be missing, each with "damaged", "missing" or "" before it."""
         if self.unfinished:
-            whole = "" if self.damage else "; no incident is missing"
+            whole = "" if self.damage or self.unread or self.missing else "; no incident is missing"
             yield (
                 "",
                 "the journal has no end (killed, ended by os._exit, or still running): "
                 f"the last 31 ordinary steps, and those of its last second, may be missing{whole}",
+            )
+        for path in self.unread:
+            name = os.path.basename(path)
+            yield "damaged", f"nothing of {name} can be read: what its process did is not known"
+        if self.missing:
+            yield (
+                "missing",
+                f"{plural(self.missing, 'step')}, from step {self.first_missing:,} on, not in the journal (thinned to "
+                "stay within its cap, or not written): what is counted of the others is a lower bound",
             )
         lost: dict[str, int] = {}
         for one in self.damage:
@@ -194,6 +212,8 @@ class Audit:
             "thinned": self.pruned,
             "unfinished": self.unfinished,
             "damage": [asdict(one) for one in self.damage],
+            "unread": self.unread,
+            "missing_steps": self.missing,
             "skipped_steps": self.skipped,
             "clipped_by_others": self.clipped_by_others,
             "actions": [line.to_dict(self.steps) for line in self.sorted()],
@@ -206,6 +226,21 @@ class Audit:
                 for (rule, action), count in sorted(self.unrecorded.items())
             ],
         }
+
+    def take_gap(self, entry: StepsEntry, expected: int | None) -> None:
+        """Count the steps that are missing before and between these, of which `expected` should have been the first.
+
+        None: these are the first of their optimizer, which may have gone on from a checkpoint.
+        """
+        for row in entry.rows:
+            if expected is not None and row.step > expected:
+                self._add_missing(row.step - expected, expected)
+            expected = row.step + 1
+
+    def _add_missing(self, count: int, first: int) -> None:
+        if count:
+            self.first_missing = first if not self.missing else min(self.first_missing, first)
+            self.missing += count
 
     def take_steps(self, entry: StepsEntry) -> None:
         """Count some steps."""
@@ -263,6 +298,8 @@ def read(
         also(entry)
         recorded.take(entry)
         if isinstance(entry, StepsEntry):
+            before = last.get(entry.optimizer)
+            audit.take_gap(entry, None if before is None else before + 1)
             audit.take_steps(entry)
             last[entry.optimizer] = max((row.step for row in entry.rows), default=-1)
             yield audit.steps

@@ -40,3 +40,18 @@ def rank_journals(run: str | os.PathLike[str], rank: int | None = None) -> RankJ
         raise GradwatchError(f"no journal of rank {rank} in {where}; there are: {', '.join(map(str, ranks))}")
     own = tuple(one for one in found if one.rank == chosen)
     return RankJournals(chosen, own, tuple(one for one in found if one.rank != chosen))
+
+
+def refuse_unread(where: Path, journals: RankJournals) -> None:
+    """Raise GradwatchError where no entry was found in the journals of the rank that is shown, which have been read.
+
+    An empty journal says nothing of what its process did: a command that went on would call that nothing.
+    """
+    if not all(one.unread for one in journals.own):
+        return
+    if not journals.others:
+        raise GradwatchError(f"nothing in {where} can be read as a journal")
+    others = ", ".join(str(rank) for rank in journals.ranks if rank != journals.rank)
+    raise GradwatchError(
+        f"nothing of rank {journals.rank} in {where} can be read as a journal; other ranks: --rank {others}"
+    )

@@ -49,8 +49,9 @@ class JournalReader:
     `path` is any of its files. Reading never fails on content: what is damaged is stepped over and listed in
     `damage`, and no record is ever shown other than as it was written. `missing` counts frames that gaps
     prove lost, `unknown` entries of kinds this version does not know; `complete` says that the writer closed
-    the journal in order. All four speak of the latest full iteration. `in_doubt`: `incoming` has stopped at what the
-    next look will find damaged, unless it changes. `OSError` where no file can be opened.
+    the journal in order, `unread` that not one entry of it can be read. All of them speak of the latest full
+    iteration. `in_doubt`: `incoming` has stopped at what the next look will find damaged, unless it changes. `OSError`
+    where no file can be opened.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -65,6 +66,7 @@ class JournalReader:
         self.missing = 0
         self.unknown = 0
         self.complete = False
+        self.unread = True
         self.in_doubt = False
 
     @property
@@ -196,7 +198,7 @@ class JournalReader:
                 self.damage.append(Damage(scanner.path, found.offset, len(found.payload), "unreadable"))
                 continue
             if entries:
-                self.complete = isinstance(entries[-1], EndEntry)
+                self.complete, self.unread = isinstance(entries[-1], EndEntry), False
                 return entries
             self.unknown += 1
         return None

@@ -13,7 +13,6 @@ from gradwatch.account import Account
 from gradwatch.account.account_line import PREFIX, lines
 from gradwatch.checkpoint.health_tag import read_tags, sorted_out, step_of_all
 from gradwatch.checkpoint.health_tracker import joined
-from gradwatch.errors import GradwatchError
 from gradwatch.incidents.incident import Incident
 from gradwatch.journal import (
     Entry,
@@ -27,7 +26,7 @@ from gradwatch.journal import (
 )
 from gradwatch.journal.audit import Audit, read
 from gradwatch.journal.incidents import IncidentCollector, better
-from gradwatch.journal.rank_journals import rank_journals
+from gradwatch.journal.rank_journals import rank_journals, refuse_unread
 from gradwatch.records.record import CheckpointHealth
 from gradwatch.records.run_info import RunInfo
 from gradwatch.records.snapshot import Sites
@@ -72,10 +71,8 @@ def read_run(
             progress(steps)
     for journal in journals.others:
         collector.take_other(journal)
-    report = collector.report(where, journals.rank, journals.ranks)
-    if report.run is None and not report.tracks and not report.incidents:
-        raise GradwatchError(f"nothing in {where} can be read as a journal")
-    return report
+    refuse_unread(where, journals)
+    return collector.report(where, journals.rank, journals.ranks)
 
 
 class RunCollector:
@@ -157,7 +154,7 @@ class RunCollector:
             found,
             rules,
             account,
-            bool(self.audit.damage),
+            bool(self.audit.damage or self.audit.unread),
             self._unwritten,
             self._end(rules),
             weights.now,

@@ -147,6 +147,8 @@ class Scanner:
             state = summary.end.outcome
         elif alive == "ended":
             state = "died" if endpoint else "unreadable"
+        elif state == "running" and endpoint is None and owner is None and _is_quiet(process, now):
+            state = "unreadable"  # nothing says whose it is, nor that anything still writes it
         allowed = endpoint is not None and self.reach.allows(endpoint)
         return Member(
             run_id=run_id,
@@ -168,7 +170,7 @@ class Scanner:
 
         Asked only after a minute without a write: to read a journal whenever it grows would be dear.
         """
-        if process.endpoint is not None or now - process.sign_of_life < _QUIET_SECONDS:
+        if process.endpoint is not None or not _is_quiet(process, now):
             return False
         summary = self.summaries.get(process)
         return summary is not None and summary.complete
@@ -192,6 +194,10 @@ class Scanner:
         for journal in [each for each in self._owners if each.parent not in folders]:
             del self._owners[journal]
         self.summaries.discard(set(self._owners))
+
+
+def _is_quiet(process: Process, now: float) -> bool:
+    return now - process.sign_of_life >= _QUIET_SECONDS
 
 
 def _newest_of_each(members: Iterable[Member]) -> tuple[Member, ...]:

@@ -127,9 +127,46 @@ def test_what_cannot_be_read_of_a_journal_is_told(
         main([*command, "--json"])
         damage = json.loads(capsys.readouterr().out)["damage"]  # of one frame, or of two side by side
         assert sum(part["length"] for part in damage) >= 200
-    journal.write_bytes(os.urandom(5000))
-    main(["audit", str(copy)])
-    assert f"5,000 bytes of {journal.name} cannot be read" in capsys.readouterr().out
+
+
+READERS = (
+    ["audit"],
+    ["explain", "--run"],
+    ["explain", "non-finite-0-2", "--run"],
+    ["report"],
+    ["top", "--once"],
+    ["backtest", "--rules", "default"],
+)
+
+
+@pytest.mark.parametrize("size", [0, 10, 5000])
+def test_of_a_journal_that_cannot_be_read_nothing_is_claimed(
+    runs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], size: int
+) -> None:
+    """Every command says so in the same words, where it is the only one and where another is whole."""
+    alone, beside = tmp_path / "alone", tmp_path / "beside"
+    alone.mkdir()
+    shutil.copytree(next(one for one in runs.iterdir() if one.is_dir()), beside)
+    for journal in (alone / "rank0-attempt0.gwj", beside / "rank0-attempt7.gwj"):
+        journal.write_bytes(os.urandom(size))
+        os.utime(journal, (1e9, 1e9))  # `top` waits for one that has just begun
+    for command in READERS:
+        assert main([*command, str(alone)]) == 2, command
+        assert capsys.readouterr().err == f"gradwatch: nothing in {alone} can be read as a journal\n"
+    for command in (READERS[0], READERS[1], [*READERS[3], "--format", "md"], READERS[4]):
+        assert main([*command, str(beside)]) == 0, command
+        said = capsys.readouterr().out
+        assert "nothing of rank0-attempt7.gwj can be read" in said, command
+        assert "no incident is missing" not in said
+        assert "killed: " not in said
+    main([*READERS[5], str(beside)])
+    assert "process 7: nothing of its journal can be read" in capsys.readouterr().out
+    journal = alone / "rank1-attempt0.gwj"
+    shutil.copy(beside / "rank0-attempt0.gwj", journal)
+    for command in (READERS[0], *READERS[3:]):
+        assert main([*command, str(alone)]) == 2, command
+        assert "nothing of rank 0" in (said := capsys.readouterr().err), command
+        assert said.endswith("other ranks: --rank 1\n")
 
 
 def test_a_folder_without_a_journal_is_no_run(

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gradwatch.account import Account
 from gradwatch.cli import main
 from gradwatch.journal import read_journal
 from gradwatch.records.decision import CLIP_SECTION, Order
@@ -18,6 +19,7 @@ from gradwatch.records.record import Record
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.session.pipeline.deferred_steps import MOST
 from gradwatch.sinks.journal import JournalSink
+from tests.report.runs import finished, recorded, steps
 from tests.support import warm
 from tests.support.acting_cases import Training, run_folder, watched
 from tests.support.kept import Kept
@@ -269,8 +271,22 @@ def test_a_killed_run_is_never_said_to_have_been_left_alone(
     assert f"the last {MOST - 1} ordinary steps" in said
 
 
+@pytest.mark.parametrize("account", [None, finished(20_000)], ids=["no account", "account"])
+def test_steps_that_are_not_in_the_journal_are_counted(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], account: Account | None
+) -> None:
+    """Of a journal that was thinned to stay within its cap, whether or not it has an account."""
+    folder = recorded(tmp_path, steps(20_000, make_sites(50)), max_bytes=1_000_000, account=account)
+    _, found = audited(capsys, str(folder))
+    assert found["missing_steps"] == 20_000 - found["steps"] > 10_000
+    said = f"missing: {found['missing_steps']:,} steps, from step "
+    for command in (["audit"], ["explain", "--run"]):
+        main([*command, str(folder)])
+        assert said in capsys.readouterr().out, command
+
+
 def test_a_finished_run_has_nothing_unrecorded(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Every incident's step is there once the journal was closed in order."""
     trained(tmp_path)
     _, found = audited(capsys, str(tmp_path / "r"))
-    assert (found["unfinished"], found["unrecorded"]) == (False, [])
+    assert (found["unfinished"], found["unrecorded"], found["missing_steps"]) == (False, [], 0)

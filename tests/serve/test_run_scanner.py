@@ -101,6 +101,11 @@ def test_a_journal_cut_anywhere_is_a_run_that_died(tmp_path: Path, dead_pid: int
         assert member.summary is None or member.summary.steps <= 20
     assert states <= {"died", "unreadable", "running"}
     assert "died" in states
+    cut = tmp_path / "cut" / "run-1" / journal.name
+    cut.write_bytes(b"")
+    os.utime(cut, (time.time() - 120,) * 2)
+    (member,) = scan(tmp_path / "cut").members
+    assert member.state == "unreadable"  # two minutes are too long for a journal that is about to begin
 
 
 def test_folders_that_cannot_be_read_are_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

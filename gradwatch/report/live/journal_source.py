@@ -16,7 +16,7 @@ from pathlib import Path
 from gradwatch.errors import GradwatchError
 from gradwatch.journal import Entry, JournalReader, RunEntry
 from gradwatch.journal.crash_safe_frames import MAGIC
-from gradwatch.journal.rank_journals import rank_journals
+from gradwatch.journal.rank_journals import rank_journals, refuse_unread
 from gradwatch.records.record import CheckpointHealth
 from gradwatch.report.live.live_state import LiveState
 from gradwatch.report.live.live_view import Firing, LiveView
@@ -100,6 +100,7 @@ class JournalSource:
         self._others: dict[tuple[int, int], _Followed] = {}
         self._places: dict[int, int] = {}  # of the rank shown, by the number of the journal
         self._unfollowed = 0
+        self._unread: list[str] = []
         self._weights: CheckpointHealth | None = None
         self._looked = -_LOOK_SECONDS
         self._look()
@@ -149,16 +150,21 @@ class JournalSource:
         folder = self._run if self._run.is_dir() else self._run.parent
         self._weights = checkpoint(folder).of_all
         own = sorted(found.own, key=lambda journal: journal.attempt)
+        begun = list(filter(_begun, own))
         if self._own is None:
-            if not any(map(_begun, own)):
-                raise GradwatchError(f"nothing in {self._run} can be read as a journal")
-            self._own = _Followed(own[0])
-        for journal in own:
+            if not begun:
+                refuse_unread(self._run, found)
+            self._own = _Followed(begun[0])
+        for (
+            journal
+        ) in begun:  # one of which nothing can be read says nothing: that before it is not over by it
             self._own.go_on_in(journal)
         latest = {journal.rank: journal for journal in sorted(found.others, key=lambda one: one.attempt)}
-        every = [*self._beside(own), *(latest[rank] for rank in sorted(latest))]
+        every = [*self._beside(begun or own), *(latest[rank] for rank in sorted(latest))]
         followed = {(journal.rank, journal.attempt): journal for journal in every[:MOST_OTHER_RANKS]}
         self._unfollowed = len(every) - len(followed)
+        self._unread = [one.path.name for one in own if one not in begun]
+        self._unread += [one.path.name for one in followed.values() if not (one in own or _begun(one))]
         for key in self._others.keys() - followed.keys():
             self._others.pop(key).close()
         for key, journal in followed.items():
@@ -196,6 +202,9 @@ class JournalSource:
             notes.append(
                 f"{own.damaged:,} bytes of the journal cannot be read: steps and firings may be missing"
             )
+        notes += [
+            f"nothing of {name} can be read: what its process did is not known" for name in self._unread
+        ]
         if own.state.lost:
             notes.append(f"{own.state.lost:,} steps could not be written")
         if self._unfollowed:
