@@ -63,6 +63,7 @@ COUNTS = (
     "cleared",
     "cleared_nonfinite",
     "cleared_moved",
+    "cleared_last",
     "replaced",
     "without_histogram",
     "provisional",
@@ -81,8 +82,9 @@ class Watched:
     fused optimizer, which is called all the same, left out as its GradScaler asked; `unowned` windows of
     gradients that belong to no torch optimizer (observed only), `cleared` windows whose gradients were cleared before a
     step was seen, `cleared_nonfinite` those of them whose gradients held NaN or Inf, as far as these were read on the
-    host, `cleared_moved` those before which weights were written to outside of steps that were seen, `replaced` windows
-    without an optimizer of which no step is known, since others unlike theirs took their place; `without_histogram`
+    host, `cleared_moved` those before which weights were written to outside of steps that were seen, `cleared_last`
+    those after the last step, `replaced` windows without an optimizer of which no step is known, since others unlike
+    theirs took their place; `without_histogram`
     steps at which histograms of gradients were due and whose loss scale is no power of two; `provisional` and
     `unjudged` steps of those watched, `nonfinite_unjudged` those whose gradients held NaN or Inf with no rule that says
     so. `optimizers` of which a step, taken or rejected, was watched; `parameters` watched at one time, at most (those
@@ -100,6 +102,7 @@ class Watched:
     cleared: int = 0
     cleared_nonfinite: int = 0
     cleared_moved: int = 0
+    cleared_last: int = 0
     replaced: int = 0
     without_histogram: int = 0
     provisional: int = 0

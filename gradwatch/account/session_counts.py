@@ -32,7 +32,8 @@ class SessionCounts:
         self.own_time = OverheadTimer()
         self._attach_seconds = 0.0
         self.records = self.rejected = self.provisional = self.unjudged = self.unowned = 0
-        self.cleared = self.cleared_nonfinite = self.cleared_moved = self.nonfinite_unjudged = 0
+        self.cleared = self.cleared_nonfinite = self.cleared_moved = self.cleared_last = 0
+        self.nonfinite_unjudged = 0
         self.measured = 0  # steps and windows, each of which becomes a Record
         self.coverage = 1.0
         self.stopped = False
@@ -50,6 +51,7 @@ class SessionCounts:
     def count_measured(self) -> None:
         """Count a step or window that was measured, before it is judged."""
         self.measured += 1
+        self.cleared_last = 0
 
     def count_without_histogram(self) -> None:
         """Count a step whose histograms were read under a loss scale that is no power of two."""
@@ -63,6 +65,7 @@ class SessionCounts:
         self.cleared += 1
         self.cleared_nonfinite += nonfinite
         self.cleared_moved += moved
+        self.cleared_last += 1
 
     def begun_anew(self, reason: str) -> None:
         """Count that baselines began anew."""
@@ -141,6 +144,7 @@ class SessionCounts:
             cleared=self.cleared,
             cleared_nonfinite=self.cleared_nonfinite,
             cleared_moved=self.cleared_moved,
+            cleared_last=self.cleared_last,
             provisional=self.provisional,
             unjudged=self.unjudged + without_record,
             nonfinite_unjudged=self.nonfinite_unjudged,

@@ -23,6 +23,9 @@ LR_JUMP = 3.0
 STEERED_BY_USER = frozenset({"loss", "lr", "loss_scale", "scaler_skip"})
 """Scalars that are not made of gradients: a jump of the learning rate re-baselines neither them nor observed ones."""
 
+WARMING_UP = "warm-up not over"
+"""Begins the reason of a rule that has not had the samples it needs."""
+
 
 class BaselineRestarts:
     """States of one plan in which some or all baselines begin anew.
@@ -191,7 +194,7 @@ def warming_up(plan: Plan, state: EngineState) -> dict[str, str]:
         seen = None if one.bank == NO_BANK else getattr(state.baselines[one.bank], "n", None)
         needed = one.detector.samples_needed
         if seen is not None and needed and (fullest := int(seen[one.part].max(initial=0))) < needed:
-            found[one.rule.id] = f"warm-up not over: {fullest} of {needed} samples"
+            found[one.rule.id] = f"{WARMING_UP}: {fullest} of {needed} samples"
     return found
 
 

@@ -16,7 +16,8 @@ from gradwatch.report.track import Track
 State = Literal["healthy", "warning", "critical", "broken off", "running", "nothing"]
 """What a run is at a glance: healthy; "warning": a rule of severity warning or info fired, something was not watched,
 was not written or cannot be read, or the training ended with an exception; a critical rule fired; the process was
-killed and no rule had fired; it still runs; or no step was recorded."""
+killed and no rule had fired; it still runs; or "nothing": no step was recorded, or too little was seen to call it
+healthy."""
 RuleOutcome = Literal["fired", "silent", "no data", "not armed", "not known"]
 """What a rule did: it "fired" on any rank; "silent" rules were evaluated and did not fire; "not known": the process
 left no account."""

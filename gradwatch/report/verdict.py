@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from gradwatch.account import Account, gaps
 from gradwatch.records.record import CheckpointHealth
 from gradwatch.report.firing_periods import FiringEnd
+from gradwatch.report.reservations import reservations
 from gradwatch.report.run_report import RuleState, RunVerdict, State
 from gradwatch.report.track import Track
 from gradwatch.runtime.printable import one_line, plural, printable
@@ -25,7 +26,7 @@ _HEAD: dict[State, str] = {
     "nothing": "Nothing to see",
 }
 NOTHING_FOUND = "Nothing found"
-"""Of a run that is healthy as far as is known: its weights were gone before they were looked at."""
+"""Of a run in which nothing is wrong as far as is known, and too little is: of its weights, its steps, its rules."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +59,8 @@ def verdict(run: RunFacts) -> RunVerdict:
     """The state of the run and its sentence."""
     state = _state(run)
     unseen = run.weights is not None and run.weights.weights_step is None
-    head = NOTHING_FOUND if state == "healthy" and unseen else _HEAD[state]
+    too_little = (state == "healthy" and unseen) or (state == "nothing" and run.tracks)
+    head = NOTHING_FOUND if too_little else _HEAD[state]
     return RunVerdict(state, one_line(f"{head}: {'; '.join(_parts(run))}.", LONGEST_SENTENCE))
 
 
@@ -76,7 +78,9 @@ def _state(run: RunFacts) -> State:
         return "warning"
     if account.unended:
         return "broken off"
-    return "warning" if gaps(account) or account.ended == "failed" else "healthy"
+    if gaps(account) or account.ended == "failed":
+        return "warning"
+    return "nothing" if _reservations(run) else "healthy"
 
 
 def _parts(run: RunFacts) -> Iterator[str]:
@@ -88,6 +92,7 @@ def _parts(run: RunFacts) -> Iterator[str]:
         yield from _done(run.tracks, steps)
     elif run.tracks:
         yield f"no rule fired in {plural(steps, 'recorded step')}"
+        yield from _reservations(run)
         yield from _done(run.tracks, steps)
     if run.damaged:
         yield "part of the journal cannot be read"
@@ -103,6 +108,11 @@ def _parts(run: RunFacts) -> Iterator[str]:
         )
     if run.unfit_before:
         yield f"those of an earlier watch were not healthy when it ended{_because(run.unfit_before)}"
+
+
+def _reservations(run: RunFacts) -> list[str]:
+    known = {one.rule: one.severity for one in run.rules}
+    return [] if run.account is None else reservations(run.account, known)
 
 
 def _fired(run: RunFacts) -> Iterator[str]:

@@ -242,7 +242,13 @@ def test_gradients_that_an_optimizer_with_the_same_parameters_has_used_are_not_d
 def test_gradients_cleared_before_any_step_are_counted_once() -> None:
     """Every second backward is thrown away, under two optimizers that share the parameters."""
     account = trained_by_two(lambda number, one, other: one.step() if number % 2 else None)
-    assert account.watched.cleared == 4
+    assert (account.watched.cleared, account.watched.cleared_last) == (4, 0)
+
+
+def test_gradients_cleared_after_the_last_step_are_counted_apart() -> None:
+    """A loop that goes on without its steps; of the last backward it is not known what comes of it."""
+    account = trained_by_two(lambda number, one, other: one.step() if number < 3 else None)
+    assert (account.watched.cleared, account.watched.cleared_last) == (4, 4)
 
 
 @pytest.mark.parametrize("first", [0.0, 1e-30, 1.0], ids=["zeros", "tiny", "ordinary"])
@@ -349,7 +355,7 @@ def test_gradients_made_nan_after_the_backward_are_told_where_no_rule_judges_the
 def test_gradients_cleared_unused_are_no_gap_unless_they_were_not_finite() -> None:
     """The generator's backward leaves some at the discriminator, in every GAN: everything was watched there."""
     account = trained_by_two(lambda number, one, other: one.step() if number % 2 else None)
-    assert account.watched.cleared == 4
+    assert (account.watched.cleared, account.watched.cleared_last) == (4, 0)
     assert not any("cleared" in gap for gap in gaps(account))
     (line, *_) = lines(account, "")
     assert "gradients cleared unused 4 ×" in line

@@ -149,6 +149,37 @@ def test_the_end_of_the_worst_rule_and_the_weights(
     assert verdict(facts).sentence == said
 
 
+WARM_UP = "warm-up not over: 3 of 20 samples"
+
+
+@pytest.mark.parametrize(
+    ("rules", "no_data", "cleared", "said"),
+    [
+        (20, {"nan": WARM_UP}, 0, "; 1 of 20 rules had seen too few steps to judge"),  # it is critical
+        (20, {"slow": WARM_UP}, 0, None),
+        (9, {"slow": WARM_UP}, 0, "; 1 of 9 rules had seen too few steps to judge"),
+        (9, {"nan": "no GradScaler was seen"}, 0, None),
+        (9, {}, 9, None),
+        (9, {}, 10, "; after the last step gradients were computed and cleared 10 times, with no step taken"),
+    ],
+)
+def test_a_run_of_which_too_little_was_seen_is_not_called_healthy(
+    rules: int, no_data: dict[str, str], cleared: int, said: str | None
+) -> None:
+    """Rules that matter were still learning, or gradients were thrown away from some step on to the end."""
+    account = Account(
+        Taken(steps=9), Watched(steps=9, cleared_last=cleared), "finished", rules=rules, no_data=no_data
+    )
+    known = [
+        RuleState("nan", "no data", severity="critical"),
+        RuleState("slow", "no data", severity="warning"),
+    ]
+    found = verdict(RunFacts([track()], known, account))
+    head, state = ("Healthy", "healthy") if said is None else ("Nothing found", "nothing")
+    assert found.sentence == f"{head}: no rule fired in 9 recorded steps{said or ''}; the training finished."
+    assert found.state == state
+
+
 def test_weights_that_are_not_healthy_keep_a_run_from_it() -> None:
     """Though no rule fired; and an end that may be among what is missing is not told."""
     found = verdict(RunFacts([track()], [], ALL_SEEN, weights=BAD, weights_after=59))

@@ -22,6 +22,8 @@ WIDTH = 100
 """Columns where the stream is no terminal."""
 WIDEST = 160
 _STYLES = {"critical": "bold red", "warning": "yellow", "info": "cyan"}
+FEW_STEPS = 100
+"""Steps before which most rules on levels are still learning, so that their silence says nothing."""
 _MOST_OPTIMIZERS = 4
 _MOST_FIRING = 6
 _LEAST_PARAMETERS = 3
@@ -287,6 +289,10 @@ def health(view: LiveView) -> tuple[str, str]:
     fired = f"{count} in {steps}, none critical" if view.fired else f"no rule has fired in {steps}"
     if view.weights_healthy is None:
         return f"{fired}; of the weights nothing is known", "yellow"
+    if view.reservations:
+        return f"nothing found: {fired}; {'; '.join(view.reservations)}", "yellow"
+    if view.process == "running" and view.steps < FEW_STEPS:
+        return f"so far {fired}", "yellow"
     return f"healthy{' now' if view.fired else ''}: {fired}", "green"
 
 

@@ -9,11 +9,13 @@ import math
 import platform
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gradwatch.account import Account
 from gradwatch.incidents.explanation import sentence
 from gradwatch.journal import Entry, EventsEntry, LostEntry, NormsEntry, RunEntry, SitesEntry, StepsEntry
 from gradwatch.journal.columnar_steps import StepRow
@@ -31,6 +33,7 @@ from gradwatch.report.live.live_view import (
     Process,
 )
 from gradwatch.report.live.parameter_ranking import ranked
+from gradwatch.report.reservations import reservations
 from gradwatch.runtime.process_identity import alive
 
 STEPS_KEPT = 600
@@ -122,6 +125,7 @@ class LiveState:
         self._skipped = self._clipped = 0
         self._lost = 0
         self._coverage: float | None = None
+        self._reservations: Sequence[str] = ()
         self._another = False  # a journal of its own begins
 
     def begin_another(self) -> None:
@@ -149,6 +153,13 @@ class LiveState:
         elif isinstance(entry, EndEntry):
             # A watch that was closed within a process that goes on says nothing of how that ended.
             self.ended = entry.ended or ("" if self._alive() else "finished")
+            self._take_account(entry)
+
+    def _take_account(self, entry: EndEntry) -> None:
+        rules = self.run.rules if self.run is not None else ()
+        with suppress(ValueError):  # what cannot be read is as if it was not given
+            account = Account.from_dict(entry.account)
+            self._reservations = reservations(account, {rule.id: rule.severity for rule in rules})
 
     def _take_run(self, run: RunInfo) -> None:
         """Of another attempt in the same process, by other rules, what fires goes on; one of another begins anew."""
@@ -266,6 +277,7 @@ class LiveState:
             actions=dict(self._actions),
             skipped=self._skipped,
             clipped=self._clipped,
+            reservations=self._reservations if self.ended else (),
             **fields,  # type: ignore[arg-type]
         )
 

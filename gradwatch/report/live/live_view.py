@@ -83,7 +83,8 @@ class LiveView:
     `where` is its folder or URL. `quiet_seconds` is the time since the last step, None where the process does not run.
     `stalled`: it is longer than usual by far. `parameters` are those furthest from their usual norm, the furthest
     first, at `norms_step`. `weights_healthy` is what the health tag of all ranks says, None where that is not known,
-    and `unfit` its first reason why they are not. `fired` counts firings by rule; `worst` is the most severe rule that
+    and `unfit` its first reason why they are not; `reservations` are reasons why a run that has ended is not
+    called healthy. `fired` counts firings by rule; `worst` is the most severe rule that
     has fired and `worst_step` its first step. `reading`: steps are still being read that were recorded before.
     """
 
@@ -115,6 +116,7 @@ class LiveView:
     reading: bool = False
     weights_healthy: bool | None = None
     unfit: str = ""
+    reservations: Sequence[str] = ()
 
     @property
     def over(self) -> bool:

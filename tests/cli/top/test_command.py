@@ -80,6 +80,24 @@ def test_healthy_is_what_the_weights_are_and_not_that_no_rule_has_fired(
     assert said in capsys.readouterr().out
 
 
+def test_a_run_of_which_too_little_was_seen_is_not_called_healthy(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As the report says it, of one that has ended; of one that goes on nothing is said but what was seen so far."""
+    learning = dict.fromkeys(("a", "b"), "warm-up not over: 3 of 20 samples")
+    tag = HealthTag(0, 2, CheckpointHealth(True, 2, weights_step=2))
+    ended = recorded(tmp_path / "ended", steps(3), account=finished(3, rules=5, no_data=learning))
+    running = Writing(tmp_path / "running")
+    running.write(*(make_record(SITES, step=step, wall_time=time.time()) for step in range(3)))
+    for folder, said in (
+        (ended, "nothing found: no rule has fired in 3 steps; 2 of 5 rules had seen too few steps to judge"),
+        (running.folder, "so far no rule has fired in 3 steps"),
+    ):
+        write_tag(folder, tag)
+        assert main(["top", "--once", str(folder)]) == 0
+        assert said in capsys.readouterr().out
+
+
 def test_json_has_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """One document, in which a norm that is NaN is a string."""
     recorded(tmp_path, broken(), account=finished(60))
