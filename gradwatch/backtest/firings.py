@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -41,6 +42,13 @@ class RuleFirings:
 def firings(outcome: RulesOutcome) -> list[PlacedEvent]:
     """The Events at which a rule begins to fire and says so."""
     return [one for one in outcome.events if one.event.kind == "firing" and one.event.notify]
+
+
+def quiet(outcome: RulesOutcome) -> Counter[str]:
+    """How often each rule began to fire and did not say so: an incident that it is part of is reported already."""
+    return Counter(
+        one.event.rule for one in outcome.events if one.event.kind == "firing" and not one.event.notify
+    )
 
 
 def alarms(outcome: RulesOutcome) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from gradwatch.backtest.firings import alarms, by_rule, differences, per_thousand
+from gradwatch.backtest.firings import alarms, by_rule, differences, per_thousand, quiet
 from gradwatch.backtest.outcome import PlacedEvent, RulesOutcome, RunBacktest
 from gradwatch.journal.entries import event_document
 from gradwatch.runtime.json_numbers import json_ready
@@ -60,6 +60,7 @@ def _outcome(outcome: RulesOutcome, steps: int) -> dict[str, Any]:
     stop = None if outcome.stop is None else dict(zip(("process", "step"), outcome.stop, strict=True))
     return {
         "alarms": alarms(outcome),
+        "fired_within_incidents": dict(sorted(quiet(outcome).items())),
         "events": list(map(_event, outcome.events)),
         "actions": [line.to_dict(steps) for line in outcome.actions],
         "skipped_steps": outcome.skipped,

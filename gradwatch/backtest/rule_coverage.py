@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 from gradwatch.account.rules_without_data import NEVER_CAME
 from gradwatch.backtest.measured import ASKED_FOR, Measured
 from gradwatch.engine.bound_engine import BoundEngine
-from gradwatch.engine.columns_needed import first_step
+from gradwatch.engine.columns_needed import OF_UPDATES, first_step
 from gradwatch.engine.series import Series
 from gradwatch.engine.staggered_judging import InTurn
 from gradwatch.records.columns import (
@@ -118,14 +118,16 @@ class OptimizerCoverage:
         """Keep what the process had measured, and the rules that were still `warming_up`, when it ended."""
         self.measured, self.warming_up = measured, warming_up
 
-    def take(self, snapshot: Snapshot, engine: BoundEngine, in_turn: InTurn) -> None:
-        """Count one step, and the values of columns that not every step has."""
+    def take(self, snapshot: Snapshot, engine: BoundEngine, in_turn: InTurn, skipped: bool = False) -> None:
+        """Count one step, and the values of columns that not every step has; one that was `skipped` has no update."""
         self.steps += 1
         if engine is not self._engine:
             self._bind(engine)
         if snapshot.provisional or snapshot.scalars.get("scaler_skip"):
             return
         for one in self._watched.values():
+            if skipped and one.column in OF_UPDATES:
+                continue
             if one.column in ASKED_FOR and (one.column in snapshot.columns or one.column in snapshot.scalars):
                 one.values.cadence = math.gcd(one.values.cadence or 0, snapshot.step)
             if one.staggered:

@@ -166,7 +166,8 @@ class RulesOnRun:
     def _add(self, step: RecordedStep, judged: Judged) -> None:
         snapshot = step.record.snapshot
         self._totals.take(self._process, step.record, judged.verdict.events, judged.decision)
-        self._of[snapshot.optimizer].take(snapshot, judged.engine, judged.in_turn)
+        skipped = step.record.decision.skip  # by the run: what it did is recorded, whatever these rules order
+        self._of[snapshot.optimizer].take(snapshot, judged.engine, judged.in_turn, skipped)
         if any(event.kind == "rebaselined" for event in judged.verdict.events):
             self._restarted.add(snapshot.optimizer)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -134,6 +135,20 @@ def _fired(runs: Sequence[RunBacktest], new: str, old: str) -> Iterator[str]:
         yield table(("rule", "severity", printable(new), printable(old), "first", "where"), rows, indent="  ")
     else:
         yield "  no rule fires"
+    yield from _quiet(runs, new, old)
+
+
+def _quiet(runs: Sequence[RunBacktest], new: str, old: str) -> Iterator[str]:
+    """The firings that no table has, since they alarm nobody; `audit` counts them, too."""
+    from gradwatch.backtest.firings import quiet
+
+    of_new = sum((quiet(one.outcome) for one in runs), collections.Counter[str]())
+    of_old = sum((quiet(one.compared) for one in runs), collections.Counter[str]())
+    sides = [(f"{new} and {old}", of_new)] if of_new == of_old else [(new, of_new), (old, of_old)]
+    for name, counted in sides:
+        if counted:
+            rules = ", ".join(f"{printable(rule)} ×{count:,}" for rule, count in sorted(counted.items()))
+            yield f"  no alarm, as part of an incident that another firing reports: {rules} ({printable(name)})"
 
 
 def _differences(runs: Sequence[RunBacktest], new: str, old: str) -> Iterator[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gradwatch.backtest.firings import alarms, by_rule, differences, per_thousand
+from gradwatch.backtest.firings import alarms, by_rule, differences, per_thousand, quiet
 from gradwatch.backtest.run_backtest import backtest_run
 from gradwatch.rules.files import parse_rules
 from tests.report.runs import SITES, broken, recorded, steps
@@ -33,6 +33,16 @@ def test_against_nothing_it_is_what_fired_in_the_run(tmp_path: Path) -> None:
         ("total", 2, 0),
         ("non-finite", 0, 2),
     ]
+
+
+def test_firings_within_the_incident_of_another_rule_are_counted_apart(tmp_path: Path) -> None:
+    """They alarm nobody, and so stand in no list of alarms."""
+    rules = LOUD % (0.1, "warning", "") + (
+        "  part: {detect: {kind: above, of: total_norm, threshold: 0.1}, inhibited_by: [total]}\n"
+    )
+    found = backtest_run(recorded(tmp_path, steps(40)), parse_rules(rules))
+    assert (alarms(found.outcome), [one.rule for one in by_rule([found])]) == (1, ["total"])
+    assert (quiet(found.outcome), quiet(found.live)) == ({"part": 1}, {})
 
 
 def test_information_is_no_alarm(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 
 from gradwatch.backtest.run_backtest import backtest_run
+from gradwatch.records.decision import Decision, Order
 from gradwatch.records.record import Record
 from gradwatch.records.run_info import RuleInfo
 from gradwatch.records.snapshot import Column
@@ -124,9 +125,19 @@ def test_a_column_that_was_read_less_often_is_judged_in_part(tmp_path: Path) -> 
     """At every fourth step, of six parameters; after a clip of gradwatch's own, norms after clips are not judged."""
     found = coverage(recorded(tmp_path, broken()))
     assert found["ratio"][0] == "part"
-    assert "`update_ratio` was recorded 84 times of the 354" in found["ratio"][2]
+    assert "`update_ratio` was recorded 78 times of the 348" in found["ratio"][2]
     assert found["applied"][:2] == ("part", 10)
     assert "what gradwatch itself did" in found["applied"][2]
+
+
+def test_a_step_that_the_run_skipped_has_no_update_to_record(tmp_path: Path) -> None:
+    """A rule on updates is judged on the whole of it, as it was live."""
+    skip, made = Order("non-finite", "skip_step", False, SITES.names[0], 1), []
+    for step in range(60):
+        ratios = Column(np.full(len(SITES), 1e-3, np.float32), np.full(len(SITES), step < 30))
+        decision = Decision(skip=step >= 30, orders=frozenset({skip} if step >= 30 else ()))
+        made.append(make_record(SITES, step=step, columns={"update_ratio": ratios}, decision=decision))
+    assert coverage(recorded(tmp_path, made))["ratio"] == ("whole", 60, "")
 
 
 def test_what_is_missing_of_a_run_is_noted(tmp_path: Path) -> None:

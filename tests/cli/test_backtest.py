@@ -51,6 +51,20 @@ def test_several_runs_of_which_one_is_named(runs: Path, capsys: Captured) -> Non
     assert "healthy: step 0: total" in out
 
 
+def test_firings_that_are_no_alarms_are_named(runs: Path, tmp_path: Path, capsys: Captured) -> None:
+    """Of both sides in one line where they are the same; with how often, as `audit` counts them."""
+    rules = tmp_path / "parts.yaml"
+    part = "  part: {detect: {kind: above, of: total_norm, threshold: 0.1}, inhibited_by: [total]}\n"
+    rules.write_text(f"{LOUD % ''}{part}", encoding="utf-8")
+    words = [runs / "healthy-run", "--rules", rules]
+    said = "no alarm, as part of an incident that another firing reports: part ×1"
+    assert f"{said} (parts.yaml)\n" in printed(words, 0, capsys)
+    assert f"{said} (parts.yaml and parts.yaml)\n" in printed([*words, "--against", rules], 0, capsys)
+    assert "no alarm," not in printed([runs / "healthy-run", "--rules", runs / "loud.yaml"], 0, capsys)
+    found = json.loads(printed([*words, "--json"], 0, capsys))["runs"][0]["new"]
+    assert found["fired_within_incidents"] == {"part": 1}
+
+
 def test_what_would_have_been_done(runs: Path, capsys: Captured) -> None:
     """With the stop, and the sentence on all that comes after."""
     out = printed([runs / "healthy-run", "--rules", runs / "acts.yaml"], 0, capsys)
