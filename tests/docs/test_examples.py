@@ -33,7 +33,7 @@ MADE_WITH = "2.13.0", "AVX512"
 """Torch and the CPU's instructions that the numbers of the page were made with: others round otherwise."""
 VARIES = re.compile(
     r"\d{8}-\d{6}-\w{4}|\bRUN\b"
-    r"|[\d.,e+]+(?= steps/s)|(?<=own cost )[\d.]+%|(?<=own cost: )[\d.]+%( · attached in [\d.]+ s)?"
+    r"|[\d.,e+]+(?= steps/s)|(?<=own cost):? [\d.]+%( · attached in [\d.]+ s)?"
     r"|(?<= · )attached in [\d.]+ s|(?<=the replay took )[\d.]+(?= s)|\d+(?= kB)"
     r"|(?<=its weights were )(not looked at|healthy after step \d+, when they were last looked at)"  # by the clock
 )
