@@ -45,7 +45,7 @@ def firings(outcome: RulesOutcome) -> list[PlacedEvent]:
 
 
 def quiet(outcome: RulesOutcome) -> Counter[str]:
-    """How often each rule began to fire and did not say so: an incident that it is part of is reported already."""
+    """Number of times each rule began to fire and did not say so: its incident is reported already."""
     return Counter(
         one.event.rule for one in outcome.events if one.event.kind == "firing" and not one.event.notify
     )

@@ -139,7 +139,7 @@ def _fired(runs: Sequence[RunBacktest], new: str, old: str) -> Iterator[str]:
 
 
 def _quiet(runs: Sequence[RunBacktest], new: str, old: str) -> Iterator[str]:
-    """The firings that no table has, since they alarm nobody; `audit` counts them, too."""
+    """The firings that no table has, since they raise no alarm; `audit` counts them, too."""
     from gradwatch.backtest.firings import quiet
 
     of_new = sum((quiet(one.outcome) for one in runs), collections.Counter[str]())
