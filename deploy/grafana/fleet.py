@@ -35,7 +35,12 @@ RUN_COLUMNS = {
     "Value #H": Column("Coverage", "percentunit", ((None, "red"), (1, "text"))),
     "outcome": Column(
         "Ended",
-        texts={"died": ("died", "red"), "stopped": ("stopped", "orange"), "finished": ("finished", "green")},
+        texts={
+            "died": ("died", "red"),
+            "failed": ("failed", "red"),
+            "stopped": ("stopped", "orange"),
+            "finished": ("finished", "green"),
+        },
     ),
 }
 """As the queries of the table come, A to I; of the last one only a label is shown."""
@@ -90,12 +95,14 @@ def now() -> tuple[Any, ...]:
                 f'sum(gradwatch_serve_processes{{state="{state}"}})',
                 "short",
                 colours,
+                span,
             )
-            for state, colours in (
-                ("finished", CALM),
-                ("stopped", CALM),
-                ("died", OK_IS_ZERO),
-                ("silent", CALM),
+            for state, colours, span in (
+                ("finished", CALM, 2),
+                ("stopped", CALM, 2),
+                ("failed", OK_IS_ZERO, 3),
+                ("died", OK_IS_ZERO, 3),
+                ("silent", CALM, 2),
             )
         ),
     )

@@ -62,10 +62,11 @@ HAS_FIRED = (
     f" + max by (rule) (increase(gradwatch_rule_firings_total{{{RANK}}}[$__range] @ end()))"
 )
 STEPS_RATE = f"rate(gradwatch_steps_total{{{RANK}}}[{RATE}])"
-DIED, TRAINS, FINISHED, STOPPED, ENDED = range(5)
+DIED, TRAINS, FINISHED, STOPPED, ENDED, FAILED = range(6)
 # A process that ends in order is no target any more; `gradwatch serve` knows how it ended.
 PROCESS = (
     f'{DIED} * max(gradwatch_run_outcome{{{RANK},outcome="died"}})'
+    f' or {FAILED} * max(gradwatch_run_outcome{{{RANK},outcome="failed"}})'
     f" or {TRAINS} * min(up{{{RANK}}})"
     f' or {STOPPED} * max(gradwatch_run_outcome{{{RANK},outcome="stopped"}})'
     f' or {FINISHED} * max(gradwatch_run_outcome{{{RANK},outcome="finished"}})'
@@ -77,6 +78,7 @@ OF_PROCESS = {
     str(FINISHED): ("finished", "text"),
     str(STOPPED): ("stopped", "orange"),
     str(ENDED): ("ended", "text"),
+    str(FAILED): ("failed, by an exception", "red"),
 }
 
 

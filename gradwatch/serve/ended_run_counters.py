@@ -20,14 +20,15 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from gradwatch.journal.entries import EndEntry, Entry, EventsEntry, LostEntry
 from gradwatch.journal.reader import JournalReader
 from gradwatch.journal.records_from_entries import join_records
+from gradwatch.records.event import severity_rank
 from gradwatch.records.run_info import RunInfo
 from gradwatch.runtime.atomic_files import write_whole
 from gradwatch.serve.process_discovery import Process
-from gradwatch.sinks.prometheus.metric_values import OptimizerView, RunEnd, View, optimizer_labels
+from gradwatch.sinks.prometheus.metric_values import OptimizerView, RunEnd, View, optimizer_labels, outcome_of
 from gradwatch.sinks.prometheus.run_totals import Histogram, RunTotals
 
-_NEWEST = 5
-_FORMAT = 3
+_SHOWN = 5
+_FORMAT = 4
 _HISTOGRAMS = ("grad_norm", "step_seconds", "observe_seconds")
 _COUNTS = (
     "steps",
@@ -47,7 +48,8 @@ Known = Literal["all", "firings", "nothing"]
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """A process that has ended. `recent` are its last firings, oldest first; `complete`: it closed its journal.
+    """A process that has ended. `complete`: it closed its journal. `recent` are five of its firings: the gravest
+    first, of those of one severity the last ones, oldest first.
 
     `known` says which of its counters can be told: all where the journal holds every step; of a killed process only
     firings, which are written at once, for its last seconds of steps are not; none where events were given up.
@@ -108,11 +110,10 @@ def summarise(process: Process) -> Summary | None:
     for optimizer, firings in beside.firings.items():
         run_totals = totals_by_index.setdefault(optimizer, RunTotals.of(found.run.rules, rank=found.run.rank))
         run_totals.add_firings(firings)
-    stopped |= beside.ended == "stopped"
-    outcome: Any = "stopped" if stopped else "finished" if reader.complete else "died"
+    outcome = outcome_of(beside.ended, stopped) if stopped or reader.complete else "died"
     end = RunEnd(outcome, max(last, process.sign_of_life))
     known = beside.known(sum(run_totals.steps for run_totals in totals_by_index.values()))
-    return Summary(found.run, end, totals_by_index, tuple(beside.recent), reader.complete, known)
+    return Summary(found.run, end, totals_by_index, beside.recent(), reader.complete, known)
 
 
 @dataclass(slots=True)
@@ -120,7 +121,8 @@ class _BesideSteps:
     """Entries of a journal beside its steps: firings, which are written before the row of their step, and losses."""
 
     firings: dict[int, dict[tuple[str, str, str], int]] = field(default_factory=dict)
-    recent: deque[str] = field(default_factory=lambda: deque(maxlen=_NEWEST))
+    last: dict[str, deque[str]] = field(default_factory=dict)
+    """By severity, those shown if none is graver."""
     given: int | None = None
     ended: str = ""
     lost_events: bool = False
@@ -144,7 +146,16 @@ class _BesideSteps:
             if event.kind == "firing":
                 key = (event.rule, event.detector, event.severity)
                 firings[key] = firings.get(key, 0) + 1
-                self.recent.append(f"step {event.step}: {event.rule} ({event.severity})")
+                last = self.last.setdefault(event.severity, deque(maxlen=_SHOWN))
+                last.append(f"step {event.step}: {event.rule} ({event.severity})")
+
+    def recent(self) -> tuple[str, ...]:
+        """Five firings, the gravest first."""
+        shown: list[str] = []
+        for severity in sorted(self.last, key=severity_rank):
+            room = _SHOWN - len(shown)
+            shown.extend(list(self.last[severity])[-room:] if room else ())
+        return tuple(shown)
 
     def known(self, steps: int) -> Known:
         """Counters that are known, where so many steps were found."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Literal, get_args
 
 from gradwatch.endpoint.address import Address
 from gradwatch.journal.entries import RunEntry
@@ -20,8 +20,8 @@ from gradwatch.sinks.prometheus.file_sd import MOURNING_SECONDS
 
 _QUIET_SECONDS = 60.0
 
-RunState = Literal["running", "finished", "stopped", "died", "silent", "unreadable"]
-STATES: tuple[RunState, ...] = ("running", "finished", "stopped", "died", "silent", "unreadable")
+RunState = Literal["running", "finished", "stopped", "failed", "died", "silent", "unreadable"]
+STATES: tuple[RunState, ...] = get_args(RunState)
 
 
 @dataclass(frozen=True, slots=True)

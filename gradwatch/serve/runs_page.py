@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from gradwatch.endpoint.http_protocol import Content
 from gradwatch.endpoint.run_reports import path_of
 from gradwatch.runtime.printable import printable
 from gradwatch.runtime.readable_numbers import ago
+from gradwatch.serve.ended_run_counters import Summary
 from gradwatch.serve.run_scanner import STATES, Fleet, Member
 
 MOST_ROWS = 500
@@ -18,9 +19,9 @@ body{font:15px/1.5 system-ui,sans-serif;max-width:72em;margin:2em auto;padding:0
 h1{font-size:1.3em}.wide{overflow-x:auto}table{border-collapse:collapse;min-width:64em}
 td,th{padding:.2em 1em .2em 0;text-align:left;vertical-align:top;overflow-wrap:anywhere}
 th{font-weight:600;white-space:nowrap}pre{white-space:pre-wrap}
-.running,.finished{color:#157f3b}.died,.stopped{color:#c4161c}.silent,.unreadable{color:#8a6d00}
-.running,.finished,.died,.stopped,.silent,.unreadable{white-space:nowrap}
-@media(prefers-color-scheme:dark){.running,.finished{color:#3fb950}.died,.stopped{color:#ff7b72}
+.running,.finished{color:#157f3b}.died,.failed,.stopped{color:#c4161c}.silent,.unreadable{color:#8a6d00}
+.running,.finished,.died,.failed,.stopped,.silent,.unreadable{white-space:nowrap}
+@media(prefers-color-scheme:dark){.running,.finished{color:#3fb950}.died,.failed,.stopped{color:#ff7b72}
 .silent,.unreadable{color:#d29922}}
 """
 
@@ -70,14 +71,21 @@ def _row(member: Member, now: float) -> str:
         f"{member.rank}, process {member.place}" if member.place else str(member.rank),
         f'<strong class="{member.state}">{member.state}</strong>',
         str(summary.steps) if summary else "",
-        "<br>".join([str(summary.firings), *(_link(member, one, "#incidents") for one in summary.recent)])
-        if summary and summary.firings
-        else "",
+        "<br>".join(_firings(member, summary)) if summary and summary.firings else "",
         ago(now - member.sign_of_life),
         _text(member.node),
         _where(member),
     ]
     return "<tr><td>" + "<td>".join(cells)
+
+
+def _firings(member: Member, summary: Summary) -> Iterator[str]:
+    """How many there were, some of them, and how many are not shown."""
+    yield str(summary.firings)
+    for one in summary.recent:
+        yield _link(member, one, "#incidents")
+    if (more := summary.firings - len(summary.recent)) > 0:
+        yield _link(member, f"and {more:,} more", "#incidents")
 
 
 def _link(member: Member, text: str, place: str = "") -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from prometheus_client.parser import text_string_to_metric_families
 
+from gradwatch.account import Account, Ending
 from gradwatch.records.decision import Decision
 from gradwatch.records.record import Record
 from gradwatch.records.run_info import RunInfo
@@ -55,14 +56,17 @@ def history(steps: int = 20, last: Decision | None = None) -> list[Record]:
     return records
 
 
-def record_run(run: RunInfo, records: list[Record], close: bool = True) -> list[Record]:
-    """Write a journal as training does; not closed, it is what a kill leaves."""
+def record_run(
+    run: RunInfo, records: list[Record], close: bool = True, ended: Ending = "finished"
+) -> list[Record]:
+    """Write a journal as training does, which `ended` so; not closed, it is what a kill leaves."""
     sink = JournalSink()
     sink.open(run, Health())
     for record in records:
         sink.write(record)
     assert sink.flush(10)
     if close:
+        sink.conclude(Account(ended=ended))
         sink.close()
     else:
         sink._discard()

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from gradwatch.account import Ending
 from gradwatch.journal.entries import LostEntry
 from gradwatch.records.decision import Decision
 from gradwatch.runtime.internal_errors import Health
@@ -29,8 +30,9 @@ from gradwatch.sinks.prometheus.final_metrics import final_families
 from gradwatch.sinks.prometheus.metric_catalogue import METRICS
 from gradwatch.sinks.prometheus.metric_values import families
 from gradwatch.sinks.prometheus.sink import PrometheusSink
-from tests.deploy.run_folders import a_run, history, record_run, scan, series
+from tests.deploy.run_folders import SITES, a_run, history, record_run, scan, series
 from tests.support.binaries import require
+from tests.support.sink_records import make_event, make_record
 
 
 def test_a_finished_run_keeps_its_last_counters(tmp_path: Path, dead_pid: int) -> None:
@@ -53,23 +55,49 @@ def test_a_finished_run_keeps_its_last_counters(tmp_path: Path, dead_pid: int) -
 
 
 @pytest.mark.parametrize(
-    ("last", "close", "outcome"),
-    [(None, True, "finished"), (Decision(stop=True), True, "stopped"), (None, False, "died")],
+    ("last", "ended", "outcome"),
+    [
+        (None, "finished", "finished"),
+        (Decision(stop=True), "finished", "stopped"),
+        (None, "stopped", "stopped"),
+        (None, "failed", "failed"),
+        (None, "", "died"),
+    ],
 )
 def test_how_it_ended(
-    last: Decision | None, close: bool, outcome: str, tmp_path: Path, dead_pid: int
+    last: Decision | None, ended: Ending, outcome: str, tmp_path: Path, dead_pid: int
 ) -> None:
-    """Closed in order, stopped by a rule, or killed."""
-    record_run(a_run(tmp_path, pid=dead_pid), history(last=last), close)
+    """Closed in order, stopped by a rule or by Ctrl-C, ended by an exception, or killed."""
+    close = bool(ended)
+    record_run(a_run(tmp_path, pid=dead_pid), history(last=last), close, ended)
     fleet = scan(tmp_path)
     assert [member.state for member in fleet.members] == [outcome]
     text = metrics(fleet, 60).body.decode()
     assert f'outcome="{outcome}"' in text
+    assert f'gradwatch_serve_processes{{state="{outcome}"}} 1' in text
+    assert json.loads(runs(fleet).body)[0]["state"] == outcome
     labels = 'job="gradwatch",run_id="run-1",rank="0",instance="run-1/0"'
     assert (f"gradwatch_steps_total{{{labels}}} 20" in text) == close
     assert 'gradwatch_rule_firings_total{job="gradwatch"' in text
     assert "gradwatch_last_step_timestamp_seconds" not in text
-    assert fleet_page(fleet, time.time()).body.count(b"<tr>") == 2
+    page = fleet_page(fleet, time.time()).body.decode()
+    assert page.count("<tr>") == 2
+    red = re.findall(r"[{}]([^{}]*)\{color:#(?:c4161c|ff7b72)\}", page)
+    assert [f".{outcome}" in colour for colour in red] == [outcome in ("stopped", "failed", "died")] * 2
+
+
+def test_the_gravest_firings_are_shown_and_the_others_counted(tmp_path: Path, dead_pid: int) -> None:
+    """Five of eight, a critical one first though it is the oldest, and that three more fired."""
+    records = history()
+    for step in range(10, 17):
+        event = make_event(step=step, rule=f"rule-{step}", severity="info" if step == 16 else "warning")
+        records[step] = make_record(SITES, step=step, events=(event,))
+    record_run(a_run(tmp_path, pid=dead_pid), records)
+    fleet = scan(tmp_path)
+    expected = ["step 2: non-finite (critical)", *(f"step {n}: rule-{n} (warning)" for n in (12, 13, 14, 15))]
+    assert json.loads(runs(fleet).body)[0]["recent"] == expected
+    page = fleet_page(fleet, time.time()).body.decode()
+    assert re.findall(r"step \d+: [^<]*|and \d+ more", page) == [*expected, "and 3 more"]
 
 
 def test_no_counter_goes_back(tmp_path: Path, dead_pid: int) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from gradwatch.account import Account
 from gradwatch.errors import AttachError
 from gradwatch.records.decision import Decision
 from gradwatch.records.record import Record
@@ -357,5 +358,10 @@ def test_a_pushgateway_keeps_the_outcome_and_nothing_that_was_only_true_then(tmp
         )
         again.close()
         assert 'gradwatch_run_outcome{instance="",job="gradwatch",outcome="finished"' in get(f"{url}/metrics")
+        crashed = PushgatewaySink(url)
+        crashed.open(make_run(tmp_path), health)
+        crashed.conclude(Account(ended="failed"))
+        crashed.close()
+        assert 'gradwatch_run_outcome{instance="",job="gradwatch",outcome="failed"' in get(f"{url}/metrics")
         assert health.errors() == {}
     wait_until(lambda: workers() == 0, "the thread ends with its last round")

@@ -66,7 +66,8 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "gradwatch_run_outcome",
         "gauge",
-        "How the process ended: finished, stopped (by a rule or by Ctrl-C) or died; the value is always 1.",
+        "How the process ended: finished, stopped (by a rule or by Ctrl-C), failed (by an exception) or died; the value "
+        "is always 1.",
         "RunEnd.outcome",
         ("outcome",),
         per_optimizer=False,

@@ -96,7 +96,14 @@ def optimizer_labels(totals_by_index: Mapping[int, RunTotals]) -> dict[int, str]
     return labels
 
 
-Outcome = Literal["finished", "stopped", "died"]
+Outcome = Literal["finished", "stopped", "failed", "died"]
+
+
+def outcome_of(ended: str, stopped: bool) -> Outcome:
+    """The outcome of a process that closed in order: `ended` as its account has it, `stopped` if a rule stopped it."""
+    if stopped or ended == "stopped":
+        return "stopped"
+    return "failed" if ended == "failed" else "finished"
 
 
 @dataclass(frozen=True, slots=True)

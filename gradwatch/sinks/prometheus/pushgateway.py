@@ -26,7 +26,7 @@ from gradwatch.sinks.http_post import TIMEOUT_SECONDS, checked_url
 from gradwatch.sinks.prometheus.collector import client_metric
 from gradwatch.sinks.prometheus.file_sd import target_labels
 from gradwatch.sinks.prometheus.final_metrics import final_families
-from gradwatch.sinks.prometheus.metric_values import RunEnd, View, families
+from gradwatch.sinks.prometheus.metric_values import RunEnd, View, families, outcome_of
 from gradwatch.sinks.prometheus.sink import PrometheusSink
 
 _CLOSE_SECONDS = 2.0
@@ -46,7 +46,8 @@ class PushgatewaySink:
         self._gateway, self._job_label = checked_url(url), job
         self._metrics = PrometheusSink(None, params="off")
         self._group: dict[str, str] = {}
-        self._stopped = self._ended = False
+        self._stopped = self._closed = False
+        self._ended = ""
         self._job: Job | None = None
 
     def open(self, run: RunInfo, health: Health) -> None:
@@ -64,8 +65,8 @@ class PushgatewaySink:
         self._metrics.write(record)
 
     def conclude(self, account: Account) -> None:
-        """Note from the account that Ctrl-C ended the run."""
-        self._stopped |= account.ended == "stopped"
+        """Note from the account how the run ended: as it should, by Ctrl-C, by an exception."""
+        self._ended = account.ended
 
     def flush(self, timeout: float) -> bool:
         """No-op: nothing is due before the end."""
@@ -76,16 +77,16 @@ class PushgatewaySink:
         ended, self._job = self._job, None
         if ended is None or ended.inherited:
             return
-        self._ended = True
+        self._closed = True
         background_worker().wait_for(ended, _CLOSE_SECONDS)
         background_worker().leave(ended)
 
     def _deliver(self) -> None:
-        if not self._ended:
+        if not self._closed:
             delete_from_gateway(self._gateway, self._job_label, self._group, timeout=TIMEOUT_SECONDS)
             return
         view = self._metrics.view()
-        end = RunEnd("stopped" if self._stopped else "finished", time.time())
+        end = RunEnd(outcome_of(self._ended, self._stopped), time.time())
         registry = CollectorRegistry()
         registry.register(_Final(replace(view, end=end), frozenset(self._group)))
         push_to_gateway(self._gateway, self._job_label, registry, self._group, timeout=TIMEOUT_SECONDS)
