@@ -138,6 +138,8 @@ def _steps(account: Account) -> str:
     (steps, of), (rejected, of_rejected) = account.steps, account.rejected
     line = f"rank {account.rank}: " if account.rank else ""
     line += f"{steps:,} of {of:,} steps watched"
+    if account.watched.waiting:
+        line += f" ({account.watched.waiting:,} of them not judged yet)"
     if rejected or of_rejected:
         line += f" and {rejected:,} of {of_rejected:,} rejected by a GradScaler"
     if unowned := account.watched.unowned:

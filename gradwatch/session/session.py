@@ -45,7 +45,7 @@ from gradwatch.sinks import Sink
 from gradwatch.taps import step_hooks
 from gradwatch.taps.backward_entry import count_backwards
 from gradwatch.taps.clip_functions import Clip
-from gradwatch.taps.process_totals import TOTALS, ended_by_exceptions
+from gradwatch.taps.process_totals import TOTALS, ended_by_exceptions, steps_under_way
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +56,18 @@ class Left:
     records: Sequence[Record] = ()
     checkpoint: CheckpointHealth = field(default_factory=lambda: joined(()))
     counted: Counted = field(default_factory=Counted)
+
+
+def _steps_of_process() -> dict[str, int]:
+    """What this process did, and what its watches watched of it; asked from any thread.
+
+    In this order: what is watched is read last, so that no step that begins meanwhile seems to be taken and not seen.
+    """
+    taken, under_way = TOTALS.taken(), steps_under_way()
+    own = [one for one in LIVE.all() if one.run.pid == here[0]]
+    deferred = sum(one.deferred for one in own)
+    watched = steps_concluded() + sum(one.steps for one in own)
+    return {**asdict(taken), "under_way": under_way, "watched": watched, "waiting": deferred}
 
 
 def _nothing() -> None:
@@ -150,7 +162,7 @@ class Session:
             before,
             lambda: steps_concluded() + sum(one.steps for one in LIVE.all() if one is not self),
         )
-        self.health.counts(lambda: asdict(TOTALS.taken()), accounting.without_data)
+        self.health.counts(_steps_of_process, accounting.without_data)
         LIVE.close_orphans()
         LIVE.add(self)
         # After: the backward that finds the models gone is none of this session's.
@@ -231,6 +243,12 @@ class Session:
         """Optimizer steps watched that no concluded account holds yet."""
         attached = self.attached
         return 0 if self._concluding or attached is None else attached.boundary.steps
+
+    @property
+    def deferred(self) -> int:
+        """Those of them that wait to be judged."""
+        attached = self.attached
+        return 0 if self._concluding or attached is None else attached.boundary.deferred
 
     @property
     def url(self) -> str | None:

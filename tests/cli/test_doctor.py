@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import socket
 import urllib.request
 from pathlib import Path
@@ -16,12 +17,17 @@ from gradwatch.cli import main
 from gradwatch.cli.doctor import torch_probes
 from gradwatch.cli.doctor.last_run import account_of_endpoint, newest_account
 from gradwatch.rules.files import parse_rules
+from gradwatch.session import session_account
+from gradwatch.session.pipeline import deferred_steps
 from gradwatch.taps.process_totals import TOTALS
 
 RUNNING = """version: 1
 rules:
   nan: {detect: {kind: nonfinite}, do: [skip_step]}
   off: {detect: {kind: above, of: norm, threshold: 1}, exclude: ["*"]}
+"""
+CALM = """version: 1
+rules: {large: {detect: {kind: above, of: norm, threshold: 1e9}}}
 """
 
 FACTORY = """
@@ -122,7 +128,50 @@ def test_the_report_for_a_person(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "next: gradwatch run" in told
 
 
-def test_all_watches_of_a_running_process_are_told(tmp_path: Path) -> None:
+@pytest.fixture
+def fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing of what other tests have trained is counted."""
+    monkeypatch.setattr(session_account, "_concluded", [])
+    TOTALS.reset()
+
+
+def test_steps_that_wait_to_be_judged_are_seen(
+    tmp_path: Path, fresh_process: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a run nothing is claimed before its first step; then no step is missed, and one that is not watched is."""
+    monkeypatch.setattr(deferred_steps, "LONGEST", math.inf)  # no clock decides when they are judged
+    model, other = nn.Linear(4, 1), nn.Linear(4, 1)
+    optimizer, unwatched = (torch.optim.SGD(each.parameters(), 1e-6) for each in (model, other))
+
+    def steps(number: int) -> None:
+        for _ in range(number):
+            optimizer.zero_grad()
+            model(torch.ones(2, 4)).sum().backward()
+            optimizer.step()
+
+    there = {"run_dir": tmp_path, "listen": "127.0.0.1:0", "rules": parse_rules(CALM)}
+    with gradwatch.watch(model, optimizer, **there) as gw:
+        model(torch.ones(2, 4)).sum().backward()
+        early = newest_account(tmp_path)
+        optimizer.step()
+        steps(99)  # until ordinary ones are told from others
+        assert gw.flush()
+        steps(5)
+        found = newest_account(tmp_path)
+        other(torch.ones(2, 4)).pow(2).mean().backward()
+        unwatched.step()
+        missed = newest_account(tmp_path)
+    assert early is not None
+    assert early[1:] == (["running: no optimizer step yet, 1 backward"], False)
+    assert found is not None
+    assert found[2], found[1]
+    assert found[1][0].startswith("running: 105 of 105 steps watched (5 of them not judged yet) · ")
+    assert missed is not None
+    assert not missed[2]
+    assert "1 of 106 optimizer steps not watched" in missed[1][1]
+
+
+def test_all_watches_of_a_running_process_are_told(tmp_path: Path, fresh_process: None) -> None:
     """Each has an endpoint: steps and firings add up, and what the process did counts once."""
     rules, watches, models = parse_rules(RUNNING), [], [nn.Linear(4, 1), nn.Linear(4, 1)]
     for model, steps in zip(models, (3, 5), strict=True):
@@ -146,7 +195,7 @@ def test_all_watches_of_a_running_process_are_told(tmp_path: Path) -> None:
     assert found.taken.steps == TOTALS.taken().steps
 
 
-def test_a_running_run_is_told_as_its_status_tells_it(tmp_path: Path) -> None:
+def test_a_running_run_is_told_as_its_status_tells_it(tmp_path: Path, fresh_process: None) -> None:
     """Steps, coverage, firings, actions and rules that are off: status, metrics and doctor say the same meanwhile."""
     torch.manual_seed(0)
     model = nn.Linear(4, 1)
@@ -168,7 +217,7 @@ def test_a_running_run_is_told_as_its_status_tells_it(tmp_path: Path) -> None:
     assert 'gradwatch_rule_inactive{rule="off",reason="matches no parameter"} 1' in metrics
     assert found is not None
     line = found[1][0]
-    assert line.startswith("running: 6 of ")  # of all steps of this process
+    assert line.startswith("running: 6 of 6 steps watched · ")
     for said in ("coverage 100%", "fired: nan ×1", "done: skip_step ×1", "no data for 1 of 2 rules"):
         assert said in line
     assert "(matches no parameter)" in line

@@ -14,8 +14,10 @@ from gradwatch.cli.run_argument import newest
 from gradwatch.errors import GradwatchError
 from gradwatch.journal.audit import Audit, read
 from gradwatch.journal.rank_journals import rank_journals
+from gradwatch.runtime.printable import plural
 from gradwatch.runtime.process_identity import is_running
 from gradwatch.serve.process_discovery import EndpointFile, read_endpoint
+from gradwatch.sinks.prometheus.metric_values import NO_OPTIMIZER
 
 _SERIES = re.compile(r"^(gradwatch_\w+?)(?:\{(.*)\})? ([0-9.e+-]+)$", re.M)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -39,12 +41,15 @@ def newest_account(directory: Path) -> tuple[str, list[str], bool] | None:
     except GradwatchError:
         return None
     accounts = audit.accounts()
-    if not accounts:  # of an earlier version
-        return where.name, [f"{audit.steps:,} steps recorded, and no summary of the run"], False
-    account = accounts[-1]
-    running = account_of_endpoint(where, rank) if account.running else None
+    account = accounts[-1] if accounts else None  # none is written yet, or it is of an earlier version
+    running = account_of_endpoint(where, rank) if account is None or account.running else None
     if running is None:
+        if account is None:
+            return where.name, [f"{plural(audit.steps, 'step')} recorded, and no summary of the run"], False
         return where.name, _plain(lines(account)), not (gaps(account) or account.unended)
+    taken = running.taken
+    if not (taken.steps or taken.rejected or running.watched.unowned):  # what will come of it is not known
+        return where.name, [f"running: no optimizer step yet, {plural(taken.backwards, 'backward')}"], False
     return where.name, ["running: " + line for line in _plain(lines(running))], not gaps(running)
 
 
@@ -55,10 +60,15 @@ def account_of_endpoint(where: Path, rank: int) -> Account | None:
     for endpoint in endpoints:
         if endpoint is not None and endpoint.rank == rank and (one := _account_at(endpoint)) is not None:
             watches.setdefault(endpoint.pid, []).append(one)
-    # What the process did stands in the metrics of each of its watches.
-    found = [merged(each, each[-1].taken) for each in watches.values()]
+    found = [_of_one_process(each) for each in watches.values()]
     whole = merged(found, total(one.taken for one in found))
     return replace(whole, processes=len(found)) if found else None
+
+
+def _of_one_process(watches: list[Account]) -> Account:
+    """The watches of one process; what the process did, and how much of it is watched, stands in the metrics of each."""
+    whole, last = merged(watches, watches[-1].taken), watches[-1].watched
+    return replace(whole, watched=replace(whole.watched, steps=last.steps, waiting=last.waiting))
 
 
 def _account_at(endpoint: EndpointFile) -> Account | None:
@@ -84,6 +94,7 @@ def account_of_metrics(text: str) -> Account:
     An `optimizer` label is taken over by the next optimizer once one is gone.
     """
     totals: dict[str, float] = {}
+    unowned = 0
     coverage, fired, actions, inactive = 1.0, dict[str, int](), dict[str, int](), dict[str, str]()
     rules: set[str] = set()
     for name, labels, value in _SERIES.findall(text):
@@ -91,6 +102,8 @@ def account_of_metrics(text: str) -> Account:
         totals[name] = totals.get(name, 0.0) + float(value)
         if name == "gradwatch_coverage_ratio":
             coverage = min(coverage, float(value))
+        elif name == "gradwatch_steps_total" and label_values.get("optimizer", "").startswith(NO_OPTIMIZER):
+            unowned += int(float(value))
         elif name == "gradwatch_rule_firings_total":
             rules.add(label_values["rule"])
             _add(fired, label_values["rule"], float(value))
@@ -103,20 +116,26 @@ def account_of_metrics(text: str) -> Account:
         return int(totals.get(f"gradwatch_{name}", 0))
 
     rejected = number("scaler_skips_total")
-    # The optimizer was not called for these; for the others a fused one was, which left the step out by itself.
-    uncalled = min(rejected, number("process_rejected_steps_total"))
+    of_rejected, waiting = number("process_rejected_steps_total"), number("process_waiting_steps")
+    # The optimizer was not called for those; for these a fused one was, which left the step out by itself.
+    inside = max(0, rejected - of_rejected)
+    taken = number("process_steps_total")
+    # A step that has begun is perhaps not measured yet, and steps go on being measured while they are counted.
+    watched = min(taken, number("process_watched_steps_total") + number("process_steps_under_way"))
     return Account(
         Taken(
             backwards=number("process_backwards_total"),
             grad_calls=number("process_grad_calls_total"),
-            steps=number("process_steps_total"),
-            rejected=number("process_rejected_steps_total"),
+            steps=taken,
+            rejected=of_rejected,
             clips=number("process_clips_total"),
         ),
         Watched(
-            steps=number("steps_total") - uncalled,
-            rejected=uncalled,
-            rejected_inside=rejected - uncalled,
+            steps=watched,
+            rejected=min(of_rejected, rejected + waiting),
+            rejected_inside=inside,
+            waiting=waiting,
+            unowned=unowned,
             parameters=number("params"),
             coverage=coverage,
         ),

@@ -127,7 +127,12 @@ class Boundary:
     @property
     def waiting(self) -> int:
         """Number of steps that were measured and are not judged yet, those under way in other threads included."""
-        return sum(len(ctx.deferral) for ctx in self._contexts) + process_totals.steps_under_way()
+        return self.deferred + process_totals.steps_under_way()
+
+    @property
+    def deferred(self) -> int:
+        """Number of steps that were measured and wait to be judged."""
+        return sum(len(ctx.deferral) for ctx in self._contexts)
 
     def flush(self) -> None:
         """Judge every step that waits: its numbers were on their way from a device, or nothing was urgent."""

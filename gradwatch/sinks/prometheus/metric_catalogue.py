@@ -66,8 +66,7 @@ METRICS: tuple[Metric, ...] = (
     Metric(
         "gradwatch_run_outcome",
         "gauge",
-        "How the process ended: finished, stopped (by a rule or by Ctrl-C), failed (by an exception) or died; the value "
-        "is always 1.",
+        "How it ended: finished, stopped (by a rule or Ctrl-C), failed (by an exception) or died; the value is 1.",
         "RunEnd.outcome",
         ("outcome",),
         per_optimizer=False,
@@ -330,11 +329,29 @@ METRICS: tuple[Metric, ...] = (
         per_optimizer=False,
     ),
     *(
-        Metric(name, "counter", text, "gradwatch.taps.process_totals", per_optimizer=False)
+        Metric(
+            name,
+            "counter" if name.endswith("_total") else "gauge",
+            text,
+            "gradwatch.taps.process_totals",
+            per_optimizer=False,
+        )
         for name, text in (
             (
                 "gradwatch_process_steps_total",
-                "Optimizer steps that this process took, watched (gradwatch_steps_total) or not.",
+                "Optimizer steps that this process took, watched (gradwatch_process_watched_steps_total) or not.",
+            ),
+            (
+                "gradwatch_process_watched_steps_total",
+                "Those of them that gradwatch watched; those that are judged are counted in gradwatch_steps_total, too.",
+            ),
+            (
+                "gradwatch_process_waiting_steps",
+                "Those watched that are not judged yet: ordinary steps are judged some at a time.",
+            ),
+            (
+                "gradwatch_process_steps_under_way",
+                "Threads of this process that are in an optimizer step, or whose last one an exception ended.",
             ),
             (
                 "gradwatch_process_rejected_steps_total",

@@ -98,7 +98,7 @@ def test_every_metric_can_be_shown(tmp_path: Path) -> None:
     sink.open(make_run(tmp_path), sink._health)
     sink._health.mark("engine", True)
     sink._health.set_inactive({"rule": "matches no parameter"})
-    sink._health.counts(lambda: asdict(Taken()), dict)
+    sink._health.counts(lambda: {**asdict(Taken()), "watched": 0, "waiting": 0, "under_way": 0}, dict)
     columns = {"zero_fraction": Column(np.zeros(4, np.float32), np.ones(4, bool))}
     record = make_record(SITES, loss_scale=1024.0, columns=columns)
     scalars = {"loss": 0.7, "lr": 1e-3, "accuracy": 0.5, "noise_scale": 2.0}
