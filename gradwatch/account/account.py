@@ -88,11 +88,12 @@ class Watched:
     theirs took their place; `without_histogram`
     steps at which histograms of gradients were due and whose loss scale is no power of two; `provisional` and
     `unjudged` steps of those watched, `nonfinite_unjudged` those whose gradients held NaN or Inf with no rule that says
-    so, `waiting` those that a process that runs on has yet to judge. `optimizers` of which a step, taken or rejected, was watched; `parameters` watched at one time, at most (those
-    of an optimizer that is gone until another one takes its place); `optimizers_before` and `parameters_before` are
-    those of them that another watch of the process had counted when this one took its place, by other rules. `coverage`
-    0..1 of the parameters that want a gradient. `own_seconds` of `seconds` were gradwatch's, from the second recorded
-    step on; `attach_seconds` are what it took before: imports, hooks, the binding of rules.
+    so, `waiting` those that a process that runs on has yet to judge. `optimizers` of which a step, taken or rejected,
+    was watched; `parameters` watched at one time, at most (those of an optimizer that is gone until another one takes
+    its place); `optimizers_before` and `parameters_before` are those of them that another watch of the process had
+    counted when this one took its place, by other rules. `coverage` 0..1 of the parameters that want a gradient.
+    `own_seconds` of `seconds` were gradwatch's, from the second recorded step on; `attach_seconds` are what it took
+    before: imports, hooks, the binding of rules.
     """
 
     steps: int = 0

@@ -66,7 +66,7 @@ def account_of_endpoint(where: Path, rank: int) -> Account | None:
 
 
 def _of_one_process(watches: list[Account]) -> Account:
-    """The watches of one process; what the process did, and how much of it is watched, stands in the metrics of each."""
+    """The watches of one process; what it did, and how much of that is watched, stands in the metrics of each."""
     whole, last = merged(watches, watches[-1].taken), watches[-1].watched
     return replace(whole, watched=replace(whole.watched, steps=last.steps, waiting=last.waiting))
 

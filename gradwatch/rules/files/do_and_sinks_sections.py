@@ -67,7 +67,8 @@ def actions(node: Node | None, problems: Problems) -> tuple[Action, ...]:
             hint = advice or f"actions: {', '.join(ACTIONS)}"
             problems.add(mark, "GW203", f"unknown action {quoted(name)}{meant}", hint)
             continue
-        valid = check(params, parameters_model(kind.params), problems, mark, f"action '{name}'")
+        elsewhere = words_of_other_tools.ACTION_KEYS.get(name)
+        valid = check(params, parameters_model(kind.params), problems, mark, f"action '{name}'", elsewhere)
         if valid is None:
             continue
         values = valid.model_dump()

@@ -28,11 +28,12 @@ from gradwatch.rules.yaml.nodes import Map, Node, Problems, Scalar, Seq, quoted,
 
 _IN_RULE = dict.fromkeys(keys_of(RuleEntry), "a key of a rule: write it below the rule's id in `rules:`")
 
+_OF_FILE = {**words_of_other_tools.FILE_KEYS, **_IN_RULE}
+
 
 def check_sections_of_file(document: Map, problems: Problems) -> None:
     """Report everything that is wrong with the shape of one file."""
-    known = {**words_of_other_tools.FILE_KEYS, **_IN_RULE}
-    check(document, Document, problems, document.mark, "the file", known)
+    check(document, Document, problems, document.mark, "the file", _OF_FILE)
     sections(document, problems)
     overrides = document.get("overrides")
     for item in overrides.items if isinstance(overrides, Seq) else ():
@@ -41,7 +42,7 @@ def check_sections_of_file(document: Map, problems: Problems) -> None:
 
 
 def _override(item: Map, problems: Problems) -> None:
-    check(item, Override, problems, item.mark, "an override", _IN_RULE)
+    check(item, Override, problems, item.mark, "an override", _OF_FILE)
     match = item.get("match")
     if isinstance(match, Map):
         check(match, Match, problems, item.key_mark("match"), "`match`")

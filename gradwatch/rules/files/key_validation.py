@@ -242,7 +242,7 @@ def _describe(error: Any, node: Node, name: str, problems: Problems) -> tuple[st
     kind, context = error["type"], error.get("ctx", {})
     label = quoted(name)
     if kind in _TYPES:
-        return "GW103", f"{label} must be {_TYPES[kind]}, not {shown(node)}", _type_hint(kind, node)
+        return "GW103", f"{label} must be {_TYPES[kind]}, not {shown(node)}", _type_hint(kind, node, name)
     if kind == "literal_error":
         return _choice(str(context["expected"]), node, label, problems)
     if kind in _BOUNDS:
@@ -279,7 +279,9 @@ def _number(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:g}"
 
 
-def _type_hint(kind: str, node: Node) -> str:
+def _type_hint(kind: str, node: Node, name: str) -> str:
+    if isinstance(node, Map) and kind in ("list_type", "tuple_type") and name in ("sinks", "do"):
+        return words_of_other_tools.as_list(name, node.entries)
     if not isinstance(node, Scalar):
         return ""
     if node.value is None:
@@ -295,7 +297,7 @@ def _type_hint(kind: str, node: Node) -> str:
     if kind == "bool_type":
         return advice(node.text, "truth")
     if kind in ("dict_type", "model_type"):
-        return ""
+        return f"write {words_of_other_tools.CLIP}" if name == "clip" else ""
     if isinstance(node.value, str) and not node.plain:
         return "delete the quotes" if node.text.replace(".", "").isdigit() else advice(node.text, "number")
     return advice(node.text, "number")

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+
+from gradwatch.rules.action_kinds import ACTIONS as OUR_ACTIONS
+from gradwatch.rules.sink_kinds import SINKS as OUR_SINKS
 
 _NOTHING = (
     "no action is needed: what fires is logged, recorded and exported; `severity:` says how grave it is, and "
@@ -11,6 +14,14 @@ _NOTHING = (
 _GROUP = (
     "name them as a group, `groups: {mine: {match: [...]}}` beside `rules:`, and write `groups: [mine]` here"
 )
+_DEFAULT_SINKS = "prometheus, journal, log"
+_WRITTEN_TO = (
+    f"sinks are of the whole file: write `sinks: [{_DEFAULT_SINKS}, slack]` beside `rules:`; `severity:` of a sink is "
+    "the least that it writes of"
+)
+_TO_BE_TOLD_WHERE = ("email", "webhook")
+_REPLACED = "a list, which replaces the default one"
+CLIP = "clip: {total: {method: norm, max_norm: 1.0}}"
 _NOT_FINITE = "nonfinite: a NaN or Inf"
 _TOO_LARGE = "above (a fixed threshold), spike (against its own past), or jump (before there is a past)"
 _TOO_SMALL = "below (a fixed threshold), below_recent_min or drop (against its own past), or all_zero"
@@ -19,6 +30,24 @@ _TOO_SMALL = "below (a fixed threshold), below_recent_min or drop (against its o
 def _each(words: str, write: str = "", say: str = "") -> dict[str, str]:
     """One advice for several words: what to `write`, or a sentence of its own."""
     return dict.fromkeys(words.split(), say or f"write {write}")
+
+
+def _sinks(*names: str) -> str:
+    """The section with these sinks beside those that are there without it."""
+    further = [
+        f"{{{name}: …}}" if name in _TO_BE_TOLD_WHERE else name
+        for name in names
+        if name not in _DEFAULT_SINKS.split(", ")
+    ]
+    return f"sinks: [{', '.join((_DEFAULT_SINKS, *further))}]"
+
+
+def as_list(key: str, names: Iterable[str]) -> str:
+    """Advice on a map in the place of `sinks:` or `do:`, with the keys of it that are known there."""
+    if key == "sinks":
+        return f"write {_sinks(*(name for name in names if name in OUR_SINKS))}: {_REPLACED}"
+    known = ", ".join(name for name in names if name in OUR_ACTIONS)
+    return f"write a list, with the parameters of an action in its own map: [{known or 'skip_step'}]"
 
 
 KINDS: Mapping[str, str] = {
@@ -45,7 +74,7 @@ ACTIONS: Mapping[str, str] = {
     **_each("abort halt raise exit kill terminate fail stop_training", "stop"),
     **_each(
         "clip_norm clip_grad clip_grad_norm clip_value",
-        "clip, with `max_norm:`; or the section `clip:` for every step",
+        "clip, with `to:` the norm; or the section `clip:` for every step",
     ),
     **_each("checkpoint save dump bundle", "snapshot: the step with all that is needed to run it again"),
     **_each("zero zero_grad zero_nan nan_to_num", "zero_nonfinite"),
@@ -53,6 +82,11 @@ ACTIONS: Mapping[str, str] = {
     **_each("scale scale_down", "rescale"),
 }
 """For entries of `do:`."""
+
+ACTION_KEYS: Mapping[str, Mapping[str, str]] = {
+    "clip": _each("max_norm norm value threshold limit", "to: the norm that is left")
+}
+"""For parameters of an action."""
 
 SINKS: Mapping[str, str] = {
     **_each("console stdout stderr print terminal", "log"),
@@ -81,17 +115,25 @@ RULE_KEYS: Mapping[str, str] = {
     **_each("disabled", "enabled: false"),
     **_each("expr expression query", "detect: {kind: above, of: COLUMN, threshold: …}"),
     **_each("alert", say="the key above is its name, and it alerts without being told to"),
+    **_each("sinks notify notifications notifier receivers", say=_WRITTEN_TO),
+    **_each(" ".join(OUR_SINKS), say=_WRITTEN_TO),
+    **{name: f"write do: [{name}]" for name in OUR_ACTIONS},
+    **_each(
+        "clip grad_clip clip_norm clip_grad_norm max_grad_norm gradient_clip_val gradient_clipping",
+        f"do: [{{clip: {{to: 1.0}}}}] for the steps at which it breaches, or `{CLIP}` beside `rules:` for every step",
+    ),
 }
 """For keys of a rule."""
 
 FILE_KEYS: Mapping[str, str] = {
     **_each(
         "max_grad_norm gradient_clip_val gradient_clipping grad_clip clip_grad_norm clip_norm max_norm",
-        "clip: {method: norm, max_norm: …}",
+        CLIP,
     ),
     **_each(
-        "alert alerts alerting notify notifications receivers", "sinks: [slack, email, webhook, alertmanager]"
+        "alert alerts alerting notify notifications notifier receivers", f"{_sinks('slack')}: {_REPLACED}"
     ),
+    **{name: f"write {_sinks(name)}: {_REPLACED}" for name in OUR_SINKS},
     **_each("thresholds detectors checks", "rules: {NAME: {detect: {kind: …}}}"),
     **_each("include includes inherit base", "extends: [default]"),
 }

@@ -343,7 +343,7 @@ METRICS: tuple[Metric, ...] = (
             ),
             (
                 "gradwatch_process_watched_steps_total",
-                "Those of them that gradwatch watched; those that are judged are counted in gradwatch_steps_total, too.",
+                "Those of them that gradwatch watched; gradwatch_steps_total counts them when they are judged.",
             ),
             (
                 "gradwatch_process_waiting_steps",

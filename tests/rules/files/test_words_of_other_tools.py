@@ -41,6 +41,39 @@ def test_every_advice_is_given(place: str) -> None:
         assert found[0].source[found[0].column - 1 :].startswith(word)
 
 
+IN_PLACE = {
+    START
+    + "    detect: {kind: nonfinite}\n    do: [{clip: {max_norm: 1}}]\n": "write to: the norm that is left",
+    START + "    detect: {kind: nonfinite}\n    do: {skip_step: }\n": "own map: [skip_step]",
+    "version: 1\nsinks: {slack: {}, email: {}}\n": "write sinks: [prometheus, journal, log, slack, {email: …}]: a list",
+    "version: 1\nclip: 1.0\n": f"write {words.CLIP}",
+    "version: 1\noverrides: [{match: {run: x}, slack: {}}]\n": "write sinks: [prometheus, journal, log, slack]: a list",
+    START
+    + "    detect: {kind: nonfinite}\n    slack: {}\n": "write `sinks: [prometheus, journal, log, slack]` beside",
+    START + "    detect: {kind: nonfinite}\n    clip: 1.0\n": "write do: [{clip: {to: 1.0}}] for",
+}
+
+
+@pytest.mark.parametrize("text", IN_PLACE)
+def test_what_is_written_in_another_shape_or_place(text: str) -> None:
+    """A map for a list, a number for a section, a section in a rule: the one problem says what to write."""
+    error = problems_of(text)
+    assert error is not None
+    (problem,) = error.problems
+    assert IN_PLACE[text] in problem.hint
+
+
+def test_what_is_advised_is_accepted() -> None:
+    """Sections and actions that hints spell out are right as they stand."""
+    advised = ["sinks: [prometheus, journal, log, slack]", words.CLIP]
+    for line in advised:
+        assert any(line in hint for hint in {**words.FILE_KEYS, **words.RULE_KEYS}.values()), line
+        assert problems_of(f"version: 1\n{line}\n") is None
+    clip = "do: [{clip: {to: 1.0}}]"
+    assert clip in words.RULE_KEYS["clip"]
+    assert problems_of(START + f"    detect: {{kind: above, of: norm, threshold: 1}}\n    {clip}\n") is None
+
+
 @pytest.mark.parametrize("kind", DETECTORS)
 def test_advice_on_a_bound_is_what_the_kind_means_by_it(kind: str) -> None:
     """Words for `above` and `threshold` are answered by the kind's own sentence on that key."""
