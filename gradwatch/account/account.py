@@ -136,10 +136,10 @@ class Account:
     """One process: `taken` beside `watched`.
 
     `fired` times by rule, `actions` times by name, `rebaselined` how often baselines began anew, by reason; `inactive`
-    why a rule matched nothing, or what of its actions is off (`NOT_ARMED`), `no_data` why a rule was
-    never evaluated, by rule; `never_judged` which parameters a rule has not judged at any step, since nothing of theirs
-    had a value when their turn came; `rules` how many are enabled. `reasons` are what is known to have kept steps from
-    being watched (a watch that failed, or that was closed). `directory` is the run's folder, "" without one.
+    why a rule matched nothing, or what of its actions is off (`NOT_ARMED`), `no_data` why a rule was never evaluated,
+    by rule; `never_judged` which parameters a rule has not judged at any step, since nothing of theirs had a value when
+    their turn came; `rules` how many are enabled. `reasons` are what is known to have kept steps from being watched (a
+    watch that failed, or that was closed). `directory` is the run's folder, "" where it has none, or no journal in it.
 
     `rank` is the one in torch's process group, if the process was `in_group`, else the one by its launcher's word.
     `told_by` is the process whose printed account includes this one, 0 where it is its own. Where it includes others,

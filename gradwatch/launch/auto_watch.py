@@ -506,8 +506,11 @@ def _greet(watch: Session, optimizers: list[Optimizer]) -> None:
         return
     names = ", ".join(type(model).__name__ for model in watch.models()[:3]) or "no module"
     count = len(set(map(id, params_of(*optimizers))))
-    where = " · ".join(part for part in (watch.url, exit_summary.shown(watch.run.directory)) if part)
-    stderr.say(f"gradwatch: watching {count} parameters of {names} · {where}")
+    missing = watch.missing_sinks
+    folder = "" if "journal" in missing else exit_summary.shown(watch.run.directory)
+    without = f"no {', no '.join(missing)}: not in the rule file's `sinks:`" if missing else ""
+    parts = (f"gradwatch: watching {count} parameters of {names}", watch.url, folder, without)
+    stderr.say(" · ".join(part for part in parts if part))
 
 
 def _strict() -> bool:

@@ -155,7 +155,7 @@ class Session:
         first = self.origin == "launcher" and not succeeds
         before = NOTHING_TAKEN if first else TOTALS.taken()
         self._accounting = accounting = Accounting(
-            self.run,
+            self.run if self._sinks.recorded else replace(self.run, directory=""),
             self._publishing.totals,
             self.health.inactive,
             self._counted,
@@ -249,6 +249,11 @@ class Session:
         """Those of them that wait to be judged."""
         attached = self.attached
         return 0 if self._concluding or attached is None else attached.boundary.deferred
+
+    @property
+    def missing_sinks(self) -> tuple[str, ...]:
+        """The default sinks that it does not write to."""
+        return self._sinks.missing
 
     @property
     def url(self) -> str | None:
@@ -466,7 +471,7 @@ class Session:
         attached = self.attached
         if attached is None:
             return None
-        recorded = any(breaker.name == "journal" for breaker in self._sinks)
+        recorded = self._sinks.recorded
         unrecorded = 0 if recorded else self._unrecorded + attached.boundary.steps
         given = attached.hand_over(self._place, unrecorded)
         self._place = ProcessPlace()  # the other one is kept until the next session is there

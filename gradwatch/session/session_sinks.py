@@ -12,7 +12,7 @@ from gradwatch.records.record import CheckpointHealth
 from gradwatch.records.run_info import RunInfo
 from gradwatch.rules.rule_set import RuleSet
 from gradwatch.runtime.internal_errors import Health
-from gradwatch.session.settings import Settings, check_directory, sink_specs
+from gradwatch.session.settings import DEFAULT_SINKS, Settings, check_directory, sink_specs
 from gradwatch.sinks import Sink, make_sink
 from gradwatch.sinks.circuit_breaker import Breaker
 
@@ -47,11 +47,25 @@ class SessionSinks:
         self._breakers += [Breaker(sink, self._health, strict=strict) for sink in sinks]
         self._open = list(self._breakers)
         for breaker in self._breakers:
+            hears = getattr(breaker.sink, "run_is_recorded", None)
+            if hears is not None:
+                hears(self.recorded)
             breaker.open(run)
         for breaker in self._breakers:
             moved = getattr(breaker.sink, "moved", "")
             if moved:
                 say(breaker.name, AttachError(moved))
+
+    @property
+    def recorded(self) -> bool:
+        """True if a journal is written: without one there is nothing to report or to explain."""
+        return any(breaker.name == "journal" for breaker in self._breakers)
+
+    @property
+    def missing(self) -> tuple[str, ...]:
+        """The sinks that there are by default, and are not among these."""
+        names = {breaker.name for breaker in self._breakers}
+        return tuple(name for name in DEFAULT_SINKS if name not in names)
 
     @property
     def url(self) -> str | None:

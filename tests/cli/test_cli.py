@@ -113,6 +113,21 @@ def test_check_accepts_good_files_and_packs(good: str, capsys: pytest.CaptureFix
     assert told.err == ""
 
 
+@pytest.mark.parametrize(
+    ("sinks", "note"),
+    [("[pushgateway]", "no prometheus, no journal, no log: `sinks:`"), ("[log, journal, prometheus]", "")],
+)
+def test_check_notes_default_sinks_that_a_list_leaves_out(
+    sinks: str, note: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A note and no problem: without a journal nothing can be reported or explained."""
+    path = tmp_path / "rules.yaml"
+    path.write_text(f"version: 1\nextends: [default]\nsinks: {sinks}\n", encoding="utf-8")
+    assert main(["rules", "check", str(path)]) == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if line.startswith("note ")]
+    assert [line.removeprefix("note  ")[: len(note)] for line in notes] == ([note] if note else [])
+
+
 def test_check_shows_every_problem_with_its_place(bad: str, capsys: pytest.CaptureFixture[str]) -> None:
     """All problems at once, framed with file:line:column, the caret and the code; exit 1."""
     assert main(["rules", "check", bad]) == 1

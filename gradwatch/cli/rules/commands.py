@@ -25,6 +25,11 @@ STAGGERED_RULES = (
     "each parameter or module is judged every {} steps, in turns (`every: 1`: all at each step): {}"
 )
 
+MISSING_SINKS = (
+    "no {}: `sinks:` takes the place of the default list, prometheus (/metrics), journal (all that report, explain "
+    "and audit read) and log; name what is to stay"
+)
+
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Describe `gradwatch rules …` to argparse."""
@@ -128,9 +133,10 @@ def handle_check(arguments: argparse.Namespace) -> int:
 
 
 def check_one(path: str, cost: bool = False, model: nn.Module | None = None) -> dict[str, Any]:
-    """Contents of one rule file: its rules and digest, or its problems; notes on what is staggered; what it costs."""
+    """Contents of one rule file: its rules and digest, or its problems; notes on what is staggered and what is not written; what it costs."""
     from gradwatch.cli.preflight import load
     from gradwatch.cli.rules.read_cost import cost_of
+    from gradwatch.session.settings import DEFAULT_SINKS
 
     report: dict[str, Any] = {
         "path": path,
@@ -149,6 +155,10 @@ def check_one(path: str, cost: bool = False, model: nn.Module | None = None) -> 
         if rule.enabled and rule.staggered:
             staggered.setdefault(rule.every, []).append(rule.id)
     notes = [STAGGERED_RULES.format(every, ", ".join(ids)) for every, ids in sorted(staggered.items())]
+    if ruleset.sinks is not None:
+        listed = {spec.kind for spec in ruleset.sinks}
+        missing = [name for name in DEFAULT_SINKS if name not in listed]
+        notes += [MISSING_SINKS.format(", no ".join(missing))] if missing else []
     enabled = sum(rule.enabled for rule in ruleset.rules)
     report |= {"enabled": enabled, "digest": ruleset.digest, "notes": notes}
     return report | {"cost": cost_of(ruleset, model)} if cost else report

@@ -19,11 +19,12 @@ LONGEST_LINE = 500
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """The changes of some rules of a run, worst first; `dropped` rules more have fired."""
+    """The changes of some rules of a run, worst first; `dropped` rules more have fired. `recorded`: the run has a journal."""
 
     run: RunInfo
     alerts: tuple[Alert, ...]
     dropped: int = 0
+    recorded: bool = True
 
     @property
     def status(self) -> str:
@@ -73,17 +74,17 @@ class Message:
         more = len(self.alerts) - MOST_LINES + self.dropped if len(self.alerts) > MOST_LINES else self.dropped
         if more:
             yield f"and {more} more rules"
-        if self.run.directory:
+        if self.recorded and self.run.directory:
             yield one_line(f"next: gradwatch explain --run {self.run.directory}", LONGEST_LINE)
 
 
-def message(run: RunInfo, alerts: Sequence[Alert], dropped: int = 0) -> Message:
+def message(run: RunInfo, alerts: Sequence[Alert], dropped: int = 0, recorded: bool = True) -> Message:
     """The message on these alerts: firing before resolved, the worst first."""
 
     def place(alert: Alert) -> tuple[bool, int]:
         return alert.resolved is not None, -SEVERITIES.index(alert.event.severity)
 
-    return Message(run, tuple(sorted(alerts, key=place)), dropped)
+    return Message(run, tuple(sorted(alerts, key=place)), dropped, recorded)
 
 
 def _line(alert: Alert) -> str:

@@ -64,6 +64,7 @@ class Notifier(ABC):
         self._at_once = False
         self._run, self._health = RunInfo("", ""), Health()
         self._job: Job | None = None
+        self._recorded = True
 
     @abstractmethod
     def prepare(self) -> None:
@@ -76,6 +77,10 @@ class Notifier(ABC):
     def report(self, error: Exception) -> None:
         """Count a failure that is no reason to send again."""
         self._health.report(self.name, error)
+
+    def run_is_recorded(self, recorded: bool) -> None:
+        """Say whether a journal is written, which the commands that messages name read."""
+        self._recorded = recorded
 
     def open(self, run: RunInfo, health: Health) -> None:
         """Look up secrets and get a worker; nothing is sent before a rule fires."""
@@ -131,7 +136,7 @@ class Notifier(ABC):
             self._since = None  # what comes while this is on its way has a time of its own
         try:
             if news:
-                self.send(message(self._run, news, dropped))
+                self.send(message(self._run, news, dropped, self._recorded))
         except BaseException:
             with self._lock:
                 self._at_once, self._since = self._at_once or at_once, since

@@ -19,6 +19,7 @@ from gradwatch.sinks import make_sink
 from gradwatch.sinks.notify.notifier import Notifier
 from gradwatch.sinks.notify.slack import SlackSink
 from gradwatch.sinks.notify.webhook import WebhookSink
+from tests.cli.terminal_session import TerminalSession
 from tests.deploy.servers import wait_until
 from tests.sinks.notify.receiver import Receiver, receiving
 from tests.support import warm
@@ -312,6 +313,34 @@ def test_a_stop_is_on_its_way_before_the_process_ends(tmp_path: Path) -> None:
     assert body["alerts"][0]["step"] == 30
     assert "stop" in body["alerts"][0]["actions"]
     assert "train.py" in body["subject"]
+    assert "\nnext: gradwatch explain --run " in body["text"]
+
+
+def test_without_a_journal_nobody_is_sent_to_one(tmp_path: Path) -> None:
+    """A file whose list of sinks leaves the default ones out: said in the first line; messages name no such command."""
+    (tmp_path / "train.py").write_text(
+        "import torch\n"
+        "model = torch.nn.Linear(4, 1); optimizer = torch.optim.SGD(model.parameters(), 0.1)\n"
+        "for step in range(5):\n"
+        "    optimizer.zero_grad()\n"
+        "    (model(torch.ones(8, 4)).mean() * (float('nan') if step == 3 else 1)).backward()\n"
+        "    optimizer.step()\n"
+    )
+    with receiving() as got:
+        (tmp_path / "rules.yaml").write_text(
+            f"version: 1\nextends: [default]\nsinks: [prometheus, webhook: {{url: '{got.url}'}}]\n"
+        )
+        command = [*GRADWATCH, "run", "--rules", "rules.yaml", "--listen", "127.0.0.1:0", "--dir", "runs"]
+        with TerminalSession([*command, "--", sys.executable, "train.py"], tmp_path, os.environ) as session:
+            assert session.process.wait(120) == 0
+            told = session.wait_for("5 of 5 steps watched")
+        assert got.bodies
+    assert "non-finite at step 3" in got.bodies[-1]["text"]
+    assert "next:" not in got.bodies[-1]["text"]
+    first = next(line for line in told.splitlines() if "watching 2 parameters of Linear" in line)
+    assert first.endswith(" · no journal, no log: not in the rule file's `sinks:`")
+    assert "runs/" not in first
+    assert "next:" not in told
 
 
 def test_decisions_of_other_rules_are_not_this_ones(tmp_path: Path) -> None:
