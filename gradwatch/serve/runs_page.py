@@ -80,7 +80,7 @@ def _row(member: Member, now: float) -> str:
 
 
 def _firings(member: Member, summary: Summary) -> Iterator[str]:
-    """How many there were, some of them, and how many are not shown."""
+    """Number of firings, some of them, and how many are not shown."""
     yield str(summary.firings)
     for one in summary.recent:
         yield _link(member, one, "#incidents")

@@ -59,7 +59,7 @@ class Left:
 
 
 def _steps_of_process() -> dict[str, int]:
-    """What this process did, and what its watches watched of it; asked from any thread.
+    """Totals of this process, and of its steps those watched; asked from any thread.
 
     In this order: what is watched is read last, so that no step that begins meanwhile seems to be taken and not seen.
     """

@@ -47,9 +47,9 @@ class SessionSinks:
         self._breakers += [Breaker(sink, self._health, strict=strict) for sink in sinks]
         self._open = list(self._breakers)
         for breaker in self._breakers:
-            hears = getattr(breaker.sink, "run_is_recorded", None)
-            if hears is not None:
-                hears(self.recorded)
+            run_is_recorded = getattr(breaker.sink, "run_is_recorded", None)
+            if run_is_recorded is not None:
+                run_is_recorded(self.recorded)
             breaker.open(run)
         for breaker in self._breakers:
             moved = getattr(breaker.sink, "moved", "")

@@ -147,6 +147,11 @@ GIVEN_FROM_ABOVE = {
 }
 """From file to file, what a healthy step asks of a function that was given from above, beside listeners of hooks."""
 
+ASKED_BY_A_SCRAPE = {
+    ("sinks/prometheus/sink.py", "session/boundary/optimizer_step.py"),  # how many steps wait to be judged
+}
+"""From file to file, what /metrics asks of a function that was given from above; no step waits for it."""
+
 
 @contextmanager
 def upward_calls() -> Iterator[set[Arrow]]:
@@ -217,5 +222,5 @@ def test_the_picture_is_a_step(tmp_path: Path) -> None:
         gw.close()
     assert arrows.keys() - stepped == set()
     upward = {arrow for arrow in stepped if LEVEL[room(arrow[0])] < LEVEL[room(arrow[1])]}
-    assert upward == {arrow for arrow in upward if arrows.get(arrow)}
+    assert upward - ASKED_BY_A_SCRAPE == {arrow for arrow in upward if arrows.get(arrow)}
     assert all(LEVEL[room(a)] >= LEVEL[room(b)] for (a, b), dotted in arrows.items() if not dotted)

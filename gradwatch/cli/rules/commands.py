@@ -133,7 +133,7 @@ def handle_check(arguments: argparse.Namespace) -> int:
 
 
 def check_one(path: str, cost: bool = False, model: nn.Module | None = None) -> dict[str, Any]:
-    """Contents of one rule file: its rules and digest, or its problems; notes on what is staggered and what is not written; what it costs."""
+    """Contents of one rule file: its rules and digest, or its problems; notes on rules and sinks; what it costs."""
     from gradwatch.cli.preflight import load
     from gradwatch.cli.rules.read_cost import cost_of
     from gradwatch.session.settings import DEFAULT_SINKS

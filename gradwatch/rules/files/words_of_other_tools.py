@@ -19,7 +19,7 @@ _WRITTEN_TO = (
     f"sinks are of the whole file: write `sinks: [{_DEFAULT_SINKS}, slack]` beside `rules:`; `severity:` of a sink is "
     "the least that it writes of"
 )
-_TO_BE_TOLD_WHERE = ("email", "webhook")
+_WITH_AN_ADDRESS = ("email", "webhook")
 _REPLACED = "a list, which replaces the default one"
 CLIP = "clip: {total: {method: norm, max_norm: 1.0}}"
 _NOT_FINITE = "nonfinite: a NaN or Inf"
@@ -35,7 +35,7 @@ def _each(words: str, write: str = "", say: str = "") -> dict[str, str]:
 def _sinks(*names: str) -> str:
     """The section with these sinks beside those that are there without it."""
     further = [
-        f"{{{name}: …}}" if name in _TO_BE_TOLD_WHERE else name
+        f"{{{name}: …}}" if name in _WITH_AN_ADDRESS else name
         for name in names
         if name not in _DEFAULT_SINKS.split(", ")
     ]

@@ -19,7 +19,7 @@ LONGEST_LINE = 500
 
 @dataclass(frozen=True, slots=True)
 class Message:
-    """The changes of some rules of a run, worst first; `dropped` rules more have fired. `recorded`: the run has a journal."""
+    """The changes of some rules of a run, worst first; `dropped` rules more have fired; `recorded`: with a journal."""
 
     run: RunInfo
     alerts: tuple[Alert, ...]
