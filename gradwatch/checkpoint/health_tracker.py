@@ -188,7 +188,7 @@ class CheckpointHealthTracker:
             self.surged = None
         self._looked_at = step
         self.ruin = ruin
-        if not (ruin or self.outgrown):
+        if not (ruin or self.outgrown or self.nonfinite_statistics):
             self.looked = step if step >= 0 else None
         if self.suspected is not None and step >= self.suspected:
             self.suspected = None
@@ -239,8 +239,13 @@ class CheckpointHealthTracker:
     def _grows_to(self, largest: float) -> None:
         self._largest, self.surge_from = largest, SURGE * largest or inf
 
-    def statistics_read(self, nonfinite: tuple[str, ...]) -> None:
-        """Keep the names of the running statistics that are not finite, of those that were just read."""
+    def statistics_read(self, nonfinite: tuple[str, ...], by_this_step: bool = False) -> None:
+        """Keep the names of the running statistics that are not finite, of those that were just read.
+
+        `by_this_step`: its gradients are not finite either, so its batch did that, and no step before is suspected.
+        """
+        if nonfinite and not self.nonfinite_statistics and self.now.healthy and not by_this_step:
+            self._last = self.looked
         self.nonfinite_statistics = nonfinite
 
     def _renew(self) -> CheckpointHealth:

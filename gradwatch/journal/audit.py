@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from statistics import median
 
@@ -83,9 +83,10 @@ class Line:
 
 @dataclass(slots=True)
 class Fired:
-    """One rule that fired, `times` in all; `incidents` names the first few, `cause` is the first that was found.
+    """One rule that fired, `times` in all; `incidents` names the first few, that of `first_step` before the others.
 
-    Steps of -1: none of its events is in the journal.
+    `cause` is the first that was found, of an incident at `cause_step`: it says so itself where that is not the first
+    incident. Steps of -1: none of its events is in the journal, no cause is known.
     """
 
     rule: str
@@ -95,6 +96,7 @@ class Fired:
     last_step: int = -1
     incidents: list[str] = field(default_factory=list)
     cause: str = ""
+    cause_step: int = -1
 
     @property
     def steps(self) -> tuple[str, str]:
@@ -106,10 +108,21 @@ class Fired:
     def add(self, event: Event) -> None:
         """Count one firing."""
         self.times += 1
-        self.first_step = event.step if self.first_step < 0 else min(self.first_step, event.step)
+        earliest = self.first_step < 0 or event.step < self.first_step
+        self.first_step = event.step if earliest else self.first_step
         self.last_step = max(self.last_step, event.step)
-        if event.incident not in self.incidents and len(self.incidents) < _MOST_INCIDENTS:
-            self.incidents.append(event.incident)
+        if event.incident not in self.incidents:
+            self.incidents.insert(0 if earliest else len(self.incidents), event.incident)
+            del self.incidents[_MOST_INCIDENTS:]
+
+    def take_cause(self, causes: Mapping[str, Finding]) -> None:
+        """Keep the first cause that was found, by incident: with its own step where that is not the first one."""
+        for incident in self.incidents:
+            cause = causes.get(incident)
+            if cause is not None and cause.found:
+                own = "" if incident == self.incidents[0] else f"at step {cause.step:,}: "
+                self.cause, self.cause_step = own + sentence(cause), cause.step
+                return
 
 
 @dataclass(slots=True)
@@ -163,8 +176,7 @@ class Audit:
             self.rules.values(), key=lambda one: (one.severity != "critical", one.first_step, one.rule)
         )
         for one in found:
-            known = (self.causes.get(incident) for incident in one.incidents)
-            one.cause = next((sentence(cause) for cause in known if cause is not None and cause.found), "")
+            one.take_cause(self.causes)
         return found
 
     def accounts(self) -> list[Account]:

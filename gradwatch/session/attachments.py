@@ -194,7 +194,7 @@ class Attached:
         """Make the parts that rules are bound in; `wanted` are the parameters that want a gradient."""
         capture, activity, rules = self.capture, self._activity, self.rules
         self.statistics = RunningStatistics(capture.slots.models, self._notices.say)
-        self.weights = Weights(capture.named, capture.slots.unoptimized)
+        self.weights = Weights(capture.named, capture.slots.unoptimized, self.statistics.named)
         self._stages = self._part(PipelineStages(self._stage_scaled))
         self.ranks = Ranks(
             name, rank_requirements(rules.engine), capture.slots.models, self._of_ranks, self._stages.taken

@@ -48,8 +48,7 @@ class Checkpoints:
         except Exception as error:
             self._activity.failed("checkpoint", error)
             ruin, statistics = (f"the weights could not be checked ({type(error).__name__})",), ()
-        for bound_rules in self._rule_bindings:
-            bound_rules.health_tracker.statistics_read(statistics)
+        self._statistics_read(statistics)
         self._seen(ruin, self._steps())
         found = self._looked_at_all(self.now())
         if statistics:
@@ -99,7 +98,14 @@ class Checkpoints:
             self._activity.failed("checkpoint", error)
             return
         if found is not None:
-            self._seen(found[1], found[0])
+            if found.statistics:
+                self._statistics.found(found.statistics)
+                self._statistics_read(found.statistics)
+            self._seen(found.ruin, found.steps)
+
+    def _statistics_read(self, nonfinite: tuple[str, ...]) -> None:
+        for bound_rules in self._rule_bindings:
+            bound_rules.health_tracker.statistics_read(nonfinite)
 
     def _steps(self) -> dict[int, int]:
         """The last step taken, by optimizer; of those whose weights are still there."""

@@ -14,7 +14,9 @@ import torch
 from gradwatch.account import Account
 from gradwatch.cli import main
 from gradwatch.journal import read_journal
+from gradwatch.journal.audit import Audit
 from gradwatch.records.decision import CLIP_SECTION, Order
+from gradwatch.records.finding import Finding
 from gradwatch.records.record import Record
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.session.pipeline.deferred_steps import MOST
@@ -50,6 +52,19 @@ def trained(folder: Path) -> list[Record]:
 def audited(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, dict]:
     status = main(["audit", "--json", *words])
     return status, json.loads(capsys.readouterr().out)
+
+
+def test_a_cause_stands_with_its_own_step() -> None:
+    """That of the first firing as it is; where only a later one has any, with the step of that one."""
+    audit = Audit()
+    audit.take_events([make_event(step=step, incident=f"non-finite-0-{step}") for step in (90, 60, 95)])
+    audit.take_findings([Finding("backward", "replay", step=90, op="sqrt", incident="non-finite-0-90")])
+    (fired,) = audit.fired()
+    assert (fired.times, fired.first_step, fired.incidents[0]) == (3, 60, "non-finite-0-60")
+    assert (fired.cause, fired.cause_step) == ("at step 90: the backward of sqrt", 90)
+    audit.take_findings([Finding("forward", "replay", step=60, op="log", incident="non-finite-0-60")])
+    (fired,) = audit.fired()
+    assert (fired.cause, fired.cause_step) == ("the forward of log", 60)
 
 
 def test_the_journal_gives_back_every_number_of_an_order(tmp_path: Path) -> None:

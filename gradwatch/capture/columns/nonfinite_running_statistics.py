@@ -2,14 +2,16 @@
 
 BatchNorm writes its running mean and variance in the forward. Training never reads them again, so gradients are
 finite from the next batch on, while every evaluation and every checkpoint is lost: a NaN in a moving average stays.
+Of a forward that no backward follows no gradient tells, so the looks at the weights read them too.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from gradwatch.errors import GradwatchError
 from gradwatch.taps.module_tree import WITH_RUNNING_STATISTICS
@@ -24,7 +26,7 @@ class NonfiniteStatisticsError(GradwatchError):
 
 
 class RunningStatistics:
-    """Looks at the running statistics of `models()` where gradients were not finite, or it is asked.
+    """Looks at the running statistics of `models()` where gradients were not finite, or it is asked or told of a find.
 
     `say` reports a find, once.
     """
@@ -51,23 +53,34 @@ class RunningStatistics:
             return ()
         self._looked = 0 if suspected else self._looked + 1
         if self._looked % AGAIN == 0:
-            before, self._nonfinite = self._nonfinite, tuple(self._nonfinite_layers())
-            if self._nonfinite and not before:
-                self._say("running-statistics", NonfiniteStatisticsError(_said(self._nonfinite)))
+            self._take(tuple(self._nonfinite_layers()))
         return self._nonfinite
 
+    def found(self, nonfinite: tuple[str, ...]) -> None:
+        """Take what a look at the weights has found; one that found nothing may be older than what is known here."""
+        if nonfinite and not self._nonfinite:
+            self._looked = 0
+            self._take(nonfinite)
+
+    def named(self) -> Iterator[tuple[str, Tensor]]:
+        """Each of them as it is now, by name."""
+        for model in self._models():
+            for name, module in model.named_modules():
+                if isinstance(module, WITH_RUNNING_STATISTICS):
+                    for statistic in STATISTICS:
+                        buffer = getattr(module, statistic, None)
+                        if isinstance(buffer, Tensor) and not is_lazy(buffer) and buffer.is_floating_point():
+                            yield f"{name}.{statistic}", buffer
+
+    def _take(self, nonfinite: tuple[str, ...]) -> None:
+        before, self._nonfinite = self._nonfinite, nonfinite
+        if nonfinite and not before:
+            self._say("running-statistics", NonfiniteStatisticsError(_said(nonfinite)))
+
     def _nonfinite_layers(self) -> list[str]:
-        found = {
-            f"{name}.{statistic}": buffer
-            for model in self._models()
-            for name, module in model.named_modules()
-            if isinstance(module, WITH_RUNNING_STATISTICS)
-            for statistic in STATISTICS
-            if isinstance(buffer := getattr(module, statistic, None), torch.Tensor)
-        }
         with torch.no_grad():
             return [
-                name for name, buffer in found.items() if not bool(buffer.isfinite().all())
+                name for name, buffer in dict(self.named()).items() if not bool(buffer.isfinite().all())
             ]  # sync: on suspicion
 
 

@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -54,22 +55,34 @@ class Looked(NamedTuple):
     """A look: root mean square of each of K parameters by `names[K]` (not finite where an element is not).
 
     `numels[K]` are elements held here, `rows[K]` the rows of a matrix (or filters), 0 for what has one dimension.
+    `statistics` names the running statistics read with them that are not finite.
     """
 
     names: tuple[str, ...]
     rms: NDArray[np.float64]
     numels: NDArray[np.float64]
     rows: NDArray[np.float64]
+    statistics: tuple[str, ...] = ()
+
+
+class Found(NamedTuple):
+    """Outcome of a look that was due, begun after `steps`: reasons, and running statistics that are not finite."""
+
+    steps: Steps
+    ruin: tuple[str, ...]
+    statistics: tuple[str, ...] = ()
 
 
 class Weights:
     """The trained parameters of one watch, by name, and what they were like when they were last healthy.
 
-    `unoptimized()` gives those of its models that no optimizer of the watch moves.
+    `unoptimized()` gives those of its models that no optimizer of the watch moves, `statistics()` the running
+    statistics of these models: what writes these may leave no trace in any gradient.
     """
 
-    def __init__(self, named: Named, unoptimized: Named = tuple) -> None:
+    def __init__(self, named: Named, unoptimized: Named = tuple, statistics: Named = tuple) -> None:
         self._named = named
+        self._statistics = statistics
         self._unoptimized = UnoptimizedWeights(unoptimized)
         self._reader = CpuReader()
         self._lock = ForkSafeLock()  # a thread that saves may ask while another trains
@@ -184,7 +197,7 @@ class Weights:
             self._copies = None
             return self._judged(self._begin(named)[1]()) + self._unoptimized.check()
 
-    def check_if_due(self, steps: Callable[[], Steps], urgent: bool) -> tuple[Steps, tuple[str, ...]] | None:
+    def check_if_due(self, steps: Callable[[], Steps], urgent: bool) -> Found | None:
         """Finding, at a step boundary, of a look that has just come to its end, with the `steps()` of its beginning.
 
         One is begun where none is under way and it is `urgent` or due. On the host it ends at once, from a device
@@ -198,34 +211,44 @@ class Weights:
                 named = self._trained()
                 if not readable(named):
                     return None
-                self._copies = steps(), *self._begin(named)
+                self._copies = steps(), *self._begin(named, self._readable_statistics())
+                self._rest(now)  # on a device what follows is another call's time
             begun, ready, result = self._copies
             if not ready():
                 return None
             self._copies = None
-            reasons = self._judged(result())
+            looked = result()
+            reasons = self._judged(looked)
             if self._unoptimized.broken:  # a healthy answer would be about these as well
                 reasons += self._unoptimized.check()
             self._rest(now)
-            return begun, reasons
+            return Found(begun, reasons, looked.statistics)
+
+    def _readable_statistics(self) -> list[tuple[str, Tensor]]:
+        return [one for one in self._statistics() if readable([one])]
 
     def _rest(self, began: float) -> None:
         now = time.perf_counter()
         self._next = max(self._next, now + max(LEAST_SECONDS, SHARE * (now - began)))
 
-    def _begin(self, named: list[tuple[str, Tensor]]) -> tuple[Callable[[], bool], Callable[[], Looked]]:
+    def _begin(
+        self, named: Sequence[tuple[str, Tensor]], statistics: Sequence[tuple[str, Tensor]] = ()
+    ) -> tuple[Callable[[], bool], Callable[[], Looked]]:
         with torch.no_grad():
             held = [(name, part) for name, param in named if (part := dense(param)).numel()]
-            names, parts = tuple(name for name, _ in held), [part for _, part in held]
-            numels = np.array([part.numel() for part in parts], np.float64)
-            rows = np.array([len(part) if part.ndim > 1 else 0 for part in parts], np.float64)
+            beside = [(name, part) for name, buffer in statistics if (part := dense(buffer)).numel()]
+            parts = [
+                part for _, part in (*held, *beside)
+            ]  # in one read: on a device nothing else is launched
+            sizes = [(name, _size(part)) for name, part in held]  # not the parts: a look may outlive them
+            looked = partial(_looked, sizes, tuple(name for name, _ in beside))
             if all(map(device_norms.on_host, parts)):
                 norms = self._on_host(parts) if parts else np.zeros(0)
-                return (lambda: True), lambda: _looked(names, norms, numels, rows)
+                return (lambda: True), lambda: looked(norms)
             size = sum(part.numel() * part.element_size() for part in parts)
             self._next = time.perf_counter() + max(LEAST_SECONDS, size / BYTES_PER_SECOND)
             reading = device_norms.read(parts)
-            return reading.ready, lambda: _looked(names, reading.norms(), numels, rows)
+            return reading.ready, lambda: looked(reading.norms())
 
     def _on_host(self, parts: list[Tensor]) -> NDArray[np.float64]:
         norms: NDArray[np.float64] = np.sqrt(self._reader.read(parts).squares())
@@ -304,12 +327,20 @@ def _usual_level(looked: Looked) -> float:
 
 
 def _looked(
-    names: tuple[str, ...],
-    norms: NDArray[np.float64],
-    numels: NDArray[np.float64],
-    rows: NDArray[np.float64],
+    held: Sequence[tuple[str, tuple[int, int]]], statistics: tuple[str, ...], norms: NDArray[np.float64]
 ) -> Looked:
-    return Looked(names, norms / np.sqrt(numels), numels, rows)
+    """A look at K parameters, each with its elements and rows, and the statistics behind them; `norms` of all."""
+    count = len(held)
+    numels = np.array([numel for _, (numel, _) in held], np.float64)
+    rows = np.array([rows for _, (_, rows) in held], np.float64)
+    broken = tuple(
+        name for name, norm in zip(statistics, norms[count:], strict=True) if not np.isfinite(norm)
+    )
+    return Looked(tuple(name for name, _ in held), norms[:count] / np.sqrt(numels), numels, rows, broken)
+
+
+def _size(part: Tensor) -> tuple[int, int]:
+    return part.numel(), len(part) if part.ndim > 1 else 0
 
 
 def _listed(names: tuple[str, ...], chosen: NDArray[np.bool_]) -> str:

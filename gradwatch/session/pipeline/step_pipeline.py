@@ -267,7 +267,9 @@ class StepPipeline:
             self._note_move(step, decision)
         self._note_ordinary(step, verdict, snapshot)
         broken = not math.isfinite(found.total_norm)
-        bound_rules.health_tracker.statistics_read(self._sources.statistics.nonfinite(broken))
+        bound_rules.health_tracker.statistics_read(
+            self._sources.statistics.nonfinite(broken), by_this_step=broken
+        )
         usual = partial(bound_rules.bound.usual_norms, bound_rules.state)
         findings = self._causes(step, snapshot, verdict, decision, usual)
         if verdict.events:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from torch import nn
 
 import gradwatch
 from gradwatch.capture.columns.nonfinite_running_statistics import AGAIN, RunningStatistics
+from gradwatch.capture.weights import weight_health
 from gradwatch.rules.files import parse_rules
 from tests.support.kept import Kept
 
@@ -60,6 +62,42 @@ def test_a_skipped_step_leaves_spoilt_statistics_and_no_healthy_checkpoint(value
         for _ in range(AGAIN):
             loop.step()
         assert gw.healthy
+
+
+def test_a_forward_without_backward_is_found_by_the_looks_at_the_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No gradient tells of it: the next look that is due does, and takes back what was said since the one before."""
+    loop, kept, clock = Loop(), Kept(), [0.0]
+    monkeypatch.setattr(weight_health, "time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    with gradwatch.watch(loop.model, loop.optimizer, rules=SKIPS, sinks=[kept]) as gw:
+        for step in range(25):
+            if step == 12:
+                with torch.no_grad():
+                    loop.model(torch.full((4, 3), math.inf))
+            clock[0] += 10.0 if step in (5, 10, 20) else 0.0  # a look is due
+            loop.step()
+        found = [record.checkpoint for record in kept.records]
+        assert [one.healthy for one in found] == [True] * 20 + [False] * 5
+        assert {one.last_healthy_step for one in found[20:]} == {9}
+        assert not gw.healthy
+        assert gw.last_healthy_step == 9
+        loop.norm.reset_running_stats()
+        assert gw.healthy
+
+
+def test_statistics_ruined_without_a_trace_are_dated_by_the_last_look() -> None:
+    """Found only when asked, steps that no look has vouched for are not called healthy."""
+    loop = Loop()
+    with gradwatch.watch(loop.model, loop.optimizer, rules=SKIPS, sinks=[]) as gw:
+        loop.step()
+        assert gw.healthy
+        loop.step()
+        with torch.no_grad():
+            loop.model(torch.full((4, 3), math.inf))
+        loop.step()
+        assert not gw.healthy
+        assert gw.last_healthy_step == 0
 
 
 def test_a_nan_that_is_no_batchs_leaves_the_checkpoints_alone() -> None:

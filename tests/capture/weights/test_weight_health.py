@@ -349,10 +349,10 @@ def test_looks_that_nobody_asked_for_take_a_thousandth_of_the_time(monkeypatch: 
     weights = Weights(nn.Linear(2, 2).named_parameters)
     begin = weights._begin
 
-    def begun(named: list[tuple[str, torch.Tensor]]) -> Any:
+    def begun(*given: Any) -> Any:
         clock[0] += 0.02
         looks.append(clock[0])
-        return begin(named)
+        return begin(*given)
 
     monkeypatch.setattr(weights, "_begin", begun)
     for _ in range(1000):
@@ -367,7 +367,8 @@ def test_from_a_device_a_look_comes_late_and_nothing_waits(monkeypatch: pytest.M
         ("a", nn.Parameter(torch.ones(3))),
         ("b", nn.Parameter(torch.ones(2))),
     ]
-    weights, there = Weights(lambda: named), [False]
+    there, statistics = [False], [("mean", torch.full((4,), math.inf)), ("var", torch.ones(4))]
+    weights = Weights(lambda: named, statistics=lambda: statistics)
     monkeypatch.setattr(device_norms, "on_host", lambda tensor: False)
     monkeypatch.setattr(device_norms.DeviceNorms, "ready", lambda reading: there[0])
     with Operations(looks=True) as operations:
@@ -382,6 +383,7 @@ def test_from_a_device_a_look_comes_late_and_nothing_waits(monkeypatch: pytest.M
     assert found is not None
     assert found[0] == {0: 7}
     assert "a" in found[1][0]
+    assert found.statistics == ("mean",)
     assert weights.check() == found[1]
     with torch.no_grad():
         named[0][1].fill_(2.0)
