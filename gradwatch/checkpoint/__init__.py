@@ -25,10 +25,12 @@ A checkpoint taken now is *healthy* unless
   in which the training shows what became of it;
 - training was stopped by a rule;
 - a fault of gradwatch's own kept the last step from being judged, or has paused the watch;
-- running statistics of a normalisation layer are not finite: a skipped step does not take them back;
+- running statistics of a normalisation layer are not finite: a skipped step does not take them back. Looked at with
+  the weights, and at once where gradients are not finite;
 - some earlier step gave a non-finite gradient to the optimizer (it was not skipped, zeroed, or rejected as a
   GradScaler does). Weights or optimizer state may then hold NaN for ever, in a row of an embedding that no later batch
-  touches, so this holds until a state saved before it is loaded (`Watch.load_state_dict`).
+  touches, so this holds until a state saved before it is loaded (`Watch.load_state_dict`; under `gradwatch run` also
+  where the job was started again and the optimizer has counted fewer steps than that).
 A step that the GradScaler rejected says nothing. What cannot be looked at is not healthy, and the reason says so.
 Parameters that cannot be measured (`Watch.coverage` below 1) are not vouched for. Nor is what comes next: the weights
 before the step that ruins a training are finite and of a usual size, and their next forward may already overflow. So

@@ -292,6 +292,19 @@ class CheckpointHealthTracker:
         self._renew()
 
 
+def as_of(saved: Mapping[str, Any], step: int) -> dict[str, Any]:
+    """Of `CheckpointHealthTracker.to_dict()`, all that holds of weights as they were after `step`, an earlier one.
+
+    What is found by looking at weights is left: the next look is at these.
+    """
+    poisoned, leapt = saved.get("poisoned_at"), saved.get("leapt")
+    if poisoned is not None and int(poisoned) > step:
+        poisoned = None
+    if leapt is not None and int(leapt[0]) - STEPS_TO_SHOW > step:
+        leapt = None
+    return {**saved, "poisoned_at": poisoned, "leapt": leapt}
+
+
 def joined(parts: Iterable[CheckpointHealth]) -> CheckpointHealth:
     """The health of several optimizers or ranks together: that of the worst, at the step all had reached."""
     found = list(parts)

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from torch import Tensor
 from torch.optim import Optimizer
 
+from gradwatch.checkpoint import health_tracker
 from gradwatch.launch.state_lock import StateLock, command, of_another_command
 from gradwatch.runtime import stderr
 from gradwatch.runtime.atomic_files import write_whole
@@ -137,12 +138,11 @@ class Baselines:
         if of_another_command(self._loaded.get("command")):
             refusal = "another command of this run saved them" if _counted(optimizer) else ""
         elif not refusal:
-            state = self._loaded["state"]
-            self._watch.load_state_dict(
-                {**state, "lanes": {str(captured.index): state["lanes"][str(captured.index)]}}
-            )
-            counted, now = saved["counted"], _counted(optimizer)
-            if counted is not None and now is not None and now < counted:
+            state, counted, now = self._loaded["state"], saved["counted"], _counted(optimizer)
+            behind = 0 if counted is None or now is None else max(0, counted - now)
+            learned = _rolled_back(state["lanes"][str(captured.index)], behind)
+            self._watch.load_state_dict({**state, "lanes": {str(captured.index): learned}})
+            if behind:
                 self._say(
                     f"the baselines were saved at step {counted} and the optimizer has taken {now} steps: steps are "
                     f"counted on from {counted}"
@@ -169,6 +169,18 @@ class Baselines:
             return None
         counted = None if known.counted is None else known.counted + captured.step - known.step
         return {"names": list(known.names), "shapes": list(map(list, known.shapes)), "counted": counted}
+
+
+def _rolled_back(learned: Mapping[str, Any], behind: int) -> Mapping[str, Any]:
+    """The state of an optimizer that has taken `behind` steps less than when it was saved.
+
+    What later steps did to the weights is not in these. A step that was skipped is not counted by the optimizer, so its
+    last one was this or an earlier one.
+    """
+    if not behind or not learned.get("checkpoint"):
+        return learned
+    last = int(learned["step"]) - 1 - behind
+    return {**learned, "checkpoint": health_tracker.as_of(learned["checkpoint"], last)}
 
 
 def _refusal(saved: Mapping[str, Any], captured: OptimizerCapture, optimizer: Optimizer) -> str:

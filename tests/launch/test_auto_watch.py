@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -208,6 +210,7 @@ SEVERAL = (
     + """
 import json, signal
 from pathlib import Path
+from typing import Any
 def train(n):
     m = nn.Linear(4, 1)
     o = torch.optim.SGD(m.parameters(), 0.01)
@@ -298,6 +301,41 @@ def test_a_job_that_goes_back_behind_its_baselines_is_told(tmp_path: Path) -> No
     said = "the baselines were saved at step 12 and the optimizer has taken 6 steps: steps are counted on from 12"
     assert said in run(tmp_path, RESUMED).stderr
     assert steps(tmp_path) == [list(range(6)), list(range(6, 12)), list(range(12, 18))]
+
+
+@pytest.mark.parametrize("saved_after", [2, 3])
+def test_weights_of_before_a_poisoned_step_are_not_held_against_a_resumed_job(
+    tmp_path: Path, saved_after: int
+) -> None:
+    """The optimizer's own count says which steps are in the weights: of step 2 it was poisoned, and of no earlier."""
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    healthy: list[bool] = []
+    resumed: dict[str, Any] = {}
+    for attempt in range(2):
+        with gradwatch.watch(
+            model, optimizer, rules="observe-only", run_dir=tmp_path, run_id="r", sinks=[]
+        ) as gw:
+            (tmp_path / "r").mkdir(exist_ok=True)
+            baselines = Baselines(session_of(gw))
+            for step in range(5):
+                optimizer.zero_grad()
+                model(torch.ones(1, 2)).sum().backward()
+                if not attempt and step == 2:
+                    model.weight.grad[0, 0] = float("nan")  # type: ignore[index]
+                baselines.before_step(optimizer)
+                optimizer.step()
+                if step + 1 == saved_after and not attempt:
+                    resumed = copy.deepcopy(optimizer.state_dict())
+            healthy.append(gw.healthy)
+            baselines.save()
+            baselines.leave_to_parent()
+        model = nn.Linear(2, 1)  # of a checkpoint whose weights are finite
+        optimizer = torch.optim.Adam(model.parameters())
+        for state in resumed["state"].values():
+            state.update({name: torch.zeros_like(state[name]) for name in ("exp_avg", "exp_avg_sq")})
+        optimizer.load_state_dict(resumed)
+    assert healthy == [False, saved_after == 2]
 
 
 def test_a_resumed_optimizer_without_saved_baselines_is_told(tmp_path: Path) -> None:
