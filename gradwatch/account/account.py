@@ -135,9 +135,10 @@ class Watched:
 class Account:
     """One process: `taken` beside `watched`.
 
-    `fired` times by rule, `actions` times by name, `rebaselined` how often baselines began anew, by reason; `inactive`
-    why a rule matched nothing, or what of its actions is off (`NOT_ARMED`), `no_data` why a rule was never evaluated,
-    by rule; `never_judged` which parameters a rule has not judged at any step, since nothing of theirs had a value when
+    `fired` times by rule, `actions` times by name, `rebaselined` how often baselines began anew, by reason,
+    `replaced_unfit` how often weights were not healthy when those of another optimizer replaced them; `inactive` why a
+    rule matched nothing, or what of its actions is off (`NOT_ARMED`), `no_data` why a rule was never evaluated, by
+    rule; `never_judged` which parameters a rule has not judged at any step, since nothing of theirs had a value when
     their turn came; `rules` how many are enabled. `reasons` are what is known to have kept steps from being watched (a
     watch that failed, or that was closed). `directory` is the run's folder, "" where it has none, or no journal in it.
 
@@ -175,6 +176,7 @@ class Account:
     before: Taken = NOTHING_TAKEN
     after: Taken = NOTHING_TAKEN
     rebaselined: Mapping[str, int] = field(default_factory=dict)
+    replaced_unfit: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def has_judged(self) -> bool:
@@ -224,7 +226,7 @@ class Account:
             for name in ("taken", "before", "after"):
                 known[name] = Taken(**_numbers(Taken, document.get(name, {})))
             known["watched"] = Watched(**_numbers(Watched, document.get("watched", {})))
-            for name in ("fired", "actions", "rebaselined"):
+            for name in ("fired", "actions", "rebaselined", "replaced_unfit"):
                 known[name] = {str(key): int(count) for key, count in document.get(name, {}).items()}
             for name in ("inactive", "no_data"):
                 known[name] = {str(key): str(reason) for key, reason in document.get(name, {}).items()}
@@ -264,6 +266,7 @@ def merged(accounts: Iterable[Account], taken: Taken = NOTHING_TAKEN) -> Account
         fired=summed(one.fired for one in found),
         actions=summed(one.actions for one in found),
         rebaselined=summed(one.rebaselined for one in found),
+        replaced_unfit=summed(one.replaced_unfit for one in found),
         inactive=_in_all([one.inactive for one in having]),
         no_data=_in_all([one.no_data for one in having]),
         never_judged=_names_of_all([one.never_judged for one in found]),

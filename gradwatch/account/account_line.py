@@ -45,7 +45,8 @@ def fields(account: Account) -> Iterator[tuple[str, object]]:
         "coverage": seen.coverage,
         "fired": _counted(account.fired),
         "done": _counted(account.actions),
-        "rebaselined": _begun_anew(account),
+        "rebaselined": _by_reason(account.rebaselined),
+        "replaced_unfit": _by_reason(account.replaced_unfit),
         "no_data": _without_data(without_data, account.rules) if without_data else "",
         "not_armed": _unarmed(account),
         "cleared_unused": (not seen.cleared_suspicious and seen.cleared) or "",
@@ -113,7 +114,9 @@ def _parts(account: Account, folder: str) -> Iterator[str]:
     if account.actions:
         yield f"done: {_counted(account.actions)}"
     if account.rebaselined:
-        yield f"baselines begun anew: {_begun_anew(account)}"
+        yield f"baselines begun anew: {_by_reason(account.rebaselined)}"
+    if account.replaced_unfit:
+        yield f"weights replaced that were not healthy: {_by_reason(account.replaced_unfit)}"
     if watched:
         without_data = never_evaluated(account)
         if without_data:
@@ -170,9 +173,9 @@ def _counted(counts: Mapping[str, int]) -> str:
     return ", ".join(named) + (f" and {more} more" if more else "")
 
 
-def _begun_anew(account: Account) -> str:
+def _by_reason(counts: Mapping[str, int]) -> str:
     shown = Counter[str]()
-    for reason, count in account.rebaselined.items():
+    for reason, count in counts.items():
         shown[shorten(reason, LONGEST_REASON)] += count
     return _counted(shown)
 

@@ -58,6 +58,7 @@ def launch_total(
         fired=summed(one.fired for one in everyone),
         actions=summed(one.actions for one in everyone),
         rebaselined=summed(one.rebaselined for one in everyone),
+        replaced_unfit=summed(one.replaced_unfit for one in everyone),
         reasons=tuple(dict.fromkeys(reason for one in accounts for reason in one.reasons)),
         directory=next((one.directory for one in reversed(everyone) if one.directory), ""),
         ended=accounts[-1].ended if accounts else "",

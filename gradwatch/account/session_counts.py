@@ -40,6 +40,7 @@ class SessionCounts:
         self.fired: dict[str, int] = {}
         self.actions: dict[str, int] = {}
         self.rebaselined: dict[str, int] = {}
+        self.replaced_unfit: dict[str, int] = {}
         self.without_data = RulesWithoutData()
         self.never_judged = NeverJudged()
         self.without_histogram = 0  # steps whose loss scale is no power of two
@@ -72,6 +73,12 @@ class SessionCounts:
         known = reason in self.rebaselined or len(self.rebaselined) < MOST_REASONS
         reason = reason if known else OTHER_REASONS
         self.rebaselined[reason] = self.rebaselined.get(reason, 0) + 1
+
+    def replaced_unfit_weights(self, reasons: str) -> None:
+        """Count weights that were not healthy, for these reasons, when those of another optimizer replaced them."""
+        known = reasons in self.replaced_unfit or len(self.replaced_unfit) < MOST_REASONS
+        reasons = reasons if known else OTHER_REASONS
+        self.replaced_unfit[reasons] = self.replaced_unfit.get(reasons, 0) + 1
 
     def observe(self, record: Record, in_turn: Mapping[str, Any]) -> None:
         """Add one published Record; `in_turn` are the staggered series in turn at its step."""

@@ -122,14 +122,17 @@ class Captures:
             fresh, lambda param: fallback_name(optimizer, param), optimizer
         )
         known: Sites | None = None
+        others = False
         if captured is None:
             captured = self._predecessor(params, kept.tolist())  # sync: numpy
             if captured is not None and captured.optimizer is not None:
                 known = captured.sites
+                others = set(map(id, params)).isdisjoint(captured.param_ids)
         index = len(self.captures) if captured is None else captured.index
         self._unowned = None
         sites = self.slots.sites(kept, params, known)
         if captured is not None and captured.succeeded_by(optimizer, params, fresh, sites, kept):
+            captured.takes_over(others)
             self.coverage.adopted()
             return captured
         built = OptimizerCapture(
@@ -141,6 +144,7 @@ class Captures:
             self.captures.append(built)
         else:
             built.follows(captured)
+            built.takes_over(others)
             if captured.params:
                 self.restore(captured)
             self.replaced = self.replaced or not captured.released

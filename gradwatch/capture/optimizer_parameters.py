@@ -46,6 +46,9 @@ class OptimizerParameters:
         self.without_optimizer = without_optimizer
         self.on_cpu, self.distributed = _placement(params)
         self.succeeds = False  # its optimizer took the place of one that is gone, and has taken no step yet
+        self.other_weights = (
+            False  # so it did, over other parameters, and what became of these is not noted yet
+        )
         self.threads = TrainingThreads()
 
     def hold(
@@ -123,6 +126,10 @@ class OptimizerParameters:
         self.hold(optimizer, params, given)
         self.succeeds = True
         return True
+
+    def takes_over(self, other_weights: bool) -> None:
+        """Note whether another optimizer moves `other_weights` from now on than the one before it did."""
+        self.other_weights = other_weights
 
     def stands(self) -> None:
         """Note that rules are bound to the optimizer that succeeded."""

@@ -31,6 +31,8 @@ A checkpoint taken now is *healthy* unless
   GradScaler does). Weights or optimizer state may then hold NaN for ever, in a row of an embedding that no later batch
   touches, so this holds until a state saved before it is loaded (`Watch.load_state_dict`; under `gradwatch run` also
   where the job was started again and the optimizer has counted fewer steps than that).
+Nothing of this is held against weights that another optimizer trains in the place of these, as in a sweep: the account
+and the report say that those of before were not healthy.
 A step that the GradScaler rejected says nothing. What cannot be looked at is not healthy, and the reason says so.
 Parameters that cannot be measured (`Watch.coverage` below 1) are not vouched for. Nor is what comes next: the weights
 before the step that ruins a training are finite and of a usual size, and their next forward may already overflow. So

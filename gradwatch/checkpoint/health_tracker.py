@@ -236,6 +236,22 @@ class CheckpointHealthTracker:
         """Compare later losses with that of the next step: the weights were changed on purpose."""
         self.loss = LossComparison()
 
+    def begin_with_other_weights(self, resumed: bool) -> None:
+        """Forget what was found of the weights so far: others are trained now.
+
+        `resumed`: by an optimizer with a state of before, which a non-finite gradient may have reached.
+        """
+        self.poisoned_at = self.poisoned_at if resumed else None
+        self.ruin, self.outgrown, self.nonfinite_statistics, self._found = (), "", (), ()
+        self.suspected = self.surged = self.leapt = self.looked = self._looked_at = None
+        self.confirmed, self.loss = {}, LossComparison()
+        self._step = None  # that of the weights before vouches for nothing
+        self._renew()
+
+    def steps_unseen(self, step: int) -> int:
+        """The number of steps up to `step` since the last look at the weights."""
+        return step - (-1 if self._looked_at is None else self._looked_at)
+
     def _grows_to(self, largest: float) -> None:
         self._largest, self.surge_from = largest, SURGE * largest or inf
 

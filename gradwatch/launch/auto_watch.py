@@ -125,6 +125,7 @@ class Agent:
 
     def _made(self, optimizer: Optimizer | None) -> None:
         for watch in _watches:
+            watch.before_another_optimizer()  # the one before still holds its parameters
             watch.release_freed()
         self._forwards.hold_new()
         if optimizer is None:  # known at its first step

@@ -160,6 +160,7 @@ class RunCollector:
             weights.now,
             weights.step,
             weights.unfit_before,
+            () if account is None else tuple(account.replaced_unfit),
         )
         return RunReport(
             folder=str(where),

@@ -36,7 +36,8 @@ class RunFacts:
     `account` None: not even who recorded is known. `damaged`: part of a journal cannot be read; `unwritten`: steps or
     events of rules never came to be in it. Either keeps a run from being called healthy, as do weights that are not.
     `end` is that of the worst rule. `weights` are those after `weights_after`; None: nothing is known of them.
-    `unfit_before` says why those of earlier watches of this launch were not healthy when these ended.
+    `unfit_before` says why those of earlier watches of this launch were not healthy when these ended, and `replaced`
+    why those were not that another optimizer's have replaced.
     """
 
     tracks: Sequence[Track]
@@ -48,6 +49,7 @@ class RunFacts:
     weights: CheckpointHealth | None = None
     weights_after: int | None = None
     unfit_before: Sequence[str] = ()
+    replaced: Sequence[str] = ()
 
     @property
     def fired(self) -> list[RuleState]:
@@ -72,7 +74,7 @@ def _state(run: RunFacts) -> State:
         return "running" if account is not None and account.running else "nothing"
     if account is not None and account.running:
         return "running"
-    unfit = bool(run.unfit_before) or (run.weights is not None and not run.weights.healthy)
+    unfit = bool(run.unfit_before or run.replaced) or (run.weights is not None and not run.weights.healthy)
     skipped = any(track.total("skipped") for track in run.tracks)
     if fired or skipped or unfit or run.damaged or run.unwritten or account is None:
         return "warning"
@@ -108,6 +110,8 @@ def _parts(run: RunFacts) -> Iterator[str]:
         )
     if run.unfit_before:
         yield f"those of an earlier watch were not healthy when it ended{_because(run.unfit_before)}"
+    if run.replaced:
+        yield f"weights that others replaced were not healthy when they were last seen{_because(run.replaced)}"
 
 
 def _reservations(run: RunFacts) -> list[str]:

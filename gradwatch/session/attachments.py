@@ -203,7 +203,7 @@ class Attached:
         self.rule_bindings = RuleBindings(rules.engine, self.ranks, activity, self.contexts, totals)
         self._part(self.rule_bindings.hooks)
         self.checkpoints = Checkpoints(
-            self.contexts, self.rule_bindings, self.weights, self.statistics, activity
+            self.contexts, self.rule_bindings, self.weights, self.statistics, activity, totals
         )
         bounds = None
         if self.taps is not None:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from math import isfinite
 
+from gradwatch.account.session_counts import SessionCounts
 from gradwatch.capture.columns.nonfinite_running_statistics import RunningStatistics
 from gradwatch.capture.weights.weight_health import Weights
 from gradwatch.checkpoint.health_tracker import NO_GROWTH, joined, of_statistics, resumed
@@ -14,6 +15,14 @@ from gradwatch.session.active_or_paused import Activity
 from gradwatch.session.binding.optimizer_rules import OptimizerRules
 from gradwatch.session.binding.rule_bindings import RuleBindings
 from gradwatch.session.optimizer_context import Contexts
+
+UNSEEN = 20
+"""Steps since the last look from which on one is made before another optimizer may replace the weights: a look costs
+about what one step's read of the gradients does."""
+REPLACED = (
+    "weights that another optimizer's have replaced were not healthy when they were last seen, so what was saved of "
+    "them is not, either: {}"
+)
 
 
 class Checkpoints:
@@ -26,12 +35,14 @@ class Checkpoints:
         weights: Weights,
         statistics: RunningStatistics,
         activity: Activity,
+        totals: SessionCounts,
     ) -> None:
         self._contexts = contexts
         self._rule_bindings = rule_bindings
         self._weights = weights
         self._statistics = statistics
         self._activity = activity
+        self._totals = totals
 
     def now(self) -> CheckpointHealth:
         """Health as of the last step and the last look."""
@@ -67,6 +78,32 @@ class Checkpoints:
         if not begun or [one.health_tracker.looked for one in begun] != last:
             return found
         return replace(found, weights_step=max(last))
+
+    @property
+    def unseen(self) -> bool:
+        """True if so many steps were taken since the last look that one is worth it."""
+        return any(
+            one.captured.params and one.health_tracker.steps_unseen(one.captured.step - 1) >= UNSEEN
+            for one in self._rule_bindings
+        )
+
+    def replaced(self, bound_rules: OptimizerRules, resumed: bool) -> None:
+        """Keep, for the account, why weights that others have replaced were not healthy, and forget it of the others.
+
+        `resumed`: the optimizer of the others has a state already, which may be that of the one before.
+        """
+        tracker = bound_rules.health_tracker
+        found = tracker.now
+        if found.healthy:
+            return
+        try:
+            self._totals.replaced_unfit_weights("; ".join(found.reasons))
+            self._activity.health.notice("checkpoint", REPLACED.format("; ".join(found.reasons)))
+            tracker.begin_with_other_weights(resumed)
+            self._statistics_read(self._statistics.nonfinite(suspected=True))
+            self._weights.look_next()
+        except Exception as error:
+            self._activity.failed("checkpoint", error)
 
     def meet(self) -> None:
         """Look at parameters that an optimizer is about to move for the first time."""

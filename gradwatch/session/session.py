@@ -286,6 +286,17 @@ class Session:
             return replace(found, healthy=False, reasons=why)
         return found
 
+    def before_another_optimizer(self) -> None:
+        """Look at the weights, if they were not seen for long: those of the optimizer that comes may replace them."""
+        attached, activity = self.attached, self._activity
+        if attached is None or activity.idle() or not activity.is_step_thread():
+            return
+        try:
+            if attached.checkpoints.unseen:
+                self.checkpoint()
+        except Exception as error:
+            activity.failed("checkpoint", error)
+
     def account(self) -> Account:
         """Account since the attach: what the process did and what was watched. After `close()`: as it was then."""
         if self._accounting is None:

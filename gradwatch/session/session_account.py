@@ -93,6 +93,7 @@ class Accounting:
             fired=dict(totals.fired),
             actions=dict(totals.actions),
             rebaselined=dict(totals.rebaselined),
+            replaced_unfit=dict(totals.replaced_unfit),
             inactive=self._inactive(),
             never_judged=totals.never_judged.by_rule(),
             # A condition may hold though a part of it is not known.

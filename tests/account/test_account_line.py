@@ -34,6 +34,7 @@ accounts = st.builds(
     texts,
     texts,
     rebaselined=totals_by_index,
+    replaced_unfit=totals_by_index,
 )
 
 

@@ -14,10 +14,12 @@ import torch
 from torch import nn
 
 import gradwatch
+from gradwatch.checkpoint import read_tag
 from gradwatch.journal import read_journal
 from gradwatch.launch.resumed_baselines import Baselines
 from gradwatch.launch.state_lock import FORKED, TAKEN, StateLock
 from gradwatch.records.run_info import RunInfo
+from gradwatch.report.run_reader import load
 from gradwatch.session.watch import session_of
 from tests.deploy.run_folders import scan
 from tests.launch.test_training import run
@@ -336,6 +338,33 @@ def test_weights_of_before_a_poisoned_step_are_not_held_against_a_resumed_job(
             state.update({name: torch.zeros_like(state[name]) for name in ("exp_avg", "exp_avg_sq")})
         optimizer.load_state_dict(resumed)
     assert healthy == [False, saved_after == 2]
+
+
+@pytest.mark.parametrize("trials", [2, 1])
+def test_what_was_wrong_with_weights_that_others_replace_is_kept(tmp_path: Path, trials: int) -> None:
+    """The tag is about the weights trained now, the verdict about all; another optimizer of the same replaces none."""
+    script = (
+        NET
+        + f"""
+for trial in range(3):
+    if trial < {trials}:
+        net = nn.Linear(4, 1)
+    opt = torch.optim.SGD(net.parameters(), 0.01)
+    for t in range(40):
+        opt.zero_grad(); net(torch.randn(8, 4)).pow(2).mean().backward(); opt.step()
+    if trial == 0:
+        net.weight.data[0, 0] = float("nan")
+"""
+    )
+    done = run(tmp_path, script, options=("--rules", "observe-only"))
+    ended(done)
+    folder = tmp_path / "runs" / "r"
+    said = "weights replaced that were not healthy: weights are not finite: weight ×1"
+    assert (said in done.stderr) == (trials == 2)
+    assert read_tag(folder).healthy == (trials == 2)
+    sentence = load(folder).verdict.sentence
+    assert not sentence.startswith("Healthy")
+    assert ("weights that others replaced were not healthy" in sentence) == (trials == 2)
 
 
 def test_a_resumed_optimizer_without_saved_baselines_is_told(tmp_path: Path) -> None:

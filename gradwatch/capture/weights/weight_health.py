@@ -227,6 +227,10 @@ class Weights:
     def _readable_statistics(self) -> list[tuple[str, Tensor]]:
         return [one for one in self._statistics() if readable([one])]
 
+    def look_next(self) -> None:
+        """Look at the next step boundary, however short ago the last look was."""
+        self._next = 0.0
+
     def _rest(self, began: float) -> None:
         now = time.perf_counter()
         self._next = max(self._next, now + max(LEAST_SECONDS, SHARE * (now - began)))

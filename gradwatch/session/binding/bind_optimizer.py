@@ -10,6 +10,7 @@ from gradwatch.capture.parameter_shards import local_taps
 from gradwatch.capture.read_after_backward import Capture
 from gradwatch.distributed.ranks import Ranks
 from gradwatch.session.active_or_paused import Activity
+from gradwatch.session.binding.optimizer_rules import OptimizerRules
 from gradwatch.session.binding.rule_bindings import RuleBindings
 from gradwatch.session.checkpoint_health import Checkpoints
 from gradwatch.session.logged_once import Notices
@@ -56,6 +57,8 @@ class Binder:
         if captured.without_optimizer:
             self._notices.without_optimizer(captured.sites.names)
         self.flush()  # what waits was measured on the parameters as they were
+        known = self._contexts.find(captured)
+        self._note_replaced(captured, None if known is None else known.bound_rules)
         if self._capture.replaced:
             self._capture.drop_dead()
         modules = () if self._taps is None or captured.index else self._taps.names
@@ -96,10 +99,19 @@ class Binder:
                 self.flush()
             if self._capture.replaced:
                 self._capture.drop_dead()
+            self._note_replaced(ctx.captured, ctx.rules)
             if self._rule_bindings.go_on(ctx):
                 ctx.captured.stands()
             else:
                 self._bind(ctx.captured)
+
+    def _note_replaced(self, captured: OptimizerCapture, before: OptimizerRules | None) -> None:
+        """Keep what is known of weights that another optimizer's have just replaced."""
+        if captured.other_weights and before is not None:
+            captured.takes_over(False)
+            self.flush()
+            optimizer = None if captured.optimizer is None else captured.optimizer()
+            self._checkpoints.replaced(before, optimizer is not None and bool(optimizer.state))
 
     def bind_missing(self) -> None:
         """Bind the rules to every capture that has none yet."""
