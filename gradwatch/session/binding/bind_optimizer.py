@@ -107,8 +107,11 @@ class Binder:
 
     def _note_replaced(self, captured: OptimizerCapture, before: OptimizerRules | None) -> None:
         """Keep what is known of weights that another optimizer's have just replaced."""
-        if captured.other_weights and before is not None:
-            captured.takes_over(False)
+        if not captured.other_weights or before is None:
+            return
+        captured.takes_over(False)
+        # Steps that wait on the host were as usual: they go on waiting, for those of the optimizer that comes.
+        if not before.health_tracker.now.healthy:
             self.flush()
             optimizer = None if captured.optimizer is None else captured.optimizer()
             self._checkpoints.replaced(before, optimizer is not None and bool(optimizer.state))
