@@ -16,7 +16,7 @@ from gradwatch.session.binding.optimizer_rules import OptimizerRules
 from gradwatch.session.binding.rule_bindings import RuleBindings
 from gradwatch.session.optimizer_context import Contexts
 
-UNSEEN = 20
+UNSEEN = 100
 """Steps since the last look from which on one is made before another optimizer may replace the weights: a look costs
 about what one step's read of the gradients does."""
 REPLACED = (

@@ -135,6 +135,12 @@ def fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
     TOTALS.reset()
 
 
+def asked(directory: Path) -> tuple[str, list[str], bool] | None:
+    """The account of the newest run; on a busy machine its endpoint may not answer at once."""
+    answers = (newest_account(directory) for _ in range(30))
+    return next((one for one in answers if one is not None), None)
+
+
 def test_steps_that_wait_to_be_judged_are_seen(
     tmp_path: Path, fresh_process: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -152,15 +158,15 @@ def test_steps_that_wait_to_be_judged_are_seen(
     there = {"run_dir": tmp_path, "listen": "127.0.0.1:0", "rules": parse_rules(CALM)}
     with gradwatch.watch(model, optimizer, **there) as gw:
         model(torch.ones(2, 4)).sum().backward()
-        early = newest_account(tmp_path)
+        early = asked(tmp_path)
         optimizer.step()
         steps(99)  # until ordinary ones are told from others
         assert gw.flush()
         steps(5)
-        found = newest_account(tmp_path)
+        found = asked(tmp_path)
         other(torch.ones(2, 4)).pow(2).mean().backward()
         unwatched.step()
-        missed = newest_account(tmp_path)
+        missed = asked(tmp_path)
     assert early is not None
     assert early[1:] == (["running: no optimizer step yet, 1 backward"], False)
     assert found is not None

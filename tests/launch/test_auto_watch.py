@@ -350,7 +350,7 @@ for trial in range(3):
     if trial < {trials}:
         net = nn.Linear(4, 1)
     opt = torch.optim.SGD(net.parameters(), 0.01)
-    for t in range(40):
+    for t in range(120):
         opt.zero_grad(); net(torch.randn(8, 4)).pow(2).mean().backward(); opt.step()
     if trial == 0:
         net.weight.data[0, 0] = float("nan")
