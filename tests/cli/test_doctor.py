@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import socket
+import time
 import urllib.request
 from pathlib import Path
 
@@ -136,9 +137,13 @@ def fresh_process(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def asked(directory: Path) -> tuple[str, list[str], bool] | None:
-    """The account of the newest run; on a busy machine its endpoint may not answer at once."""
-    answers = (newest_account(directory) for _ in range(30))
-    return next((one for one in answers if one is not None), None)
+    """The account of the newest run, once its journal is begun: a thread does that, and another one answers."""
+    deadline = time.monotonic() + 120
+    while True:
+        found = newest_account(directory)
+        if (found is not None and "no summary" not in found[1][0]) or time.monotonic() > deadline:
+            return found
+        time.sleep(0.01)
 
 
 def test_steps_that_wait_to_be_judged_are_seen(
