@@ -53,7 +53,7 @@ class HealthTag:
     weights: frozenset[str] = frozenset()
 
     def replaced_by(self, later: HealthTag) -> bool:
-        """True if `later` speaks for these weights now."""
+        """True if `later` counts in the place of this one."""
         if not (later.rank == self.rank or self.rank >= later.world_size) or self.at_work:
             return False
         # Clocks jump, and those of two machines differ: the numbers of attempts do not.

@@ -2,8 +2,8 @@
 
 No collective, and no rank waits for another one in its training. Ranks that train together count their steps alike.
 Rank 0 plans a step that lies ahead of all; every other rank is ready for it if that is still ahead when it reads of it.
-The decision is written once, by compare-and-set: for it by rank 0 when all are ready, against it by whoever comes to
-that step before it knows of one. So all ranks read the same decision, whenever they read it.
+The decision is written once, by compare-and-set: for it by rank 0 when all are ready, against it by any rank
+that comes to that step before it knows of one. So all ranks read the same decision, whenever they read it.
 """
 
 from __future__ import annotations

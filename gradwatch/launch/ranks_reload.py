@@ -1,7 +1,7 @@
 """`gradwatch run --reload` in a job of several ranks: all of them take up a changed rule file after the same step.
 
 Rank 0 looks at the file, and gives the others what it says; every rank answers whether these rules fit. One that
-refuses them refuses them for all. What is agreed, and when, is told through the store of the process group by a thread
+refuses them refuses them for all. What is agreed, and when, goes through the store of the process group, by a thread
 of each rank (`distributed.common_step`): training waits for nothing.
 """
 
@@ -83,7 +83,7 @@ class RanksReload(RulesReload):
             self._refusal = self._objection(to_check)
         try:
             return self._planned if self._step.stepped() else None
-        except Exception as error:  # the store is gone, and whoever decides there
+        except Exception as error:  # the store is gone, and the decision with it
             if not_ours(error):
                 raise
             self.refused(f"what the ranks have agreed on is not known: {error!r}")
@@ -133,7 +133,7 @@ class RanksReload(RulesReload):
             if not_ours(error):
                 raise
             if not self._over and self._step.rank == 0:  # else rank 0 has ended, and its store
-                self.refused(f"the ranks cannot be asked: {error!r}")
+                self.refused(f"the ranks cannot be asked, and later changes are not looked at: {error!r}")
 
     @property
     def _over(self) -> bool:

@@ -51,5 +51,5 @@ class RunInfo:
 
     @property
     def rank_and_place(self) -> str:
-        """Part of file names that tells this process from others of the run: `3`, or `3-1` for the second of rank 3."""
+        """Part of file names that is this process alone: `3`, or `3-1` for the second of rank 3."""
         return f"{self.rank}-{self.place}" if self.place else str(self.rank)

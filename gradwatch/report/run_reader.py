@@ -285,8 +285,10 @@ def checkpoint(where: Path) -> Weights:
     folder = where if where.is_dir() else where.parent
     try:
         counting, replaced = sorted_out(read_tags(folder))
-    except (OSError, ValueError):
+    except FileNotFoundError:
         return Weights(None, None, ())
+    except (OSError, ValueError) as error:
+        return Weights(None, None, (), (f"whether the weights are healthy is not known: {error}",))
     unfit = [tag for tag in replaced if not tag.health.healthy]
     launch = counting[-1].launch
     before = joined(tag.health for tag in unfit if tag.launch == launch).reasons

@@ -21,6 +21,10 @@ from gradwatch.runtime.atomic_files import make_directory
 from gradwatch.sinks import Sink
 
 MOST_PLACES = 1 << 12
+REFUSED = (
+    "{} allows no lock ({}): outputs name this process by run and rank alone, so another watch of rank {} that is at "
+    "work at the same time would take its place in /metrics and alerts"
+)
 _TRIES = 16
 
 
@@ -28,22 +32,25 @@ class ProcessPlace:
     """One place, held from `claim` to `release`, or to the end of the process.
 
     Nothing is held where no sink names the process, or where the folder of the run cannot be written or allows no
-    locks: then the place is 0.
+    locks: then the place is 0, and `refusal` says why.
     """
 
-    __slots__ = ("_descriptor", "_file", "_path", "number")
+    __slots__ = ("_descriptor", "_file", "_path", "number", "refusal")
 
     def __init__(self) -> None:
         self.number = 0
+        self.refusal = ""
         self._path, self._file = "", (0, 0)
         self._descriptor: int | None = None
 
     def claim(self, run: RunInfo, sinks: Iterable[Sink]) -> RunInfo:
         """The run with its place, which is held from here on if one of these sinks needs it; raises nothing."""
         if self._descriptor is None and any(getattr(sink, "needs_place", False) for sink in sinks):
-            with suppress(OSError):
+            try:
                 make_directory(Path(run.directory))
                 self._take_first_free(run)
+            except OSError as error:
+                self.refusal = REFUSED.format(run.directory, error.strerror or error, run.rank)
         return replace(run, place=self.number)
 
     def release(self) -> None:

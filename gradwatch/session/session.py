@@ -132,6 +132,8 @@ class Session:
                 every = [*chosen, *attached.own_sinks]
                 self.run = self._place.claim(self._rules.run, every)
                 self._sinks.open(every, self.run, settings.strict, self._notices.say)
+                if self._place.refusal:
+                    self.health.notice("place", self._place.refusal)
                 attached.start(on_escalate, None if before is None else before.counted)
                 self._activity.begin(self.run.pid)
                 self._go_live(attached, models, before is not None)

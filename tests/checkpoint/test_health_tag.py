@@ -7,6 +7,7 @@ import math
 import os
 import platform
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -133,48 +134,49 @@ def test_a_tag_is_replaced_in_one_piece(tmp_path: Path, monkeypatch: pytest.Monk
     assert read_tag(tmp_path) == CheckpointHealth(True, 3)
 
 
-def test_the_tag_follows_a_change_at_once_and_mere_steps_now_and_then(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A thousand healthy steps are a write or two; a change for the worse is one at once."""
-
-    now = [100.0]
+@pytest.fixture
+def clocked(monkeypatch: pytest.MonkeyPatch) -> tuple[list[float], list[int]]:
+    """The clock that says when a file is due, and the steps of the files that were written."""
+    now, written, real = [100.0], list[int](), write_tag
     monkeypatch.setattr("gradwatch.journal.health_tag_writer.time.monotonic", lambda: now[0])
-    tag, sites, written = HealthTagWriter(RUN), record_sites(), []
-    real = write_tag
     monkeypatch.setattr(
         "gradwatch.journal.health_tag_writer.write_tag",
         lambda *args: (written.append(args[1].step), real(*args))[1],
     )
+    return now, written
+
+
+def follow(folder: Path, now: list[float], health: Callable[[int], CheckpointHealth]) -> None:
+    """A thousand steps of 2 ms each."""
+    writer, sites = HealthTagWriter(RUN), record_sites()
     for step in range(1000):
         now[0] += 0.002
-        health = CheckpointHealth(step != 500, 499 if step == 500 else step, ("bad",) if step == 500 else ())
-        tag.add([replace(make_record(sites, step=step), checkpoint=health)])
-        tag.write(tmp_path, 0)
-    tag.write(tmp_path, 0, last=True)
+        writer.add([replace(make_record(sites, step=step), checkpoint=health(step))])
+        writer.write(folder, 0)
+    writer.write(folder, 0, last=True)
+
+
+def test_the_tag_follows_a_change_at_once_and_mere_steps_now_and_then(
+    tmp_path: Path, clocked: tuple[list[float], list[int]]
+) -> None:
+    """A thousand healthy steps are a write or two; a change for the worse is one at once."""
+    now, written = clocked
+    bad = CheckpointHealth(False, 499, ("bad",))
+    follow(tmp_path, now, lambda step: bad if step == 500 else CheckpointHealth(True, step))
     assert {0, 500, 501, 999} <= set(written)
     assert len(written) <= 7
 
 
-def test_a_streak_of_bad_steps_is_no_stream_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_streak_of_bad_steps_is_no_stream_of_files(
+    tmp_path: Path, clocked: tuple[list[float], list[int]]
+) -> None:
     """While a checkpoint stays unhealthy, reasons that name another step each time wait for their second, too."""
-
-    now, tag, sites, written = [100.0], HealthTagWriter(RUN), record_sites(), []
-    monkeypatch.setattr("gradwatch.journal.health_tag_writer.time.monotonic", lambda: now[0])
-    real = write_tag
-    monkeypatch.setattr(
-        "gradwatch.journal.health_tag_writer.write_tag",
-        lambda *args: (written.append(args[1].step), real(*args))[1],
-    )
-    for step in range(1000):
-        now[0] += 0.002
-        health = CheckpointHealth(False, None, (f"a gradient was not finite at step {step}",))
-        tag.add([replace(make_record(sites, step=step), checkpoint=health)])
-        tag.write(tmp_path, 0)
-    tag.write(tmp_path, 0, last=True)
+    now, written = clocked
+    reason = "a gradient was not finite at step {}".format
+    follow(tmp_path, now, lambda step: CheckpointHealth(False, None, (reason(step),)))
     assert written[0] == 0
     assert len(written) <= 4
-    assert read_tag(tmp_path).reasons == ("a gradient was not finite at step 999",)
+    assert read_tag(tmp_path).reasons == (reason(999),)
 
 
 # -- which of several tags counts --------------------------------------------------------------------------

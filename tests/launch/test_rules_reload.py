@@ -301,6 +301,32 @@ def until(found, text=""):
 """
 
 
+def on_two_ranks(folder: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    """Run train.py by torchrun, watched by rules.yaml; it has to end well."""
+    command = [
+        *GRADWATCH,
+        "run",
+        "--reload",
+        *options,
+        "--rules",
+        "rules.yaml",
+        "--listen",
+        "127.0.0.1:0",
+        "--",
+    ]
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    done = subprocess.run(
+        [*command, *torchrun, "train.py"],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done
+
+
 def test_ranks_take_up_rules_after_the_same_step_or_not_at_all(tmp_path: Path) -> None:
     """What is wrong, or fits the model of one of them alone, is refused on both; what is right begins at one step."""
     unfit = RULES.replace("NAME", "unfit").replace("rules:", "groups: {mine: {params: [a.*]}}\nrules:")
@@ -318,26 +344,7 @@ until(lambda text: True)
 dist.destroy_process_group()
 """
     )
-    command = [
-        *GRADWATCH,
-        "run",
-        "--reload",
-        "--strict-rules",
-        "--rules",
-        "rules.yaml",
-        "--listen",
-        "127.0.0.1:0",
-    ]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, "--", sys.executable, *torchrun, "train.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    done = on_two_ranks(tmp_path, "--strict-rules")
     begun: dict[int, list[tuple[int, set[str]]]] = {0: [], 1: []}
     for path in sorted((tmp_path / "gradwatch-runs").glob("*/rank*.gwj")):
         entries = list(JournalReader(path).entries())
@@ -391,27 +398,7 @@ def test_an_optimizer_that_one_rank_has_alone_shifts_nothing(tmp_path: Path) -> 
     """Steps are counted of the one that all ranks have, and by the rules taken up they clip the same steps together."""
     (tmp_path / "rules.yaml").write_text(RULES.replace("NAME", "first"))
     (tmp_path / "train.py").write_text(PROBED)
-    command = [
-        *GRADWATCH,
-        "run",
-        "--reload",
-        "--rules",
-        "rules.yaml",
-        "--listen",
-        "127.0.0.1:0",
-        "--",
-        sys.executable,
-    ]
-    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, *torchrun, "train.py"],
-        cwd=tmp_path,
-        capture_output=True,
-        text=True,
-        timeout=280,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
+    on_two_ranks(tmp_path)
     clipped = {}
     for rank in (0, 1):
         (_, path) = sorted((tmp_path / "gradwatch-runs").glob(f"*/rank{rank}-attempt*.gwj"))

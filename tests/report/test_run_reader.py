@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from gradwatch.checkpoint.health_tag import HealthTag, write_tag
+from gradwatch.checkpoint.health_tag import HealthTag, tag_name, write_tag
 from gradwatch.errors import GradwatchError
 from gradwatch.journal import JournalReader, LostEntry, NormsEntry, RunEntry, SitesEntry, StepsEntry
 from gradwatch.journal.columnar_steps import step_row
@@ -217,6 +217,15 @@ def test_the_weights_of_the_tag_are_in_the_sentence_of_every_form(tmp_path: Path
         assert "checkpoint saved after" not in form
     (found,) = json.loads(json_document.text([report]))["runs"]
     assert found["checkpoint"]["step"] == 59
+
+
+def test_a_tag_that_cannot_be_read_is_said(tmp_path: Path) -> None:
+    """Whether the weights are healthy is not known then, which is another thing than that no tag was written."""
+    run = recorded(tmp_path, steps(30), account=finished(30))
+    assert "weights" not in str(read_run(run).notes)
+    (run / tag_name(0, 0)).write_text("{")
+    (note,) = (one for one in read_run(run).notes if "weights" in one)
+    assert note.startswith("whether the weights are healthy is not known: ")
 
 
 def test_a_rule_of_the_account_alone_has_fired(tmp_path: Path) -> None:

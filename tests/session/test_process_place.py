@@ -132,6 +132,7 @@ def test_a_folder_that_allows_no_locks_is_place_0(
     places = [claimed(tmp_path) for _ in range(2)]
     monkeypatch.undo()
     assert [place.number for place in places] == [0, 0]
+    assert all(f"allows no lock ({os.strerror(refused)})" in place.refusal for place in places)
     (tmp_path / "file").touch()
     assert claimed(tmp_path / "file" / "r").number == 0
     assert descriptors() == before

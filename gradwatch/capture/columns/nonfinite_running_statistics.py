@@ -2,7 +2,7 @@
 
 BatchNorm writes its running mean and variance in the forward. Training never reads them again, so gradients are
 finite from the next batch on, while every evaluation and every checkpoint is lost: a NaN in a moving average stays.
-Of a forward that no backward follows no gradient tells, so the looks at the weights read them too.
+A forward that no backward follows shows in no gradient, so the looks at the weights read them too.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class NonfiniteStatisticsError(GradwatchError):
 
 
 class RunningStatistics:
-    """Looks at the running statistics of `models()` where gradients were not finite, or it is asked or told of a find.
+    """Looks at the running statistics of `models()` where gradients were not finite, a look found some, or it is asked.
 
     `say` reports a find, once.
     """
