@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import platform
-import re
 import urllib.request
 from dataclasses import replace
 from pathlib import Path
+
+from prometheus_client.parser import text_string_to_metric_families
 
 from gradwatch.account import Account, Taken, Watched, gaps, lines, merged, total
 from gradwatch.account.account_line import PREFIX
@@ -19,8 +21,6 @@ from gradwatch.runtime.process_identity import is_running
 from gradwatch.serve.process_discovery import EndpointFile, read_endpoint
 from gradwatch.sinks.prometheus.metric_values import NO_OPTIMIZER
 
-_SERIES = re.compile(r"^(gradwatch_\w+?)(?:\{(.*)\})? ([0-9.e+-]+)$", re.M)
-_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
 _LOOPBACK = ("127.0.0.1", "::1")
 _LARGEST = 16 << 20
 _SECONDS = 2.0
@@ -97,20 +97,22 @@ def account_of_metrics(text: str) -> Account:
     unowned = 0
     coverage, fired, actions, inactive = 1.0, dict[str, int](), dict[str, int](), dict[str, str]()
     rules: set[str] = set()
-    for name, labels, value in _SERIES.findall(text):
-        label_values = dict(_LABEL.findall(labels))
-        totals[name] = totals.get(name, 0.0) + float(value)
+    for sample in (one for family in text_string_to_metric_families(text) for one in family.samples):
+        name, labels, value = sample.name, sample.labels, sample.value
+        if math.isnan(value):
+            continue
+        totals[name] = totals.get(name, 0.0) + value
         if name == "gradwatch_coverage_ratio":
-            coverage = min(coverage, float(value))
-        elif name == "gradwatch_steps_total" and label_values.get("optimizer", "").startswith(NO_OPTIMIZER):
-            unowned += int(float(value))
+            coverage = min(coverage, value)
+        elif name == "gradwatch_steps_total" and labels.get("optimizer", "").startswith(NO_OPTIMIZER):
+            unowned += int(value)
         elif name == "gradwatch_rule_firings_total":
-            rules.add(label_values["rule"])
-            _add(fired, label_values["rule"], float(value))
+            rules.add(labels["rule"])
+            _add(fired, labels["rule"], value)
         elif name == "gradwatch_actions_total":
-            _add(actions, label_values["action"], float(value))
+            _add(actions, labels["action"], value)
         elif name == "gradwatch_rule_inactive":
-            inactive[label_values["rule"]] = label_values["reason"]
+            inactive[labels["rule"]] = labels["reason"]
 
     def number(name: str) -> int:
         return int(totals.get(f"gradwatch_{name}", 0))
