@@ -88,6 +88,7 @@ def write_tag(directory: str | os.PathLike[str], tag: HealthTag) -> None:
         "last_healthy_step": health.last_healthy_step,
         "weights_step": health.weights_step,
         "reasons": list(health.reasons),
+        "replaced": list(health.replaced),
         "world_size": tag.world_size,
         "began": tag.began,
         "written": tag.written,
@@ -158,6 +159,7 @@ def _read(path: Path, attempt: str | None) -> HealthTag:
             None if last is None else int(last),
             tuple(map(str, found["reasons"])),
             None if looked is None else int(looked),
+            tuple(map(str, found.get("replaced", ()))),
         )
         return HealthTag(
             rank=int(found.get("rank", 0)),

@@ -21,6 +21,9 @@ LEAP = 2.0
 STEPS_TO_SHOW = 100
 """Steps after such a leap before weights are vouched for again."""
 
+MOST_REPLACED = 8
+"""Sets of weights whose reasons are kept when others have replaced them: the latest."""
+
 
 class Growth(NamedTuple):
     """Since an earlier look a parameter became `factor` times the larger of its own and the model's weights then."""
@@ -51,6 +54,7 @@ class CheckpointHealthTracker:
         "now",
         "outgrown",
         "poisoned_at",
+        "replaced",
         "ruin",
         "surge_from",
         "surged",
@@ -63,6 +67,8 @@ class CheckpointHealthTracker:
         self.poisoned_at: int | None = None
         # Running statistics that were not finite as they were read last.
         self.nonfinite_statistics: tuple[str, ...] = ()
+        # Why weights that others have replaced were not healthy, in one string for each replacement.
+        self.replaced: tuple[str, ...] = ()
         self.ruin: tuple[str, ...] = ()  # what the latest look at the weights found
         # Weights that have grown since watching began, for a loss that is no lower: the reason in words.
         self.outgrown = ""
@@ -113,7 +119,7 @@ class CheckpointHealthTracker:
         ):
             self._found, self._last = (), snapshot.step
             # What follows, on a healthy step.
-            self.now = CheckpointHealth(True, snapshot.step, weights_step=self.looked)
+            self.now = CheckpointHealth(True, snapshot.step, (), self.looked, self.replaced)
             return self.now
         broken = snapshot.nonfinite()
         passed = broken if decision.zero is None else broken & ~decision.zero
@@ -153,7 +159,7 @@ class CheckpointHealthTracker:
         self.loss.add([snapshot.scalars.get("loss") for snapshot in snapshots])
         self._found, self._last = (), snapshots[-1].step
         self._step = self._last
-        found = [CheckpointHealth(True, snapshot.step, weights_step=self.looked) for snapshot in snapshots]
+        found = [CheckpointHealth(True, snapshot.step, (), self.looked, self.replaced) for snapshot in snapshots]
         self.now = found[-1]
         return found
 
@@ -216,6 +222,7 @@ class CheckpointHealthTracker:
         self.suspected, self.surged, self.looked = before.suspected, before.surged, before.looked
         self._looked_at = before._looked_at
         self._jump, self.confirmed = before._jump, before.confirmed
+        self.replaced = before.replaced
 
     def _note_size(self, snapshot: Snapshot) -> None:
         total = snapshot.total_norm
@@ -241,6 +248,9 @@ class CheckpointHealthTracker:
 
         `resumed`: by an optimizer with a state of before, which a non-finite gradient may have reached.
         """
+        if not self.now.healthy:
+            said = dict.fromkeys((*self.replaced, "; ".join(self.now.reasons)))
+            self.replaced = tuple(said)[-MOST_REPLACED:]
         self.poisoned_at = self.poisoned_at if resumed else None
         self.ruin, self.outgrown, self.nonfinite_statistics, self._found = (), "", (), ()
         self.suspected = self.surged = self.leapt = self.looked = self._looked_at = None
@@ -278,7 +288,7 @@ class CheckpointHealthTracker:
         if self.poisoned_at is not None:
             reasons.append(f"a non-finite gradient reached the optimizer at step {self.poisoned_at}")
         self._last = self._last if reasons or self._step is None else self._step
-        self.now = CheckpointHealth(not reasons, self._last, tuple(reasons), self.looked)
+        self.now = CheckpointHealth(not reasons, self._last, tuple(reasons), self.looked, self.replaced)
         return self.now
 
     def to_dict(self) -> dict[str, Any]:
@@ -329,6 +339,7 @@ def joined(parts: Iterable[CheckpointHealth]) -> CheckpointHealth:
         least([one.last_healthy_step for one in found]),
         tuple(dict.fromkeys(reason for one in found for reason in one.reasons)),
         least([one.weights_step for one in found]),
+        tuple(dict.fromkeys(reason for one in found for reason in one.replaced)),
     )
 
 

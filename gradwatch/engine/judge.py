@@ -26,7 +26,7 @@ from gradwatch.engine.rule_plan import NO_BANK, Plan, RulePlan, Yardstick
 from gradwatch.engine.scores import Scored, cleared, scored_by, worst_first
 from gradwatch.engine.snapshot_reader import Reader
 from gradwatch.records.columns import RUNNING_STATISTICS, is_observed
-from gradwatch.records.event import Event
+from gradwatch.records.event import SEVERITIES, Event
 from gradwatch.records.snapshot import BoolArray, FloatArray
 from gradwatch.records.verdict import Due, Verdict
 
@@ -60,6 +60,7 @@ class Step:
         "consecutive",
         "due",
         "events",
+        "nonfinite_breached",
         "nonfinite_reported",
         "plan",
         "rank",
@@ -82,7 +83,8 @@ class Step:
         self.consecutive = list(state.consecutive)
         self.banks: list[BankResult | None] = [None] * len(state.plan.banks)
         self.breaching: dict[str, BoolArray] = {}
-        self.nonfinite_reported = False  # a rule on finiteness breaches on this step
+        self.nonfinite_breached = False  # a rule on finiteness breaches on this step
+        self.nonfinite_reported = -1  # the highest severity of those on gradients that breach on it, and fire
         self.acting: set[str] = set()
         self.due: dict[str, Due] = {}
         self.events: list[Event] = []
@@ -158,6 +160,9 @@ class Step:
         self.consecutive[number] = 0
         if scored is not IDLE and not (idle and not scored.breach.any()):
             self._transit(number, scored)
+            fires = scored.breach.any() and self.tracks[number].firing.any()
+            if fires and one.detector.finiteness and _is_of_gradients(one) and one.series.column != "loss":
+                self.nonfinite_reported = max(self.nonfinite_reported, SEVERITIES.index(one.rule.severity))
 
     def _is_suspended(self, number: int) -> bool:
         """True if a rule fires while which this one judges nothing."""
@@ -225,17 +230,21 @@ class Step:
     def _without_reported(self, one: RulePlan, scored: Scored) -> Scored:
         """The scores without those of NaN and Inf that a rule on finiteness has reported already on this step.
 
-        One NaN is one incident: the gradients' own rules report it, before the loss and before any bound. A rule that
-        acts is asked all the same, for it may be the one that keeps a NaN out. A NaN in an observed value,
-        or one that a layer keeps in its running statistics, is another fact than one in the gradients.
+        One NaN is one incident: the gradients' own rules report it, before the loss and before any bound. That of the
+        loss is silent only where one of them fires, of its severity at least. A rule that acts is asked all the same,
+        for it may be the one that keeps a NaN out. A NaN in an observed value, or one that a layer keeps in its running
+        statistics, is another fact than one in the gradients.
         """
-        if is_observed(one.series.column) or one.series.column in RUNNING_STATISTICS:
+        if not _is_of_gradients(one):
             return scored
-        if one.detector.finiteness and (one.series.column != "loss" or not self.nonfinite_reported):
-            self.nonfinite_reported = self.nonfinite_reported or bool(scored.breach.any())
+        of_loss = one.series.column == "loss"
+        if one.detector.finiteness and not (
+            of_loss and self.nonfinite_reported >= SEVERITIES.index(one.rule.severity)
+        ):
+            self.nonfinite_breached = self.nonfinite_breached or bool(scored.breach.any())
             return scored
         # Kinds that compare series (depths, ranks) say which one it was: another fact than that there is a NaN.
-        if not self.nonfinite_reported or scored is IDLE or one.rule.do or not one.detector.elementwise:
+        if not self.nonfinite_breached or scored is IDLE or one.rule.do or not one.detector.elementwise:
             return scored
         finite = np.isfinite(scored.values)
         scores = [
@@ -313,6 +322,11 @@ class Step:
         if not self.plan.conditions:
             return active
         return with_unsettled(self.plan.conditions, self.tracks, active, self.snapshot.step)
+
+
+def _is_of_gradients(one: RulePlan) -> bool:
+    """True of a rule on gradients, the loss or what else a NaN in these shows in."""
+    return not (is_observed(one.series.column) or one.series.column in RUNNING_STATISTICS)
 
 
 def judges(one: RulePlan, plan: Plan, reader: Reader, before: State, sample: Sample | None = None) -> bool:

@@ -54,7 +54,8 @@ class Ask:
 
     `suspicion` is what the rule fired for: of gradients that are finite the profile by depth is looked at, and by how
     much the step is `off` its usual levels.
-    `after_backward`: gradients that are not finite were when the backward had ended.
+    `after_backward`: gradients that are not finite were when the backward had ended. `of_loss`: the loss is not finite,
+    and the gradients are.
     """
 
     way: Way = "replay"
@@ -66,6 +67,7 @@ class Ask:
     suspicion: Suspicion = "nonfinite"
     off: Deviation = field(default_factory=Deviation)
     after_backward: bool = False
+    of_loss: bool = False
 
 
 class Localiser:
@@ -288,6 +290,10 @@ class Localiser:
             return self._later(ask, f"no replay: the step run again raised {type(error).__name__}: {error}")
         if finding.phase in IN_LOOP and ask.suspicion == "nonfinite":
             finding = self._loop.of_nonfinite(finding, self.models(), held, self._whole)
+        if ask.of_loss:
+            from gradwatch.localise.diagnosis.diagnose import of_loss_alone
+
+            finding = of_loss_alone(finding)
         if finding.phase in ("unknown", *LOSS_SIDE) and ask.suspicion == "nonfinite":
             dropped = self._recordings.dropped
             more = NOT_KEPT.format(count=dropped) if dropped else ""

@@ -16,13 +16,15 @@ class CheckpointHealth:
 
     `last_healthy_step` None = there was none; `reasons` say why not, for people, empty where it is healthy.
     `weights_step`: the last step after which the weights themselves were looked at and found fit, None = not yet. When
-    that is done goes by the clock, so it is no part of what makes two of these equal.
+    that is done goes by the clock, so it is no part of what makes two of these equal. `replaced`: why weights that
+    others have replaced in the meantime were not healthy when they were last seen.
     """
 
     healthy: bool = True
     last_healthy_step: int | None = None
     reasons: tuple[str, ...] = ()
     weights_step: int | None = field(default=None, compare=False, repr=False)
+    replaced: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -160,7 +160,7 @@ class RunCollector:
             weights.now,
             weights.step,
             weights.unfit_before,
-            () if account is None else tuple(account.replaced_unfit),
+            _replaced(account, weights),
         )
         return RunReport(
             folder=str(where),
@@ -257,6 +257,12 @@ def cost(account: Account | None, found: Sequence[Track]) -> Cost | None:
     return Cost(
         sum(track.own_seconds for track in found), sum(track.seconds for track in found), steps, largest
     )
+
+
+def _replaced(account: Account | None, weights: Weights) -> tuple[str, ...]:
+    """Why weights that another optimizer's have replaced were not healthy: by the tag where there is no account."""
+    of_tag = () if weights.now is None else weights.now.replaced
+    return tuple(dict.fromkeys((*(account.replaced_unfit if account else ()), *of_tag)))
 
 
 class Weights(NamedTuple):

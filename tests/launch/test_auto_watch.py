@@ -19,6 +19,7 @@ from gradwatch.journal import read_journal
 from gradwatch.launch.resumed_baselines import Baselines
 from gradwatch.launch.state_lock import FORKED, TAKEN, StateLock
 from gradwatch.records.run_info import RunInfo
+from gradwatch.report.live.journal_source import JournalSource
 from gradwatch.report.run_reader import load
 from gradwatch.session.watch import session_of
 from tests.deploy.run_folders import scan
@@ -365,6 +366,32 @@ for trial in range(3):
     sentence = load(folder).verdict.sentence
     assert not sentence.startswith("Healthy")
     assert ("weights that others replaced were not healthy" in sentence) == (trials == 2)
+
+
+def test_a_killed_process_leaves_word_of_weights_that_others_have_replaced(tmp_path: Path) -> None:
+    """Its account is never written; the tag has the reasons, for the verdict and for `gradwatch top`."""
+    script = (
+        NET
+        + """
+import os, signal, time
+for trial in range(2):
+    net = nn.Linear(4, 1)
+    opt = torch.optim.SGD(net.parameters(), 0.01)
+    for t in range(120):
+        opt.zero_grad(); net(torch.randn(8, 4)).pow(2).mean().backward(); opt.step()
+    if trial == 0:
+        net.weight.data[0, 0] = float("nan")
+from gradwatch.session.session import live_sessions
+live_sessions()[-1].flush()
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+    )
+    run(tmp_path, script, options=("--rules", "observe-only"))
+    folder = tmp_path / "runs" / "r"
+    assert "weights that others replaced were not healthy" in load(folder).verdict.sentence
+    with JournalSource(folder) as source:
+        (note,) = source.view(5.0).notes
+    assert note.startswith("weights that others have replaced were not healthy when they were last seen: weights")
 
 
 def test_a_resumed_optimizer_without_saved_baselines_is_told(tmp_path: Path) -> None:

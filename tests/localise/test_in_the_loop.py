@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -358,3 +359,39 @@ def test_data_parallel_replicas_replay_their_own_module() -> None:
         (finding,) = (one for record in kept.records for one in record.findings)
         assert (finding.phase, finding.op, finding.module) == ("backward", "sqrt", "SqrtAtZero")
         assert len(kept.records) == 5
+
+
+def test_a_nan_added_to_the_loss_has_its_cause_though_gradients_are_finite() -> None:
+    """What is added to the loss has no gradient: the search is made for the rule on the loss, and once."""
+    torch.manual_seed(0)
+    model, kept = nn.Linear(4, 2), Kept()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with gradwatch.watch(model, optimizer, rules="default", sinks=[kept], strict=True):
+        for step in range(6):
+            optimizer.zero_grad()
+            penalty = torch.tensor(math.nan if step >= 3 else 0.0)
+            loss = model(torch.randn(5, 4)).square().mean() + penalty
+            loss.backward()
+            optimizer.step()
+    first, last = (one for record in kept.records for one in record.findings)
+    assert (first.rule, first.step, first.phase) == ("loss-non-finite", 3, "unknown")
+    assert "added to the loss" in first.note
+    assert "after autograd" not in first.note
+    assert (last.rule, last.phase, last.op, last.by) == ("loss-non-finite", "number", "tensor", "record")
+
+
+def test_a_nan_loss_of_nan_gradients_is_searched_for_once() -> None:
+    """`non-finite` has ordered the search: the rule on the loss orders no second one of the same NaN."""
+    torch.manual_seed(0)
+    model, kept = NormalisedRows(), Kept()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with gradwatch.watch(model, optimizer, rules="default", sinks=[kept], strict=True):
+        for step in range(4):
+            optimizer.zero_grad()
+            x = torch.randn(5, 4)
+            if step == 2:
+                x[1] = 0.0
+            model(x).square().mean().backward()
+            optimizer.step()
+    (finding,) = (one for record in kept.records for one in record.findings)
+    assert (finding.rule, finding.step, finding.op) == ("non-finite", 2, "div")

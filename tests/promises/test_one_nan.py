@@ -6,10 +6,11 @@ import math
 from typing import Any
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwatch.detectors import Drift, NonFinite, Spike
+from gradwatch.detectors import Drift, LossNonFinite, NonFinite, Spike
 from gradwatch.engine import EngineState
 from gradwatch.rules.rule_set import Action, Rule
 from tests.engine.cases import SKIP, OptimizerRules, bound, rule
@@ -93,6 +94,28 @@ def test_any_number_of_nans_are_skipped_and_nothing_is_learned_of_them(
     began = [step for step, hit in enumerate(hits) if hit and not (step and hits[step - 1])]
     assert [step for step, kind, name in hurt.kinds if (kind, name) == ("firing", "nan")] == began
     assert baselines(hurt.state) == baselines(spared.state)
+
+
+@pytest.mark.parametrize(
+    ("severity", "steps", "told"),
+    [
+        ("critical", 1, ["nan"]),
+        ("info", 1, ["nan", "loss"]),
+        ("critical", 5, ["loss"]),
+    ],
+)
+def test_a_nan_loss_is_part_of_that_of_its_gradients_only_where_this_is_told(
+    severity: Any, steps: int, told: list[str]
+) -> None:
+    """A rule on gradients of lower severity, or one that waits for more steps, keeps the rule on the loss from nothing."""
+    both = [
+        rule("nan", NonFinite(), severity=severity, for_=steps),
+        rule("loss", LossNonFinite(), severity="critical", scope="total"),
+    ]
+    judged = OptimizerRules(bound(both, SIZE))
+    judged.step(0, [1.0] * SIZE, scalars={"loss": 1.0})
+    judged.step(1, [math.nan] * SIZE, scalars={"loss": math.nan})
+    assert sorted(name for _, kind, name in judged.kinds if kind == "firing") == sorted(told)
 
 
 TEXT = """

@@ -6,16 +6,13 @@ Axes: K series of one rule.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import get_args
 
 import numpy as np
 
 from gradwatch.engine.firing import FiringState
 from gradwatch.engine.rule_plan import Plan, RulePlan
-from gradwatch.records.event import Severity
+from gradwatch.records.event import SEVERITIES
 from gradwatch.records.snapshot import BoolArray
-
-_GRAVITY = {severity: number for number, severity in enumerate(get_args(Severity))}
 
 
 def inhibitor(
@@ -77,7 +74,7 @@ def most(involved: BoolArray) -> bool:
 
 
 def _gravity(one: RulePlan) -> int:
-    return _GRAVITY[one.rule.severity]
+    return SEVERITIES.index(one.rule.severity)
 
 
 def _names(one: RulePlan, involved: BoolArray) -> frozenset[str]:

@@ -23,7 +23,10 @@ NOT_AGAIN = (
     "run again, the step gives finite gradients: they became non-finite after autograd (in a hook on a "
     "parameter, or in code between backward and step), or the step is not deterministic"
 )
-
+ADDED = (
+    "the gradients are finite, also when the step is run again: what is not finite was added to the loss beside what "
+    "the model returned"
+)
 DOUBLE = "this is a double backward: a backward made the operation, and its gradient was differentiated again"
 
 STRAY = (
@@ -36,6 +39,11 @@ STRAY = (
 def diagnose(traces: Sequence[Trace], by: By = "replay") -> Finding:
     """The first cause among the calls of a step."""
     return warned(_cause(traces, by), traces)
+
+
+def of_loss_alone(finding: Finding) -> Finding:
+    """The Finding of a step whose gradients were finite from the start, and whose loss was not."""
+    return finding.amended(note=finding.note.replace(NOT_AGAIN, ADDED))
 
 
 def warned(finding: Finding, traces: Sequence[Trace]) -> Finding:

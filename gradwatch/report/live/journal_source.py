@@ -207,6 +207,10 @@ class JournalSource:
         ]
         if own.state.lost:
             notes.append(f"{own.state.lost:,} steps could not be written")
+        notes += [
+            f"weights that others have replaced were not healthy when they were last seen: {reasons}"
+            for reasons in (self._weights.replaced if self._weights is not None else ())[-1:]
+        ]
         if self._unfollowed:
             notes.append(f"{self._unfollowed:,} more ranks or processes are not followed")
         return notes

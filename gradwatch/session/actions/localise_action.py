@@ -192,6 +192,8 @@ class Causes:
         found = (
             self._ordered(verdict, decision, snapshot, step_taken, off, together()) if decision.orders else []
         )
+        if not found and verdict.events and math.isfinite(snapshot.total_norm):
+            found = self._of_nonfinite_loss(verdict, snapshot, step_taken, off, together())
         return (*found, *self._localiser.recorded(None if step_taken else snapshot.step))
 
     def _ordered(
@@ -217,10 +219,10 @@ class Causes:
         off: Callable[[], Deviation],
         ranks: str,
     ) -> list[Finding]:
-        """The findings of a step that a GradScaler rejected though no scale is at fault: its loss was NaN.
+        """The findings of a step whose loss was NaN, and on which rules on gradients order no search for it.
 
-        Rules on gradients do not judge such a step, so the search that one of them orders for NaN is made for the rule
-        on the loss.
+        A GradScaler rejected it, so that they do not judge it, or its gradients are finite: what is NaN was added to
+        the loss. The search that one of them orders for NaN is made for the rule on the loss.
         """
         if self._of_nonfinite is None:
             return []
@@ -337,4 +339,5 @@ def _ask(action: Action, event: Event, snapshot: Snapshot, off: Callable[[], Dev
         suspicion=suspicion,
         off=Deviation() if suspicion == "nonfinite" else off(),
         after_backward=suspicion == "nonfinite" and _became_nonfinite(snapshot),
+        of_loss=event.detector == "loss_nonfinite" and math.isfinite(snapshot.total_norm),
     )

@@ -12,6 +12,8 @@ from gradwatch.records.record import Record
 _GRAVER = ("escalated", "failed")  # reported again, and also of a rule that was not reported before
 MOST_ALERTS = 256
 """Rules that are kept at a time: as many as a message can be read of, several times over."""
+MOST_INCIDENTS = 16
+"""Of one alert, whose causes are waited for: a search ends within a few steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +21,8 @@ class Alert:
     """One rule of one optimizer since it was last reported: `event` is its first firing, `times` counts them.
 
     `resolved` is the step at which it was over, None while it fires; `actions` are what was done, or, as
-    "would skip_step", held back by shadow mode; `cause` is one sentence, "" where none was found (yet).
+    "would skip_step", held back by shadow mode; `cause` is one sentence, "" where none was found (yet), of one of its
+    `incidents`.
     """
 
     event: Event
@@ -28,6 +31,7 @@ class Alert:
     resolved: int | None = None
     actions: tuple[str, ...] = ()
     cause: str = ""
+    incidents: tuple[str, ...] = ()
     reported: bool = False
     """True if a message has said that it fires."""
 
@@ -53,7 +57,7 @@ class Alerts:
             news |= self._transition(event, record)
         for finding in record.findings:
             for key, alert in self._alerts.items():
-                if key[0] == finding.rule and alert.resolved is None and not alert.cause:
+                if finding.incident in alert.incidents and not alert.cause:
                     self._alerts[key] = replace(alert, cause=explanation.sentence(finding))
         return news
 
@@ -99,6 +103,7 @@ class Alerts:
                 times=known.times + (event.kind == "firing"),
                 resolved=None,
                 actions=done,
+                incidents=_with(known.incidents, event.incident),
                 reported=known.reported and not grew,
             )
             return not self._alerts[key].reported
@@ -108,8 +113,13 @@ class Alerts:
         if len(self._alerts) >= MOST_ALERTS:
             self.dropped += 1
             return False
-        self._alerts[key] = Alert(event, event.step, actions=_done(event, record))
+        incidents = _with((), event.incident)
+        self._alerts[key] = Alert(event, event.step, actions=_done(event, record), incidents=incidents)
         return True
+
+
+def _with(incidents: tuple[str, ...], name: str) -> tuple[str, ...]:
+    return incidents if not name or name in incidents else (*incidents, name)[-MOST_INCIDENTS:]
 
 
 def _done(event: Event, record: Record) -> tuple[str, ...]:

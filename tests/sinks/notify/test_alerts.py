@@ -75,13 +75,28 @@ def test_a_notice_counts_and_says_what_was_done() -> None:
     assert one.actions == ("skip_step", "would skip_step")
 
 
-def test_a_cause_comes_with_the_rule_it_belongs_to() -> None:
-    """The finding of the step is the alert's cause, in the words of `gradwatch explain`; the first is kept."""
+def test_a_cause_comes_with_the_incident_it_belongs_to() -> None:
+    """The finding is the cause of its own incident, not of the same rule's on another optimizer; the first is kept."""
     alerts = Alerts()
-    finding = Finding("backward", "replay", step=3, op="sqrt", rule="non-finite")
-    alerts.observe(dataclasses.replace(fired("non-finite", 3), findings=(finding,)))
+    alerts.observe(fired("non-finite", 3, incident="non-finite-0-3"))
+    alerts.observe(fired("non-finite", 3, incident="non-finite-1-3", optimizer=1))
+    for op in ("sqrt", "div"):
+        finding = Finding("backward", "replay", step=3, op=op, rule="non-finite", incident="non-finite-1-3")
+        alerts.observe(dataclasses.replace(make_record(SITES, step=4), findings=(finding,)))
+    first, second = alerts.news()
+    assert not first.cause
+    assert "sqrt" in second.cause
+
+
+def test_a_cause_that_is_found_when_all_is_over_is_still_told() -> None:
+    """A search that records the next steps ends after a NaN of one step: the message not yet sent has its cause."""
+    alerts = Alerts()
+    alerts.observe(fired("non-finite", 3, incident="non-finite-0-3"))
+    alerts.observe(over("non-finite", 4))
+    finding = Finding("forward", "record", step=5, op="div", rule="non-finite", incident="non-finite-0-3")
+    alerts.observe(dataclasses.replace(make_record(SITES, step=5), findings=(finding,)))
     (one,) = alerts.news()
-    assert "sqrt" in one.cause
+    assert "div" in one.cause
 
 
 def test_what_must_not_alert_does_not() -> None:
