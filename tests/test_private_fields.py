@@ -166,7 +166,7 @@ def set_from_other_files(path: Path, tree: ast.Module, declared: Declared) -> se
 
 
 FILLED_IN = {
-    "localise/hold/model_recorder.py": ("call.", "draws.calls"),
+    "localise/held_calls/model_recorder.py": ("call.", "draws.calls"),
     "taps/backward_entry.py": ("TOTALS.backwards", "TOTALS.grad_calls"),
 }
 """A recorded call as its forward and backward run, and the backwards of the process as each begins: where caches are

@@ -159,7 +159,9 @@ class CheckpointHealthTracker:
         self.loss.add([snapshot.scalars.get("loss") for snapshot in snapshots])
         self._found, self._last = (), snapshots[-1].step
         self._step = self._last
-        found = [CheckpointHealth(True, snapshot.step, (), self.looked, self.replaced) for snapshot in snapshots]
+        found = [
+            CheckpointHealth(True, snapshot.step, (), self.looked, self.replaced) for snapshot in snapshots
+        ]
         self.now = found[-1]
         return found
 

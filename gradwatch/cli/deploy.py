@@ -38,7 +38,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 def handle_export(arguments: argparse.Namespace) -> int:
     """Write the stack; 0. Raises GradwatchError for a wrong option or rule file, and files that are in the way."""
     from gradwatch.monitoring import Options, export
-    from gradwatch.monitoring.prometheus_files import Links, Places
+    from gradwatch.monitoring.prometheus_rule_files import Links, Places
     from gradwatch.monitoring.scrape_interval import Pace
     from gradwatch.rules.files import load_rules
 

@@ -21,11 +21,11 @@ from gradwatch.capture.parameter_shards import placements, whole
 from gradwatch.capture.snapshot_assembly import Extras, appended
 from gradwatch.capture.window.window_norms import WindowNorms
 from gradwatch.distributed import all_reduce_packing, replica_divergence
-from gradwatch.distributed.agreed_step import Shared, norms_seen_by_all, of_ranks, seen_by_all
 from gradwatch.distributed.all_reduce_layout import Layout, ReducedFacts, Vector, blind
 from gradwatch.distributed.handshake import RankMeeting, RankRequirements
 from gradwatch.distributed.process_group import AloneError, Group, place
 from gradwatch.distributed.rank_membership import Exchange, RankMembership
+from gradwatch.distributed.step_seen_by_all_ranks import Shared, norms_seen_by_all, of_ranks, seen_by_all
 from gradwatch.reading.cpu_norms import CpuNorms, add_up_all
 from gradwatch.records.snapshot import Sites
 

@@ -14,7 +14,7 @@ from gradwatch.account.rules_without_data import of_condition
 from gradwatch.engine.actions.backward_clips import Asked, asked, bounds, module_bounds
 from gradwatch.engine.actions.rule_actions import by_rule, orders, rescaled, without_overridden
 from gradwatch.engine.baseline_restarts import BaselineRestarts, jumped, warming_up
-from gradwatch.engine.clipping.strictest import Failed
+from gradwatch.engine.clipping.clip_section_factors import Failed
 from gradwatch.engine.columns_needed import Needs
 from gradwatch.engine.engine_state import EngineState, NewBaselines, empty_state
 from gradwatch.engine.fast_path.many_steps import FastBlock, Restarts, active_without_action

@@ -7,7 +7,7 @@ from functools import cached_property
 
 from gradwatch.engine.actions.backward_clips import only_in_backward
 from gradwatch.engine.bound_engine import BoundEngine, on_gradients
-from gradwatch.engine.clipping.binding import clips_only_total, needs_host
+from gradwatch.engine.clipping.bind_clip_section import clips_only_total, needs_host
 from gradwatch.engine.columns_needed import Needs, needs_of
 from gradwatch.engine.rule_plan import make_plan
 from gradwatch.engine.series import labels

@@ -12,10 +12,10 @@ from typing import NamedTuple
 import numpy as np
 
 from gradwatch.detectors import Detector, Sample, State
-from gradwatch.engine.clipping.binding import bind_clipping
-from gradwatch.engine.clipping.strictest import NO_CLIPPING, Clipping
+from gradwatch.engine.clipping.bind_clip_section import bind_clipping
+from gradwatch.engine.clipping.clip_section_factors import NO_CLIPPING, Clipping
 from gradwatch.engine.columns_needed import Needs, needs_of
-from gradwatch.engine.conditions.binding import conditions_of, never_known
+from gradwatch.engine.conditions.bind_conditions import conditions_of, never_known
 from gradwatch.engine.conditions.bound_condition import BoundCondition
 from gradwatch.engine.series import Series, roots_of, series_of
 from gradwatch.engine.snapshot_reader import Reader

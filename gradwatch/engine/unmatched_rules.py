@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from gradwatch.engine.clipping.binding import misfits
-from gradwatch.engine.conditions.binding import never_known
+from gradwatch.engine.clipping.bind_clip_section import misfits
+from gradwatch.engine.conditions.bind_conditions import never_known
 from gradwatch.engine.rule_plan import idle_reason, staggering_of
 from gradwatch.engine.series import group_masks, labels, series_of
 from gradwatch.engine.unsupported_rules import Refusal, refuse

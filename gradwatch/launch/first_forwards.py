@@ -26,7 +26,7 @@ from gradwatch.taps.hook_ids import own_ids
 from gradwatch.taps.module_registry import ModuleRegistry
 
 if TYPE_CHECKING:
-    from gradwatch.localise.hold.calls_before_attach import PreAttachRecorder
+    from gradwatch.localise.held_calls.calls_before_attach import PreAttachRecorder
     from gradwatch.session.session import Session
 
 MOST_MODELS = 16
@@ -81,7 +81,7 @@ class FirstForwards:
         if not (fresh and self._wanting()):
             return
         # Here, not at the top: most processes that import torch make no optimizer.
-        from gradwatch.localise.hold.calls_before_attach import PreAttachRecorder
+        from gradwatch.localise.held_calls.calls_before_attach import PreAttachRecorder
 
         if self._pre_attach is None:
             self._pre_attach = PreAttachRecorder(self._failed)

@@ -2,7 +2,7 @@
 
 Rank 0 looks at the file, and gives the others what it says; every rank answers whether these rules fit. One that
 refuses them refuses them for all. What is agreed, and when, goes through the store of the process group, by a thread
-of each rank (`distributed.common_step`): training waits for nothing.
+of each rank (`distributed.all_ranks_or_none`): training waits for nothing.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import weakref
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from gradwatch.distributed.common_step import CommonStep
+from gradwatch.distributed.all_ranks_or_none import CommonStep
 from gradwatch.errors import GradwatchError
 from gradwatch.launch.rules_reload import LOOK_SECONDS, RulesReload
 from gradwatch.rules.resolved_packs import rule_set

@@ -19,12 +19,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from gradwatch.localise.diagnosis.deviation import Deviation
-from gradwatch.localise.hold.calls_before_attach import PreAttachRecorder
-from gradwatch.localise.hold.inner_model import inner
-from gradwatch.localise.hold.module_attributes import Refused
-from gradwatch.localise.hold.nonfinite_losses import NonFiniteLosses
-from gradwatch.localise.hold.recorded_call import Call
-from gradwatch.localise.hold.step_recorder import StepRecorder
+from gradwatch.localise.held_calls.calls_before_attach import PreAttachRecorder
+from gradwatch.localise.held_calls.inner_model import inner
+from gradwatch.localise.held_calls.module_attributes import Refused
+from gradwatch.localise.held_calls.nonfinite_losses import NonFiniteLosses
+from gradwatch.localise.held_calls.recorded_call import Call
+from gradwatch.localise.held_calls.step_recorder import StepRecorder
 from gradwatch.localise.loss.loop_causes import LoopCauses
 from gradwatch.localise.sharded.whole_parameters import is_spread
 from gradwatch.reading.training_threads import several_at_work

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import gradwatch
 from gradwatch.errors import GradwatchError
-from gradwatch.monitoring.prometheus_files import (
+from gradwatch.monitoring.prometheus_rule_files import (
     Links,
     Places,
     alerts_text,

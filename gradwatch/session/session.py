@@ -19,7 +19,7 @@ from gradwatch.checkpoint.health_tracker import joined
 from gradwatch.distributed.run_identity import placed
 from gradwatch.engine import Engine
 from gradwatch.errors import AttachError, GradwatchError
-from gradwatch.localise.hold.calls_before_attach import PreAttachRecorder
+from gradwatch.localise.held_calls.calls_before_attach import PreAttachRecorder
 from gradwatch.records.event import Event
 from gradwatch.records.record import CheckpointHealth, Record
 from gradwatch.records.run_info import RunInfo

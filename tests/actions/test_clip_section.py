@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 import gradwatch
 from gradwatch.engine import Engine, EngineState
-from gradwatch.engine.clipping.binding import bind_clipping
-from gradwatch.engine.clipping.strictest import NO_CLIPPING
+from gradwatch.engine.clipping.bind_clip_section import bind_clipping
+from gradwatch.engine.clipping.clip_section_factors import NO_CLIPPING
 from gradwatch.errors import AttachError
 from gradwatch.policies import POLICIES, ClipByNorm, Policy
 from gradwatch.records.snapshot import Sites, Snapshot

@@ -24,9 +24,9 @@ import torch
 from torch import nn
 from torch.profiler import ProfilerActivity, profile
 
-from gradwatch.localise.hold import model_recorder
-from gradwatch.localise.hold.model_recorder import ModelRecorder
-from gradwatch.localise.hold.step_recorder import StepRecorder
+from gradwatch.localise.held_calls import model_recorder
+from gradwatch.localise.held_calls.model_recorder import ModelRecorder
+from gradwatch.localise.held_calls.step_recorder import StepRecorder
 from gradwatch.rules.files import parse_rules
 from tests.benchmarks.interleave import Comparison, Sample, Turns, compare, interleave, timed
 from tests.benchmarks.loops import in_turn, training_step

@@ -47,7 +47,7 @@ PROMISES: tuple[Promise, ...] = (
         (
             "tests/promises/test_copies.py",
             "tests/promises/test_saved_whole.py",
-            "tests/localise/hold/test_calls_before_attach.py",
+            "tests/localise/held_calls/test_calls_before_attach.py",
         ),
     ),
     Promise(
@@ -236,7 +236,7 @@ PROMISES: tuple[Promise, ...] = (
         "1,000 replacements",
         (
             "tests/launch/test_rules_reload.py",
-            "tests/distributed/test_common_step.py",
+            "tests/distributed/test_all_ranks_or_none.py",
             "tests/gate/test_replacements.py",
         ),
     ),

@@ -14,7 +14,7 @@ from torch.nn import functional
 from gradwatch.incidents.suggestions import SUGGESTIONS, suggestion_for
 from gradwatch.localise.diagnosis.diagnose import diagnose
 from gradwatch.localise.diagnosis.tensor_values import describe
-from gradwatch.localise.hold.model_recorder import ModelRecorder
+from gradwatch.localise.held_calls.model_recorder import ModelRecorder
 from gradwatch.localise.replay.step_replay import replay
 from gradwatch.records.finding import PHASES, Finding, Phase
 

@@ -391,7 +391,9 @@ os.kill(os.getpid(), signal.SIGKILL)
     assert "weights that others replaced were not healthy" in load(folder).verdict.sentence
     with JournalSource(folder) as source:
         (note,) = source.view(5.0).notes
-    assert note.startswith("weights that others have replaced were not healthy when they were last seen: weights")
+    assert note.startswith(
+        "weights that others have replaced were not healthy when they were last seen: weights"
+    )
 
 
 def test_a_resumed_optimizer_without_saved_baselines_is_told(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gradwatch.localise.diagnosis.diagnose import diagnose
-from gradwatch.localise.hold.model_recorder import ModelRecorder
+from gradwatch.localise.held_calls.model_recorder import ModelRecorder
 from gradwatch.localise.replay.step_replay import replay
 from gradwatch.records.finding import Finding
 from tests.localise.models import BAD, Faulty

@@ -28,7 +28,7 @@ PHASES = {  # by the file and the function that torch calls
     ("taps/module_calls.py", "_after"): "forward",
     ("taps/backward_entry.py", "run_backward"): "entry of the backward",
     ("taps/grad_ready.py", "arrived"): "in the backward",
-    ("localise/hold/model_recorder.py", "_gradient"): "in the backward",
+    ("localise/held_calls/model_recorder.py", "_gradient"): "in the backward",
     ("taps/backward_end.py", "_end"): "end of the backward",
     ("taps/step_hooks.py", "_before"): "before the step",
     ("taps/step_hooks.py", "_after"): "after the step",

@@ -29,7 +29,7 @@ def alerting(ruleset: RuleSet, rules: Collection[str], folder: Path) -> Mapping[
     promtool = shutil.which("promtool")
     if promtool is None:
         return None
-    from gradwatch.monitoring.prometheus_files import Links, alerts_text
+    from gradwatch.monitoring.prometheus_rule_files import Links, alerts_text
     from gradwatch.monitoring.scrape_interval import Pace
     from gradwatch.monitoring.yaml_text import to_yaml
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from gradwatch.localise.hold.module_attributes import Refused
+from gradwatch.localise.held_calls.module_attributes import Refused
 from gradwatch.localise.loss.interpreter.source_tree import Body, own_nodes, tree_of
 from gradwatch.localise.loss.loop_scope import LoopScope, scopes
 from gradwatch.localise.loss.loss_statements import backwards_of

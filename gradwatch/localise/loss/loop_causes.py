@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from torch import Tensor, nn
 
 from gradwatch.localise.diagnosis.deviation import TWICE, Deviation
-from gradwatch.localise.hold.nonfinite_losses import NonFiniteLosses
-from gradwatch.localise.hold.recorded_call import Call
+from gradwatch.localise.held_calls.nonfinite_losses import NonFiniteLosses
+from gradwatch.localise.held_calls.recorded_call import Call
 from gradwatch.records.finding import GAINS, Finding
 
 Held = Sequence[tuple[nn.Module, Call]]

@@ -9,8 +9,8 @@ from torch import nn
 
 from gradwatch.localise.diagnosis.diagnose import from_culprit, from_origin, warned
 from gradwatch.localise.diagnosis.tensor_values import state, tensors
-from gradwatch.localise.hold.module_attributes import Refused
-from gradwatch.localise.hold.recorded_call import Call
+from gradwatch.localise.held_calls.module_attributes import Refused
+from gradwatch.localise.held_calls.recorded_call import Call
 from gradwatch.localise.loss.interpreter.effort_limits import Effort, TooMuchError
 from gradwatch.localise.loss.loop_scope import LoopAtBackward, LoopScope
 from gradwatch.localise.loss.loss_rerun import Whole, run_loss_again

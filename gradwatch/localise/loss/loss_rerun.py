@@ -17,9 +17,9 @@ from torch import Tensor, nn
 
 from gradwatch.localise.diagnosis.interpreted_lines import InterpretedLines
 from gradwatch.localise.diagnosis.node_gain import length_of
-from gradwatch.localise.hold.inner_model import inner, shared
-from gradwatch.localise.hold.module_attributes import Refused, written_in_place
-from gradwatch.localise.hold.recorded_call import Call
+from gradwatch.localise.held_calls.inner_model import inner, shared
+from gradwatch.localise.held_calls.module_attributes import Refused, written_in_place
+from gradwatch.localise.held_calls.recorded_call import Call
 from gradwatch.localise.loss.interpreter.effort_limits import Effort, TooMuchError
 from gradwatch.localise.loss.interpreter.interpreter import Interpreter
 from gradwatch.localise.loss.interpreter.own_graph import check_graph

@@ -10,7 +10,7 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from gradwatch.localise.hold.module_attributes import Refused
+from gradwatch.localise.held_calls.module_attributes import Refused
 from gradwatch.localise.loss.interpreter.lost_names import lost_names
 from gradwatch.localise.loss.interpreter.source_tree import (
     Body,

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from gradwatch.localise.diagnosis.interpreted_lines import InterpretedLines
 from gradwatch.localise.diagnosis.python_frames import frame_of
 from gradwatch.localise.diagnosis.tensor_values import tensors
-from gradwatch.localise.hold.inner_model import inner
-from gradwatch.localise.hold.module_attributes import Refused
-from gradwatch.localise.hold.recorded_call import Call
+from gradwatch.localise.held_calls.inner_model import inner
+from gradwatch.localise.held_calls.module_attributes import Refused
+from gradwatch.localise.held_calls.recorded_call import Call
 from gradwatch.localise.loss.interpreter import purity
 from gradwatch.localise.loss.interpreter.calls import Arguments
 from gradwatch.localise.loss.same_values import same_values

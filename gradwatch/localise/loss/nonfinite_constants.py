@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.localise.diagnosis.interpreted_lines import InterpretedLines
-from gradwatch.localise.hold.module_attributes import Refused
+from gradwatch.localise.held_calls.module_attributes import Refused
 from gradwatch.localise.loss.interpreter.effort_limits import Effort
 from gradwatch.localise.loss.interpreter.interpreter import Interpreter
 from gradwatch.localise.loss.interpreter.scope import Scope

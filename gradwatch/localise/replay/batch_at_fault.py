@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.localise.diagnosis.tensor_values import readable, tensors
-from gradwatch.localise.hold.batch_hash import count_of, fingerprint
-from gradwatch.localise.hold.inner_model import inner
-from gradwatch.localise.hold.module_attributes import Refused
-from gradwatch.localise.hold.recorded_call import Call
+from gradwatch.localise.held_calls.batch_hash import count_of, fingerprint
+from gradwatch.localise.held_calls.inner_model import inner
+from gradwatch.localise.held_calls.module_attributes import Refused
+from gradwatch.localise.held_calls.recorded_call import Call
 from gradwatch.localise.replay.rows_with_large_gradients import RowsMixed
 from gradwatch.localise.replay.step_replay import CallListener, refuse, within
 from gradwatch.reading.layouts import dense

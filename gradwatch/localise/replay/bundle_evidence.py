@@ -17,11 +17,11 @@ from torch import Tensor, nn
 from gradwatch.incidents.bundle.incident_json import CallDocument, GeneratorStates, LeftOut, ModelDocument
 from gradwatch.localise.diagnosis.python_frames import frame_of
 from gradwatch.localise.diagnosis.tensor_values import tensors
-from gradwatch.localise.hold.batch_hash import fingerprint
-from gradwatch.localise.hold.inner_model import inner, shared
-from gradwatch.localise.hold.module_attributes import Refused
-from gradwatch.localise.hold.random_generators import CPU, NUMPY, PYTHON, Generators, of_cuda
-from gradwatch.localise.hold.recorded_call import Call
+from gradwatch.localise.held_calls.batch_hash import fingerprint
+from gradwatch.localise.held_calls.inner_model import inner, shared
+from gradwatch.localise.held_calls.module_attributes import Refused
+from gradwatch.localise.held_calls.random_generators import CPU, NUMPY, PYTHON, Generators, of_cuda
+from gradwatch.localise.held_calls.recorded_call import Call
 from gradwatch.localise.replay.arguments_json import encode, missing
 from gradwatch.localise.replay.batch_at_fault import batch_size
 from gradwatch.localise.replay.step_replay import refuse

@@ -31,11 +31,11 @@ from gradwatch.localise.diagnosis.diagnose import diagnose
 from gradwatch.localise.diagnosis.module_gain import Profile
 from gradwatch.localise.diagnosis.python_frames import OURS, TORCH
 from gradwatch.localise.diagnosis.tensor_values import finite, tensors
-from gradwatch.localise.hold.batch_hash import fingerprint
-from gradwatch.localise.hold.inner_model import inner
-from gradwatch.localise.hold.module_attributes import Refused
-from gradwatch.localise.hold.random_generators import CPU, NUMPY, PYTHON, Generators, Source, of_cuda
-from gradwatch.localise.hold.recorded_call import Call
+from gradwatch.localise.held_calls.batch_hash import fingerprint
+from gradwatch.localise.held_calls.inner_model import inner
+from gradwatch.localise.held_calls.module_attributes import Refused
+from gradwatch.localise.held_calls.random_generators import CPU, NUMPY, PYTHON, Generators, Source, of_cuda
+from gradwatch.localise.held_calls.recorded_call import Call
 from gradwatch.localise.replay.arguments_json import DTYPES, TreeError, decode
 from gradwatch.localise.replay.bundle_evidence import NO_GRADIENT
 from gradwatch.localise.replay.diagnosed_replay import diagnosed_gain

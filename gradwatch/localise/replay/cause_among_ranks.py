@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gradwatch.distributed.process_group import AloneError, meet
-from gradwatch.localise.hold.module_attributes import Refused
+from gradwatch.localise.held_calls.module_attributes import Refused
 from gradwatch.localise.replay.rows_with_large_gradients import CARRIED, STANDS_OUT
 from gradwatch.records.finding import GAINS, LOSS_SIDE, Finding
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from gradwatch.localise.hold.inner_model import shared
-from gradwatch.localise.hold.model_recorder import MAX_BYTES
-from gradwatch.localise.hold.module_attributes import Refused, written_in_place
-from gradwatch.localise.hold.random_generators import Generators
+from gradwatch.localise.held_calls.inner_model import shared
+from gradwatch.localise.held_calls.model_recorder import MAX_BYTES
+from gradwatch.localise.held_calls.module_attributes import Refused, written_in_place
+from gradwatch.localise.held_calls.random_generators import Generators
 from gradwatch.localise.replay.operation_recorder import Recorder
 from gradwatch.localise.replay.state_restored import aliases, state_restored
 from gradwatch.localise.replay.step_replay import Trace, blame_backward, eager, unchecked

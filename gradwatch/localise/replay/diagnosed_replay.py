@@ -15,9 +15,9 @@ from gradwatch.localise.diagnosis.module_gain import Profile
 from gradwatch.localise.diagnosis.multiplying_operation import with_operation
 from gradwatch.localise.diagnosis.tensor_values import tensors
 from gradwatch.localise.diagnosis.usual_layer_norms import suspect
-from gradwatch.localise.hold.inner_model import inner
-from gradwatch.localise.hold.module_attributes import Refused
-from gradwatch.localise.hold.recorded_call import Call
+from gradwatch.localise.held_calls.inner_model import inner
+from gradwatch.localise.held_calls.module_attributes import Refused
+from gradwatch.localise.held_calls.recorded_call import Call
 from gradwatch.localise.replay.batch_at_fault import batch_size
 from gradwatch.localise.replay.cause_among_ranks import RankAgreement
 from gradwatch.localise.replay.reproducibility import (

@@ -23,8 +23,8 @@ import numpy as np
 from torch import Tensor, nn
 
 from gradwatch.localise.diagnosis.python_frames import NOT_OF_USER
-from gradwatch.localise.hold.module_attributes import IMMUTABLE, REGISTRIES
-from gradwatch.localise.hold.random_generators import OWN
+from gradwatch.localise.held_calls.module_attributes import IMMUTABLE, REGISTRIES
+from gradwatch.localise.held_calls.random_generators import OWN
 from gradwatch.records.finding import LIBRARIES
 
 DEPTH = 5

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor, nn
 
-from gradwatch.localise.hold.module_attributes import Refused
+from gradwatch.localise.held_calls.module_attributes import Refused
 from gradwatch.localise.replay.operation_recorder import Recorder
 from gradwatch.localise.replay.step_replay import Trace, blame_backward
 from gradwatch.localise.replay.tensor_sources import sources

@@ -22,9 +22,9 @@ from torch import Tensor, nn
 
 from gradwatch.localise.diagnosis.output_comparison import Output, output_of
 from gradwatch.localise.diagnosis.tensor_values import tensors
-from gradwatch.localise.hold.inner_model import inner
-from gradwatch.localise.hold.random_generators import Generators, Source
-from gradwatch.localise.hold.recorded_call import Call
+from gradwatch.localise.held_calls.inner_model import inner
+from gradwatch.localise.held_calls.random_generators import Generators, Source
+from gradwatch.localise.held_calls.recorded_call import Call
 from gradwatch.localise.replay.hidden_state import SystemCalls, changed, state_of, written_beside
 from gradwatch.localise.replay.step_replay import CallListener, Replayed
 from gradwatch.records.finding import GAINS, LOSS_SIDE, Finding

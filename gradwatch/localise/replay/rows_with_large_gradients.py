@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from gradwatch.localise.diagnosis.tensor_values import finite, tensors
-from gradwatch.localise.hold.recorded_call import Call
+from gradwatch.localise.held_calls.recorded_call import Call
 from gradwatch.localise.replay.first_nonfinite_in_forward import key_of
 from gradwatch.localise.replay.step_replay import CallListener, Replayed, seeded
 from gradwatch.taps import nested_containers

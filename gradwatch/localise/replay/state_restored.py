@@ -20,8 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradwatch.localise.hold.module_attributes import Refused, attributes
-from gradwatch.localise.hold.random_generators import Generators
+from gradwatch.localise.held_calls.module_attributes import Refused, attributes
+from gradwatch.localise.held_calls.random_generators import Generators
 from gradwatch.reading.training_threads import several_at_work
 from gradwatch.taps.muted_forwards import muted
 

@@ -21,10 +21,10 @@ from torch.utils.checkpoint import CheckpointFunction
 from gradwatch.localise.diagnosis.node_gain import length_of
 from gradwatch.localise.diagnosis.python_frames import frame_of
 from gradwatch.localise.diagnosis.tensor_values import describe, finite, state, tensors
-from gradwatch.localise.hold.inner_model import inner
-from gradwatch.localise.hold.model_recorder import MAX_BYTES
-from gradwatch.localise.hold.module_attributes import Refused, written_in_place
-from gradwatch.localise.hold.recorded_call import Call
+from gradwatch.localise.held_calls.inner_model import inner
+from gradwatch.localise.held_calls.model_recorder import MAX_BYTES
+from gradwatch.localise.held_calls.module_attributes import Refused, written_in_place
+from gradwatch.localise.held_calls.recorded_call import Call
 from gradwatch.localise.replay.first_nonfinite_in_backward import Culprit, Multiplier
 from gradwatch.localise.replay.first_nonfinite_in_forward import Origin
 from gradwatch.localise.replay.operation_recorder import Recorder

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradwatch.localise.hold.module_attributes import REGISTRIES
+from gradwatch.localise.held_calls.module_attributes import REGISTRIES
 from gradwatch.localise.replay.first_nonfinite_in_forward import key_of
 from gradwatch.taps import nested_containers
 

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import torch
 from torch import Tensor, nn
 
-from gradwatch.localise.hold.module_attributes import Refused
+from gradwatch.localise.held_calls.module_attributes import Refused
 from gradwatch.localise.sharded import fsdp1, fsdp2
 from gradwatch.localise.sharded.tensor_parallel import parallelised, without_parallelism
 from gradwatch.runtime.interruption import not_ours

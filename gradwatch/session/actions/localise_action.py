@@ -20,8 +20,8 @@ from torch.optim import Optimizer
 from gradwatch.incidents.bundle.snapshot_rules import snapshots
 from gradwatch.localise.diagnosis.deviation import Deviation
 from gradwatch.localise.diagnosis.tensor_values import all_readable, tensors
-from gradwatch.localise.hold.calls_before_attach import PreAttachRecorder
-from gradwatch.localise.hold.recorded_call import Call
+from gradwatch.localise.held_calls.calls_before_attach import PreAttachRecorder
+from gradwatch.localise.held_calls.recorded_call import Call
 from gradwatch.localise.localiser import Ask, Localiser, Suspicion
 from gradwatch.records.decision import Decision
 from gradwatch.records.event import Event

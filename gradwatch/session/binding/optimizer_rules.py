@@ -20,7 +20,7 @@ from gradwatch.capture.columns.pending_columns import NO_SITES_OVERDUE, OverdueS
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.checkpoint.health_tracker import CheckpointHealthTracker
 from gradwatch.engine import BoundEngine, EngineState
-from gradwatch.engine.clipping.strictest import Clipping
+from gradwatch.engine.clipping.clip_section_factors import Clipping
 from gradwatch.engine.staggered_judging import NO_SERIES_OVERDUE, OverdueSeries
 from gradwatch.records.decision import Decision
 from gradwatch.records.record import Record

@@ -10,7 +10,7 @@ from gradwatch.capture.columns.module_taps import COLUMNS as MODULE_COLUMNS
 from gradwatch.distributed.handshake import RankRequirements
 from gradwatch.distributed.replica_divergence import RANK_MISMATCH
 from gradwatch.engine import Engine
-from gradwatch.engine.clipping.strictest import Clipping
+from gradwatch.engine.clipping.clip_section_factors import Clipping
 from gradwatch.engine.unsupported_rules import Refusal, only_at
 from gradwatch.records.columns import BATCH_HASH, COMPARING_RANKS, is_observed, scalar_name
 from gradwatch.records.snapshot import Sites

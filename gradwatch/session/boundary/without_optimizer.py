@@ -28,8 +28,8 @@ from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.read_after_backward import Capture
 from gradwatch.reading.device_norms import Number
 from gradwatch.session.binding.bind_optimizer import Binder
-from gradwatch.session.boundary.moved_weights import PROBED, Probed, other_than, probe, probe_at
 from gradwatch.session.boundary.replaced_parameters import ReplacedParameters
+from gradwatch.session.boundary.weight_change_probe import PROBED, Probed, other_than, probe, probe_at
 from gradwatch.session.logged_once import Notices
 from gradwatch.session.pipeline.step_pipeline import StepPipeline
 from gradwatch.taps import backward_entry, clip_functions

@@ -13,9 +13,9 @@ from dataclasses import replace
 from gradwatch.capture.columns.nonfinite_running_statistics import RunningStatistics
 from gradwatch.capture.read_after_backward import Capture
 from gradwatch.capture.snapshot_assembly import assemble_many
-from gradwatch.distributed.agreed_step import Shared
 from gradwatch.distributed.rank_membership import Exchange
 from gradwatch.distributed.ranks import Ranks
+from gradwatch.distributed.step_seen_by_all_ranks import Shared
 from gradwatch.engine.actions.norms_after_actions import reshaped, with_clip_order
 from gradwatch.engine.bound_engine import BlockVerdict
 from gradwatch.errors import TrainingStopped

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.window.window_norms import WindowNorms
-from gradwatch.distributed.agreed_step import Shared
+from gradwatch.distributed.step_seen_by_all_ranks import Shared
 from gradwatch.records.snapshot import Snapshot
 from gradwatch.session.binding.optimizer_rules import Clock, OptimizerRules
 from gradwatch.session.optimizer_context import OptimizerContext

@@ -18,8 +18,8 @@ from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.read_after_backward import Capture
 from gradwatch.capture.snapshot_assembly import assemble, of_norms
 from gradwatch.capture.window.window_norms import WindowNorms
-from gradwatch.distributed.agreed_step import Shared
 from gradwatch.distributed.ranks import Ranks
+from gradwatch.distributed.step_seen_by_all_ranks import Shared
 from gradwatch.engine import Engine
 from gradwatch.engine.engine_state import NONE_ACTIVE
 from gradwatch.engine.staggered_judging import NONE_IN_TURN

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gradwatch.detectors import Above, NonFinite, Spike
 from gradwatch.engine import EngineState
-from gradwatch.engine.conditions.binding import conditions_of
+from gradwatch.engine.conditions.bind_conditions import conditions_of
 from gradwatch.records.decision import Decision
 from gradwatch.rules.condition import Condition, When, circle, in_order, rules_below, when_of
 from gradwatch.rules.files.rules_digest import canonical

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import gradwatch
 from gradwatch.localise.diagnosis.module_gain import Profile
-from gradwatch.localise.hold.model_recorder import ModelRecorder
+from gradwatch.localise.held_calls.model_recorder import ModelRecorder
 from gradwatch.localise.replay.step_replay import replay
 from gradwatch.records.finding import Finding
 from gradwatch.rules.files import parse_rules

@@ -20,7 +20,7 @@ from gradwatch.cli import main
 from gradwatch.errors import GradwatchError
 from gradwatch.incidents.bundle.bundle_reader import BundleError, read_document, read_tensors
 from gradwatch.localise.diagnosis.deviation import TWICE
-from gradwatch.localise.hold.inner_model import inner
+from gradwatch.localise.held_calls.inner_model import inner
 from gradwatch.localise.replay.bundle_evidence import NO_GRADIENT
 from gradwatch.localise.replay.bundle_replay import Rerun, load_weights
 from gradwatch.records.finding import Finding

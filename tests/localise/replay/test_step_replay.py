@@ -12,8 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.localise.diagnosis.diagnose import diagnose
-from gradwatch.localise.hold.model_recorder import ModelRecorder
-from gradwatch.localise.hold.module_attributes import Refused
+from gradwatch.localise.held_calls.model_recorder import ModelRecorder
+from gradwatch.localise.held_calls.module_attributes import Refused
 from gradwatch.localise.replay.step_replay import Trace, replay
 from gradwatch.taps import module_calls
 from tests.localise.jobs import KINDS, Job, train

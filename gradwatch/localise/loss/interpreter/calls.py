@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.localise.diagnosis.tensor_values import tensors
-from gradwatch.localise.hold.module_attributes import Refused
+from gradwatch.localise.held_calls.module_attributes import Refused
 from gradwatch.localise.loss.interpreter import purity
 from gradwatch.localise.loss.interpreter.custom_functions import check_custom_function
 from gradwatch.localise.loss.interpreter.own_graph import check_graph, newest_node

@@ -10,7 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradwatch.localise.hold.module_attributes import Refused
+from gradwatch.localise.held_calls.module_attributes import Refused
 from gradwatch.localise.loss.interpreter import purity
 from gradwatch.localise.loss.interpreter.source_tree import tree_of
 from gradwatch.taps.graph.pure_functions import is_of_torch

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from gradwatch.localise.hold.module_attributes import Refused
+from gradwatch.localise.held_calls.module_attributes import Refused
 
 EXPRESSIONS = 20_000
 SECONDS = 30.0

@@ -9,7 +9,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from gradwatch.localise.diagnosis.interpreted_lines import InterpretedLines
-from gradwatch.localise.hold.module_attributes import Refused
+from gradwatch.localise.held_calls.module_attributes import Refused
 from gradwatch.localise.loss.interpreter import lookups, purity
 from gradwatch.localise.loss.interpreter.calls import Arguments, Calls
 from gradwatch.localise.loss.interpreter.effort_limits import Effort

@@ -17,7 +17,7 @@ from types import FunctionType
 from typing import Any
 
 from gradwatch.localise.diagnosis.interpreted_lines import InterpretedLines
-from gradwatch.localise.hold.module_attributes import Refused
+from gradwatch.localise.held_calls.module_attributes import Refused
 from gradwatch.localise.loss.interpreter import purity
 from gradwatch.localise.loss.interpreter.calls import Calls, ModuleCall
 from gradwatch.localise.loss.interpreter.effort_limits import Effort

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from gradwatch.localise.hold.module_attributes import Refused
+from gradwatch.localise.held_calls.module_attributes import Refused
 from gradwatch.localise.loss.interpreter.purity import MODULE_LISTS, check_keys, check_plain, is_of_library
 
 DESCRIPTORS = frozenset({"member_descriptor", "getset_descriptor", "_tuplegetter", "method_descriptor"})

@@ -11,7 +11,7 @@ from typing import Any
 from torch import Tensor
 
 from gradwatch.localise.diagnosis.tensor_values import tensors
-from gradwatch.localise.hold.module_attributes import Refused
+from gradwatch.localise.held_calls.module_attributes import Refused
 from gradwatch.localise.loss.interpreter import purity
 from gradwatch.localise.loss.interpreter.effort_limits import Effort
 from gradwatch.localise.replay.first_nonfinite_in_forward import key_of

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from types import FunctionType
 from typing import Any
 
-from gradwatch.localise.hold.module_attributes import Refused
+from gradwatch.localise.held_calls.module_attributes import Refused
 from gradwatch.records.finding import Frame
 
 

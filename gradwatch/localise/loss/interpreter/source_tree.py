@@ -10,7 +10,7 @@ import operator
 from collections.abc import Iterator
 from types import CodeType
 
-from gradwatch.localise.hold.module_attributes import Refused
+from gradwatch.localise.held_calls.module_attributes import Refused
 
 Body = ast.Module | ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 ADDS = ("append", "extend", "insert", "add", "update")

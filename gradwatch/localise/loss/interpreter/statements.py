@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor
 
-from gradwatch.localise.hold.module_attributes import Refused
+from gradwatch.localise.held_calls.module_attributes import Refused
 from gradwatch.localise.loss.interpreter import purity
 from gradwatch.localise.loss.interpreter.expressions import Expressions
 from gradwatch.localise.loss.interpreter.own_memory import OwnMemory

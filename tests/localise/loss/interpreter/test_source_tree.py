@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from gradwatch.localise.hold.module_attributes import Refused
+from gradwatch.localise.held_calls.module_attributes import Refused
 from gradwatch.localise.loss.interpreter.source_tree import tree_of
 
 SOURCE = """

@@ -3,7 +3,7 @@
 A loop may never call the model that is watched (`training_step` of a LightningModule calls `self.encoder(x)`). So its
 parts are held beside it until it is called; where they are many, or none is called, its children are held instead,
 level by level, until some of them turn out to be what the loop calls. What was held
-before a watch began (`gradwatch.localise.hold.calls_before_attach`) counts until the step it led to is taken.
+before a watch began (`gradwatch.localise.held_calls.calls_before_attach`) counts until the step it led to is taken.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Any, NamedTuple, TypeAlias
 from torch import nn
 from torch.optim import Optimizer
 
-from gradwatch.localise.hold.criterion import beside
-from gradwatch.localise.hold.model_recorder import ModelRecorder, Outermost
-from gradwatch.localise.hold.recorded_call import Call
-from gradwatch.localise.hold.similar_models import Kind, Kinds, kind_of
+from gradwatch.localise.held_calls.criterion import beside
+from gradwatch.localise.held_calls.model_recorder import ModelRecorder, Outermost
+from gradwatch.localise.held_calls.recorded_call import Call
+from gradwatch.localise.held_calls.similar_models import Kind, Kinds, kind_of
 from gradwatch.localise.sharded.fsdp1 import has_wrappers
 from gradwatch.taps import module_tree
 from gradwatch.taps.dynamo import anything_compiled, compiles

@@ -123,7 +123,7 @@ def test_attributes_beyond_max_bytes_are_not_run_again() -> None:
 
 def test_a_tensor_that_was_put_back_can_still_be_differentiated() -> None:
     """The version of an attribute that a graph of the user's has saved is as before."""
-    from gradwatch.localise.hold.module_attributes import attributes
+    from gradwatch.localise.held_calls.module_attributes import attributes
 
     model = Stateful("attribute")
     weight = torch.ones(8, requires_grad=True)

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwatch.distributed import common_step
-from gradwatch.distributed.common_step import CommonStep
+from gradwatch.distributed import all_ranks_or_none
+from gradwatch.distributed.all_ranks_or_none import CommonStep
 from gradwatch.records.run_info import RunInfo
 
 
@@ -18,7 +18,7 @@ def ranks(world: int) -> list[CommonStep]:
     """One part a rank, over one store."""
     store = dist.HashStore()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(common_step, "prefix_store", lambda _: dist.PrefixStore("common", store))
+        patch.setattr(all_ranks_or_none, "prefix_store", lambda _: dist.PrefixStore("common", store))
         return [CommonStep(RunInfo("r", "", rank=rank, world_size=world)) for rank in range(world)]
 
 

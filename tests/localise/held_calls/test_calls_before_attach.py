@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 import gradwatch
-from gradwatch.localise.hold.calls_before_attach import PreAttachRecorder
-from gradwatch.localise.hold.model_recorder import ModelRecorder
+from gradwatch.localise.held_calls.calls_before_attach import PreAttachRecorder
+from gradwatch.localise.held_calls.model_recorder import ModelRecorder
 from gradwatch.records.finding import Finding
 from gradwatch.rules.files import parse_rules
 from gradwatch.session.watch import Watch, session_of

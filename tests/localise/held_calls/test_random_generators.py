@@ -8,8 +8,17 @@ import numpy as np
 import torch
 from torch import nn
 
-from gradwatch.localise.hold import random_generators
-from gradwatch.localise.hold.random_generators import CPU, FIRST, NUMPY, PYTHON, RECHECK, Draws, Held, Source
+from gradwatch.localise.held_calls import random_generators
+from gradwatch.localise.held_calls.random_generators import (
+    CPU,
+    FIRST,
+    NUMPY,
+    PYTHON,
+    RECHECK,
+    Draws,
+    Held,
+    Source,
+)
 
 
 def held_of(held: Held, model: nn.Module) -> list[Source]:

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from gradwatch.localise.hold.module_attributes import written_in_place
+from gradwatch.localise.held_calls.module_attributes import written_in_place
 from gradwatch.reading.generator_state import get_state, set_state
 from gradwatch.taps import module_tree
 

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import nn
 
-from gradwatch.localise.hold.model_recorder import ModelRecorder
-from gradwatch.localise.hold.recorded_call import Call
+from gradwatch.localise.held_calls.model_recorder import ModelRecorder
+from gradwatch.localise.held_calls.recorded_call import Call
 
 
 def failed(component: str, error: BaseException) -> None:

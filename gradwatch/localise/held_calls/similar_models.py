@@ -11,7 +11,7 @@ from typing import TypeAlias
 from torch import nn
 
 from gradwatch.localise.diagnosis.python_frames import Callers
-from gradwatch.localise.hold.random_generators import Draws
+from gradwatch.localise.held_calls.random_generators import Draws
 
 MOST = 64  # kinds remembered
 MOST_CALLERS = 16  # of a kind

@@ -12,9 +12,9 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
-from gradwatch.localise.hold.inner_model import inner
-from gradwatch.localise.hold.model_recorder import MAX_BYTES, ModelRecorder
-from gradwatch.localise.hold.step_recorder import Family, Inherited, StepRecorder
+from gradwatch.localise.held_calls.inner_model import inner
+from gradwatch.localise.held_calls.model_recorder import MAX_BYTES, ModelRecorder
+from gradwatch.localise.held_calls.step_recorder import Family, Inherited, StepRecorder
 from gradwatch.localise.sharded.whole_parameters import is_spread
 from gradwatch.taps import backward_end, module_calls, module_tree
 

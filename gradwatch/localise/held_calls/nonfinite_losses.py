@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 from torch.optim import Optimizer
 
-from gradwatch.localise.hold.model_recorder import next_order
+from gradwatch.localise.held_calls.model_recorder import next_order
 from gradwatch.localise.loss.loop_scope import LoopAtBackward, scopes
 from gradwatch.taps import step_hooks
 
