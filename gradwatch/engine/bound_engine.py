@@ -47,6 +47,8 @@ class BlockVerdict(NamedTuple):
     state: EngineState
     verdicts: Sequence[Verdict] = ()
     in_turn: Sequence[InTurn] = ()
+SKIPS_NOT_LEARNED = 10
+"""In a row, of a rule that sets itself no limit: as many as `skip_step` has by default (`max_consecutive`)."""
 
 
 class BoundEngine:
@@ -222,7 +224,7 @@ class BoundEngine:
             return None
         if self.plan.conditions:
             step.judge_conditions()
-        return step.finish(learned.baselines, lr)
+        return step.finish(state.baselines if self._is_an_outlier(step) else learned.baselines, lr)
 
     def _rejected(
         self, state: EngineState, snapshot: Snapshot, in_turn: InTurn
@@ -251,10 +253,12 @@ class BoundEngine:
         if not snapshot.provisional:
             if jumped(state.lr, lr):
                 baselines = self.restarts.after_rate_jump(state)
-            baselines = step.learn(baselines, learning=not self._will_skip(step))
+            learned = step.learn(baselines, learning=not self._will_skip(step))
             for number in self._others:
                 step.judge(number)
-        step.judge_conditions(self._facts if snapshot.provisional else None)
+            step.judge_conditions()
+            return step.finish(baselines if self._is_an_outlier(step) else learned, lr)
+        step.judge_conditions(self._facts)
         return step.finish(baselines, lr)
 
     def _may_be_known(self, state: EngineState, snapshot: Snapshot, in_turn: InTurn) -> bool:
@@ -283,6 +287,20 @@ class BoundEngine:
             for one in rules
             if one.rule.mode == "act" and one.rule.id in step.acting
         )
+
+    def _is_an_outlier(self, step: Step) -> bool:
+        """True if a rule keeps the step from the optimizer, and has not done so for long.
+
+        What is kept out is not learned either, or the second of two spikes would be measured by the first. Where it
+        goes on for longer than the rule's `max_consecutive`, it is how things are now, and is learned, or else no step
+        would ever be taken again.
+        """
+        for number, one in enumerate(self.plan.rules) if step.acting else ():
+            if one.rule.id in step.acting and one.rule.mode == "act":
+                skips = one.skip is not None or "skip_step" in step.due[one.rule.id].climbed
+                if skips and step.consecutive[number] <= (one.max_consecutive or SKIPS_NOT_LEARNED):
+                    return True
+        return False
 
     @property
     def asked(self) -> Asked:

@@ -260,7 +260,7 @@ def cost(account: Account | None, found: Sequence[Track]) -> Cost | None:
 
 
 def _replaced(account: Account | None, weights: Weights) -> tuple[str, ...]:
-    """Why weights that another optimizer's have replaced were not healthy: by the tag where there is no account."""
+    """The reasons why weights that others have replaced were not healthy; by the tag where there is no account."""
     of_tag = () if weights.now is None else weights.now.replaced
     return tuple(dict.fromkeys((*(account.replaced_unfit if account else ()), *of_tag)))
 

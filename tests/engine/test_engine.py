@@ -654,3 +654,29 @@ def test_what_is_no_baseline_is_kept() -> None:
         bound_rules.step(step, [1.0, None if step == 2 else 1.0])
     bound_rules.state = bound_rules.engine.restarts.rebaseline(bound_rules.state, reason="why")
     assert set(bound_rules.step(3, [1.0, None]).firing) == {"stale"}
+
+
+def test_spikes_that_are_skipped_do_not_hide_later_ones() -> None:
+    """What a rule keeps from the optimizer is not learned: each of five equal spikes is skipped, not the first alone."""
+    skips = rule("spike", Spike(above=1000, factor=3.0, window=100, warmup=20), do=SKIP)
+    judged = OptimizerRules(bound([skips], 1))
+    rng, skipped = np.random.default_rng(0), []
+    for step in range(160):
+        judged.step(step, np.exp(rng.normal(0.0, 0.1, 1)) * (5.0 if step >= 40 and step % 25 == 0 else 1.0))
+        skipped += [step] if judged.decision.skip else []
+    assert skipped == [50, 75, 100, 125, 150]
+
+
+@pytest.mark.parametrize("most", [4, None])
+def test_a_level_that_stays_is_learned_after_as_many_skips_as_the_rule_allows(most: int | None) -> None:
+    """Else no step would ever be taken again: after `max_consecutive` skips, or ten, the new level is learned."""
+    skips = (Action("skip_step", {"max_consecutive": most, "then": "continue"}),)
+    judged = OptimizerRules(bound([rule("spike", Spike(above=8, warmup=20), do=skips)], 1))
+    rng, taken = np.random.default_rng(0), []
+    for step in range(300):
+        judged.step(step, np.exp(rng.normal(0.0, 0.1, 1)) * (1.0 if step < 40 else 50.0))
+        if step >= 40 and not judged.decision.skip:
+            taken.append(step)
+    assert taken
+    assert taken[0] >= 40 + (most or 10)
+    assert len(taken) > 100

@@ -107,7 +107,7 @@ def test_any_number_of_nans_are_skipped_and_nothing_is_learned_of_them(
 def test_a_nan_loss_is_part_of_that_of_its_gradients_only_where_this_is_told(
     severity: Any, steps: int, told: list[str]
 ) -> None:
-    """A rule on gradients of lower severity, or one that waits for more steps, does not silence the rule on the loss."""
+    """A rule on gradients of lower severity, or one that waits for steps, does not silence the rule on the loss."""
     both = [
         rule("nan", NonFinite(), severity=severity, for_=steps),
         rule("loss", LossNonFinite(), severity="critical", scope="total"),
