@@ -10,7 +10,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from gradwatch.cli.run_argument import add_directory, add_jobs, add_rank, add_run, default_directory, newest
+from gradwatch.cli.run_argument import add_directory, add_jobs, add_rank, add_run, chosen_runs
 from gradwatch.cli.terminal import Counter, paint, table
 from gradwatch.runtime.printable import plural, printable
 
@@ -62,7 +62,7 @@ def handle(arguments: argparse.Namespace) -> int:
     from gradwatch.backtest.many_runs import backtest_runs
     from gradwatch.rules.files import load_rules
 
-    runs = [Path(run) for run in arguments.runs] or [newest(Path(arguments.dir or default_directory()))]
+    runs = chosen_runs(arguments)
     rules = load_rules(arguments.rules)
     against = None if arguments.against is None else load_rules(arguments.against)
     with closing(Counter("{:,} steps judged")) as count:

@@ -9,7 +9,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from gradwatch.cli.run_argument import add_directory, add_rank, add_run, default_directory, newest
+from gradwatch.cli.run_argument import add_directory, add_rank, add_run, chosen_runs
 from gradwatch.cli.terminal import Counter, paint
 from gradwatch.errors import GradwatchError
 from gradwatch.runtime.printable import one_line, printable
@@ -61,7 +61,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def handle(arguments: argparse.Namespace) -> int:
     """Write the report; 0 whatever it says."""
-    runs = [Path(run) for run in arguments.runs] or [newest(Path(arguments.dir or default_directory()))]
+    runs = chosen_runs(arguments)
     output = chosen_output(arguments, runs)
     if output.path is not None:
         check_replaceable(output.path)

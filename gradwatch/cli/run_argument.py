@@ -22,6 +22,8 @@ def default_directory() -> str:
 def add_run(parser: argparse.ArgumentParser, name: str, nargs: str) -> None:
     """Describe the argument `RUN` to argparse."""
     parser.add_argument(name, nargs=nargs, metavar="RUN", help="folder of a run, or a journal file")
+    if nargs != "+":
+        parser.add_argument("--run", dest="named", metavar="RUN", help="the same, as `explain` has it")
 
 
 def add_directory(parser: argparse.ArgumentParser) -> None:
@@ -32,8 +34,17 @@ def add_directory(parser: argparse.ArgumentParser) -> None:
 
 
 def chosen_run(arguments: argparse.Namespace) -> Path:
-    """The run named, else the newest of `--dir`; GradwatchError where there is none."""
-    return Path(arguments.run) if arguments.run else newest(Path(arguments.dir or default_directory()))
+    """The run named, else the newest of `--dir`; GradwatchError where there is none, or two are named."""
+    named = [run for run in (arguments.run, getattr(arguments, "named", None)) if run]
+    if len(named) > 1:
+        raise GradwatchError(f"one run at a time, not {named[0]} and {named[1]}")
+    return Path(named[0]) if named else newest(Path(arguments.dir or default_directory()))
+
+
+def chosen_runs(arguments: argparse.Namespace) -> list[Path]:
+    """The runs named, else the newest of `--dir`; GradwatchError where there is none."""
+    named = [Path(run) for run in (*arguments.runs, arguments.named) if run]
+    return named or [newest(Path(arguments.dir or default_directory()))]
 
 
 def newest(directory: Path) -> Path:

@@ -40,7 +40,7 @@ class LrJump(Detector):
     by epochs from less than 1 / above does, after its first epoch, and so does an optimizer or an averaging of weights
     that goes on with a larger rate. The eleventh rate is the first to be judged; 0 is neither judged nor learned
     (`below` is for one that stays 0). One that is not finite ruins every weight: the score is infinite, from the first
-    rate on. Of several parameter groups only the first is seen.
+    rate on. Of several parameter groups it is the largest rate of those that are trained.
     """
 
     __pydantic_config__: ClassVar[object] = STRICT

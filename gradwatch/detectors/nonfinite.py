@@ -119,7 +119,9 @@ class NormOverflow(_Fact):
 class LossNonFinite(_Fact):
     """The loss, or an observed value, is NaN or Inf.
 
-    The loss is the value `backward` started from, or what `gw.observe(loss=…)` gave.
+    The loss is the value `backward` started from, or what `gw.observe(loss=…)` gave. One NaN is one incident: on a step
+    on which a rule of kind `nonfinite` on gradients fires, of this rule's severity at least, this one has nothing to
+    say of the loss, unless it has an action.
     """
 
     __pydantic_config__: ClassVar[object] = STRICT

@@ -47,6 +47,8 @@ class BlockVerdict(NamedTuple):
     state: EngineState
     verdicts: Sequence[Verdict] = ()
     in_turn: Sequence[InTurn] = ()
+
+
 SKIPS_NOT_LEARNED = 10
 """In a row, of a rule that sets itself no limit: as many as `skip_step` has by default (`max_consecutive`)."""
 

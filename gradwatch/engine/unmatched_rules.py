@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from gradwatch.engine.clipping.bind_clip_section import misfits
+from gradwatch.engine.clipping.bind_clip_section import clip_groups_without_any, misfits
 from gradwatch.engine.conditions.bind_conditions import never_known
 from gradwatch.engine.rule_plan import idle_reason, staggering_of
 from gradwatch.engine.series import group_masks, labels, series_of
@@ -18,6 +18,7 @@ from gradwatch.rules.rule_set import Rule, RuleSet
 
 GROUP = "group:"
 """Before the name of a group, where rules and groups that judge nothing are listed: no rule id holds a colon."""
+CLIPS_NOTHING = "has no parameter for `clip:`: the groups before it that are named there have them all"
 
 
 def admit(ruleset: RuleSet, sites: Sites, strict: bool = False) -> None:
@@ -46,7 +47,9 @@ def refusals(ruleset: RuleSet, sites: Sites) -> Iterator[Refusal]:
 
 
 def may_miss(ruleset: RuleSet) -> bool:
-    """True if `unmatched` can list anything at all: some rule or group is not `optional`."""
+    """True if `unmatched` can list anything: some rule or group is not optional, or several are clipped."""
+    if ruleset.clip is not None and len(ruleset.clip.groups) > 1:
+        return True
     return any(not group.optional for group in ruleset.groups) or any(
         rule.enabled and not rule.optional for rule in ruleset.rules
     )
@@ -62,6 +65,9 @@ def unmatched(ruleset: RuleSet, sites: Sites) -> dict[str, str]:
     empty = {group.name for group in ruleset.groups if not masks[group.name].any()}
     may_be_empty = {group.name for group in ruleset.groups if group.optional}
     found = {GROUP + name: "matches no parameter" for name in sorted(empty - may_be_empty)}
+    found |= {
+        GROUP + name: CLIPS_NOTHING for name in clip_groups_without_any(ruleset, sites) if name not in empty
+    }
     staggering = staggering_of(sites)
     idle = {
         rule.id: idle_reason(rule, ruleset, series_of(rule, ruleset, sites, staggering))

@@ -13,11 +13,16 @@ from gradwatch.rules.rule_set import ClipAt
 
 
 class SkipStep(Parameters):
-    """Leave parameters and optimizer state bit-identical to before."""
+    """Leave parameters and optimizer state bit-identical to before.
 
-    max_consecutive: Count = key(10, description="So many in a row, then `then`.")
+    Nothing is learned of a step that is skipped, so that it does not hide the next one; where it goes on for more than
+    `max_consecutive` steps in a row (which are skipped, too) it is learned as the level of now.
+    """
+
+    max_consecutive: Count = key(10, description="Steps in a row that it skips; at the next one, `then`.")
     then: Literal["continue", "stop"] = key(
-        "continue", description="continue raises a second incident and goes on."
+        "continue",
+        description="continue raises a second incident and goes on skipping; stop ends the training.",
     )
 
 

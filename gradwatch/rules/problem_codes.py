@@ -287,7 +287,8 @@ _ENTRIES = (
         "GW218",
         "rules that cannot inhibit",
         "`inhibited_by:` names rules of the same file whose incident this rule is then part of; one that is not"
-        " there, or that is inhibited by this one itself, cannot be.",
+        " there, that has a condition (`when:`, evaluated after all others), or that is inhibited by this one itself,"
+        " cannot be.",
         "norm-spike: {inhibited_by: [total-spike]}",
         "Correct the id, or delete it.",
     ),

@@ -10,7 +10,7 @@ from gradwatch.rules.rule_set import RuleSet
 
 _KNOWN_RULE = "total-norm-spike"
 _LONGER = 100
-_FIRST = "A parameter that several of them match belongs to the first."
+_FIRST = "A parameter that several of them match has the first for its label; `clip:` clips it by the first it names."
 _HEAD = """\
 # Rules of a training, begun by `gradwatch init`. What is commented out works as it stands: take `# ` away.
 #   gradwatch rules check {file}              everything wrong with it, with its place

@@ -47,11 +47,11 @@ def norm(max_norm: float, **more: Any) -> ClipPolicy:
 
 
 def test_groups_are_clipped_each_by_its_own_norm() -> None:
-    """Root sum of squares over every parameter that matches the group's globs, whatever its label group."""
-    bound_rules = engine(weights=norm(1.0), first=norm(2.0))
+    """Root sum of squares over every parameter that it has, whatever their label group; none is in two of them."""
+    bound_rules = engine(first=norm(2.0), rest=norm(1.0))
     bound_rules.step(0, [3.0, 4.0, 4.0, 1.0])
-    weights, first = 1 / (math.hypot(3, 4) + 1e-6), 2 / (math.hypot(3, 4) + 1e-6)
-    expected = [min(weights, first), first, weights, 1.0]
+    first, rest = 2 / (math.hypot(3, 4) + 1e-6), 1 / (math.hypot(4, 1) + 1e-6)
+    expected = [first, first, rest, rest]
     assert bound_rules.decision.coef is not None
     assert bound_rules.decision.coef.tolist() == pytest.approx(expected, rel=1e-6)
     assert bound_rules.decision.max_norm is None
@@ -72,32 +72,23 @@ def test_scope_says_whose_norm(scope: str) -> None:
     assert bound_rules.decision.coef.tolist() == pytest.approx([min(1.0, 1 / (n + 1e-6)) for n in norms])
 
 
-def test_the_strictest_wins_in_whatever_order() -> None:
-    """Three policies on overlapping groups: the smallest factor of each parameter, for every order of the file."""
-    policies = {
-        "weights": norm(0.7, scope="param"),
-        "first": ClipPolicy("normalize", {"target": 0.1}),
-        "rest": ClipPolicy("block_rms", {"threshold": 0.2}),
-    }
-    found = []
-    for order in itertools.permutations(policies):
-        bound_rules = engine(norm(9.0), **{name: policies[name] for name in order})
-        bound_rules.step(0, [3.0, 4.0, 0.2, 4.0])
-        assert bound_rules.decision.coef is not None
-        found.append(bound_rules.decision.coef.tolist())
-    each = []
-    for name, policy in policies.items():
-        bound_rules = engine(**{name: policy})
-        bound_rules.step(0, [3.0, 4.0, 0.2, 4.0])
-        covered = bind_clipping(
-            RuleSet(groups=GROUPS, clip=Clip(None, {name: policy})), make_sites(4)
-        ).policies[0]
-        factors = np.full(4, np.inf)
-        coef = np.ones(4) if bound_rules.decision.coef is None else bound_rules.decision.coef
-        factors[covered.index] = coef[covered.index]
-        each.append(factors)
-    assert all(one == found[0] for one in found)
-    assert found[0] == np.minimum.reduce(each).tolist()
+def test_a_parameter_is_clipped_by_its_first_group_and_the_total_whichever_is_stricter() -> None:
+    """The order is that of `groups:`, for every order under `clip:`; a group that is not named there takes nothing."""
+    bounds, total, norms = {"weights": 0.7, "first": 2.0, "rest": 0.2}, 1.5, [3.0, 4.0, 0.5, 4.0]
+    members = {"weights": (0, 2), "first": (0, 1), "rest": (0, 1, 2, 3)}
+    for number in range(1, 4):
+        for order in itertools.permutations(bounds, number):
+            clipped = engine(
+                norm(total, scope="param"), **{name: norm(bounds[name], scope="param") for name in order}
+            )
+            clipped.step(0, norms)
+            own = [next((bounds[name] for name in bounds if name in order and k in members[name]), total)
+                   for k in range(4)]  # fmt: skip
+            expected = [
+                min(1.0, min(total, bound) / (size + 1e-6)) for bound, size in zip(own, norms, strict=True)
+            ]
+            assert clipped.decision.coef is not None
+            assert clipped.decision.coef.tolist() == pytest.approx(expected, rel=1e-6)
 
 
 def test_normalize_may_enlarge_where_nobody_objects() -> None:
@@ -106,10 +97,9 @@ def test_normalize_may_enlarge_where_nobody_objects() -> None:
     bound_rules.step(0, [1.0, 1.0, 1.0, 1.0])
     assert bound_rules.decision.coef is not None
     assert bound_rules.decision.coef.tolist() == pytest.approx([6 / math.sqrt(2)] * 2 + [1.0, 1.0], rel=1e-5)
-    bound_rules = engine(first=ClipPolicy("normalize", {"target": 6.0}), weights=norm(1e9))
+    bound_rules = engine(norm(1e9, scope="param"), first=ClipPolicy("normalize", {"target": 6.0}))
     bound_rules.step(0, [1.0, 1.0, 1.0, 1.0])
-    assert bound_rules.decision.coef is not None
-    assert bound_rules.decision.coef.tolist() == pytest.approx([1.0, 6 / math.sqrt(2), 1.0, 1.0], rel=1e-5)
+    assert bound_rules.decision.coef is None
 
 
 @pytest.mark.parametrize("method", STATEFUL)

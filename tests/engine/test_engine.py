@@ -657,7 +657,7 @@ def test_what_is_no_baseline_is_kept() -> None:
 
 
 def test_spikes_that_are_skipped_do_not_hide_later_ones() -> None:
-    """What a rule keeps from the optimizer is not learned: each of five equal spikes is skipped, not the first alone."""
+    """What a rule keeps from the optimizer is not learned: each of five equal spikes is skipped."""
     skips = rule("spike", Spike(above=1000, factor=3.0, window=100, warmup=20), do=SKIP)
     judged = OptimizerRules(bound([skips], 1))
     rng, skipped = np.random.default_rng(0), []

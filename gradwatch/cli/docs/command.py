@@ -94,10 +94,17 @@ def page_of(topic: str, found: Mapping[str, Path]) -> Path:
     path = found.get(name) or found.get(f"kinds/{name}")
     if path is None:
         known = [one.rpartition("/")[2] for one in found]
-        raise GradwatchError(
-            f"there is no page {topic!r}{did_you_mean(name, known)}; `gradwatch docs` lists all"
-        )
+        pages = _pages_with(name, found)
+        where = f"; more of it stands in: {', '.join(pages)}" if pages else did_you_mean(name, known)
+        raise GradwatchError(f"there is no page {topic!r}{where}; `gradwatch docs` lists all")
     return path
+
+
+def _pages_with(word: str, found: Mapping[str, Path], most: int = 3) -> list[str]:
+    """The names of the pages in which a word stands most often."""
+    as_word = re.compile(rf"\b{re.escape(word)}\b", re.IGNORECASE)
+    counts = {name: len(as_word.findall(path.read_text(encoding="utf-8"))) for name, path in found.items()}
+    return [name for name in sorted(counts, key=counts.__getitem__, reverse=True) if counts[name]][:most]
 
 
 def title(path: Path) -> str:

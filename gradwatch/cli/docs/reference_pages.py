@@ -11,6 +11,7 @@ import inspect
 import json
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import fields
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ import gradwatch
 from gradwatch.cli.docs.markdown_text import escaped, linked, prose, table
 from gradwatch.cli.entry_point import COMMANDS, build_parser
 from gradwatch.cli.rules.reference import entries_of, sections
-from gradwatch.detectors import DETECTORS
+from gradwatch.detectors import DETECTORS, Detector
 from gradwatch.rules.files import load_rules, parse_rules
 from gradwatch.rules.packs import pack_names, pack_path
 from gradwatch.rules.problem_codes import CODES
@@ -68,6 +69,10 @@ is wrong, and `gradwatch rules list --rules FILE` shows all rules as they are in
 
 {merged}
 
+A parameter may match several groups. The first is its label, in metrics and logs; a rule with `groups:` judges every
+parameter that matches one of them; of the groups that `clip:` names, the first that matches a parameter clips it: give
+an exception its own group, before the one for the rest.
+
 Of several clip policies that apply to a parameter (`total`, its group's, a rule's `clip`) the strictest wins, once: one
 for a group does not take its parameters out of the total.
 """
@@ -80,7 +85,7 @@ _MERGED = (
     ("`do`, `groups`, `exclude`, `inhibited_by`, `unless`, `when` of a rule", "replaced as a whole"),
     (
         "`groups`",
-        "by name, key by key; those of the later file are looked at first: the first that matches a parameter has it",
+        "by name, key by key; those of the later file come first",
     ),
     ("`clip`", "`total` is replaced, `groups` are merged by name"),
     ("`defaults`, `modules`, `histograms`", "key by key"),
@@ -118,7 +123,7 @@ def kind_page(kind: str) -> str:
         return f"{name}.md" if name in DETECTORS and name != kind else None
 
     text = linked(prose(entry["does"]), other)
-    parts = [f"# `{kind}`", text, f"```yaml\n{_example(kind)}```", _keys(entry)]
+    parts = [f"# `{kind}`", text, f"```yaml\n{_example(kind)}```", _keys(entry), _timing(DETECTORS[kind])]
     rules = [(pack, rule) for pack, rule in _shipped() if rule.kind == kind]
     if rules:
         rows = [
@@ -129,6 +134,14 @@ def kind_page(kind: str) -> str:
     of = _of(rules[0][1]) if rules else ""
     parts.append(f"Alert: `{alert_name(kind, of)}`. [All kinds](../kinds.md).")
     return "\n\n".join(parts)
+
+
+def _timing(cls: type[Detector]) -> str:
+    """The keys of a rule whose defaults are the kind's own."""
+    own = {each.name: each.default for each in fields(cls) if each.metadata.get("rule_key")}  # type: ignore[arg-type]
+    said = ", ".join(f"`{name}: {value}`" for name, value in {"for": cls.default_for, **own}.items())
+    none = [f"`{name}`" for name in ("warmup", "half_life") if name not in own]
+    return f"Keys of the rule, as this kind has them: {said}{'; it takes no ' if none else ''}{' and no '.join(none)}."
 
 
 def _example(kind: str) -> str:

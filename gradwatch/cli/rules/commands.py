@@ -177,14 +177,14 @@ def handle_explain(arguments: argparse.Namespace) -> int:
     code = arguments.code.upper()
     entry = CODES.get(code)
     if entry is None:
-        kinds = reference.entries_of("kinds")
-        if arguments.code in kinds:
-            arguments.topic, arguments.name = "kinds", arguments.code
+        topic = reference.topic_of(arguments.code)
+        if topic is not None:
+            arguments.topic, arguments.name = topic, arguments.code
             return reference.handle(arguments)
-        hint = did_you_mean(arguments.code, kinds)
+        hint = did_you_mean(arguments.code, reference.entries_of("kinds"))
         complain(
-            f"gradwatch: there is no code and no kind of detector {arguments.code!r}{hint}; "
-            "`gradwatch rules explain` lists all codes, `gradwatch rules kinds` all kinds"
+            f"gradwatch: there is no code and no kind of detector {arguments.code!r}{hint}, no column, action, policy "
+            "or sink; `gradwatch rules explain` lists all codes, `gradwatch rules kinds` all kinds"
         )
         return 2
     print(json.dumps({"code": code, **asdict(entry)}, indent=2) if arguments.json else explained(code, entry))

@@ -81,13 +81,12 @@ def page(name: str, entry: Mapping[str, Any]) -> str:
 
 def entries_of(topic: str) -> dict[str, dict[str, Any]]:
     """Everything of one topic, by name, loaded plug-ins included."""
-    return {
-        "kinds": _kinds,
-        "columns": _columns,
-        "actions": _actions,
-        "policies": _policies,
-        "sinks": _sinks,
-    }[topic]()
+    return _TOPICS[topic]()
+
+
+def topic_of(name: str) -> str | None:
+    """The first topic that has an entry of this name."""
+    return next((topic for topic in _TOPICS if name in entries_of(topic)), None)
 
 
 def _kinds() -> dict[str, dict[str, Any]]:
@@ -204,3 +203,12 @@ def _first_sentence(text: str) -> str:
 
 def _shown(value: Any) -> str:
     return "–" if value is None else json.dumps(value, ensure_ascii=False).strip('"')
+
+
+_TOPICS = {
+    "kinds": _kinds,
+    "columns": _columns,
+    "actions": _actions,
+    "policies": _policies,
+    "sinks": _sinks,
+}

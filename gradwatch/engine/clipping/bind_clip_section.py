@@ -85,15 +85,29 @@ def misfits(ruleset: RuleSet, sites: Sites) -> Iterator[tuple[str, str, str]]:
             yield place, *misfit
 
 
+def clip_groups_without_any(ruleset: RuleSet, sites: Sites) -> list[str]:
+    """Groups that `clip:` names and of whose parameters it clips none: groups before them have them all."""
+    clip = ruleset.clip
+    if clip is None or len(clip.groups) < 2:
+        return []
+    places = [(place, mask) for place, _, mask in _covered(clip, ruleset, sites) if place != TOTAL]
+    return [place.removeprefix("groups.") for place, mask in places if not mask.any()]
+
+
 def _covered(clip: Clip, ruleset: RuleSet, sites: Sites) -> Iterator[tuple[str, ClipPolicy, BoolArray]]:
-    """(place, what the file says there, bool[S] the parameters it covers); a parameter may be in several groups."""
+    """(place, what the file says there, bool[S] the parameters it covers).
+
+    Of the groups named here a parameter is in one: the first of the file that matches it.
+    """
     params = np.array([kind == "param" for kind in sites.kinds], np.bool_)
     if clip.total is not None:
         yield TOTAL, clip.total, params
     if clip.groups:
-        masks = group_masks(ruleset.groups, sites)
-        for name, said in clip.groups.items():
-            yield f"groups.{name}", said, masks[name] & params
+        left = params
+        for name, mask in group_masks(ruleset.groups, sites).items():
+            if name in clip.groups:
+                yield f"groups.{name}", clip.groups[name], mask & left
+                left = left & ~mask
 
 
 def _scope(policy: Policy, said: ClipPolicy, place: str) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from gradwatch.policies import POLICIES, AnyPolicy, find_policy
+from gradwatch.rules.files import words_of_other_tools
 from gradwatch.rules.files.key_validation import check
 from gradwatch.rules.files.pydantic_models import ClipEntry, policy_model
 from gradwatch.rules.rule_set import Clip, ClipPolicy
@@ -62,7 +63,8 @@ def _policy(node: Node | None, at_mark: Mark, place: str, at: str, problems: Pro
         message = f"'method' cannot be {shown(method)}{problems.meant(method.text, POLICIES)}"
         problems.add(method.mark, "GW104", message, f"one of: {', '.join(sorted(POLICIES))}")
         return None
-    valid = check(without(node, "method"), policy_model(policy), problems, at_mark, f"method '{method.text}'")
+    where, words = f"method '{method.text}'", words_of_other_tools.POLICY_KEYS
+    valid = check(without(node, "method"), policy_model(policy), problems, at_mark, where, words)
     if valid is None:
         return None
     params = valid.model_dump()

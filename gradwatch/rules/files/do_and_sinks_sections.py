@@ -104,7 +104,9 @@ def sinks(node: Node | None, problems: Problems) -> tuple[SinkSpec, ...]:
         if model is None:
             result.append(SinkSpec(name, data(options)))
             continue
-        valid = check(options, parameters_model(model), problems, mark, f"sink '{name}'")
+        valid = check(
+            options, parameters_model(model), problems, mark, f"sink '{name}'", words_of_other_tools.SINK_KEYS
+        )
         if valid is not None:
             result.append(SinkSpec(name, valid.model_dump(exclude_unset=True)))
     return tuple(result)

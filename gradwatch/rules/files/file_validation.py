@@ -45,7 +45,7 @@ def _override(item: Map, problems: Problems) -> None:
     check(item, Override, problems, item.mark, "an override", _OF_FILE)
     match = item.get("match")
     if isinstance(match, Map):
-        check(match, Match, problems, item.key_mark("match"), "`match`")
+        check(match, Match, problems, item.key_mark("match"), "`match`", words_of_other_tools.MATCH_KEYS)
     sections(item, problems)
 
 
@@ -76,7 +76,7 @@ def sections(document: Map, problems: Problems) -> None:
 
 
 def _named(section: Node | None, what: str, model: type[Model], problems: Problems) -> None:
-    in_detect = _in_detect() if model is RuleEntry else {}
+    elsewhere = _in_detect() if model is RuleEntry else words_of_other_tools.GROUP_KEYS
     for name, (mark, node) in section.entries.items() if isinstance(section, Map) else ():
         if not re.fullmatch(NAME.strip("^$"), name):
             message = f"{quoted(name)} cannot name a {what}"
@@ -87,10 +87,29 @@ def _named(section: Node | None, what: str, model: type[Model], problems: Proble
                 "letters, digits, '_', '.' and '-', at most 64, starting with one of the first",
             )
         if isinstance(node, Map):
-            check(node, model, problems, mark, f"{what} {quoted(name)}", in_detect)
+            check(node, model, problems, mark, f"{what} {quoted(name)}", elsewhere)
         else:
             place = node.mark if isinstance(node, Scalar) and node.value is not None else mark
-            problems.add(place, "GW103", f"{what} {quoted(name)} must be a map, not {shown(node)}")
+            problems.add(
+                place, "GW103", f"{what} {quoted(name)} must be a map, not {shown(node)}", _hint(what, node)
+            )
+
+
+def _hint(what: str, node: Node) -> str:
+    """The way out where a map was expected."""
+    if what == "group":
+        return '{params: ["*"]}'
+    off = isinstance(node, Scalar) and node.text.lower() in (
+        "off",
+        "false",
+        "no",
+        "none",
+        "null",
+        "disabled",
+        "~",
+        "",
+    )
+    return "{enabled: false} switches it off" if off else ""
 
 
 def _in_detect() -> dict[str, str]:

@@ -99,8 +99,9 @@ def _matches(item: Map, run: str) -> bool:
 def _judge_unused(document: Map, item: Map, problems: Problems) -> None:
     """An override that does not apply to this run must not wait for the run it applies to with its errors."""
     changed = merge_documents(document, item)
-    names = frozenset(group.name for group in groups(changed, problems))
-    resolver = Resolver(changed, names, problems)
+    named = groups(changed, problems)
+    names = frozenset(group.name for group in named)
+    resolver = Resolver(changed, names, named, problems)
     rules = item.get("rules")
     for rule_id in rules.entries if isinstance(rules, Map) else ():
         resolver.one(rule_id)
@@ -112,7 +113,7 @@ def _resolve(document: Map, problems: Problems) -> RuleSet:
     named = groups(document, problems)
     section = document.get("groups")
     names = frozenset(section.entries) if isinstance(section, Map) else frozenset()
-    resolver = Resolver(document, names, problems)
+    resolver = Resolver(document, names, named, problems)
     rules = resolver.all()
     clips = clip(document.get("clip"), names, problems)
     listed = document.get("sinks")

@@ -81,10 +81,15 @@ class Timing(Model):
     warmup: Count = unset("Samples of a series before it may fire; only kinds with a baseline.")
     half_life: Count = unset("Half-life of the baseline in samples; only kinds with a baseline.")
     for_: Count = unset(
-        "Breaching samples before it fires; an action on NaN or Inf does not wait.", alias="for"
+        "Breaching samples before it fires; an action on NaN or Inf does not wait. Actions are for the steps that "
+        "breach, not for all while it fires.",
+        alias="for",
     )
     keep_firing_for: Steps = unset("Quiet steps before it is resolved.")
-    cooldown: Steps = unset("Steps after the resolve in which a re-fire joins the same incident.")
+    cooldown: Steps = unset(
+        "Steps after the resolve in which the rule, firing again, joins the same incident and is not told, whichever "
+        "parameter it is about."
+    )
     severity: Severity = unset("info, warning or critical.")
     mode: Mode = unset("act, or shadow: report what would have been done and do nothing.")
     on_error: OnError = unset("What happens to the gradient when an action fails.")
@@ -166,7 +171,7 @@ class ClipEntry(Model):
     """Standing clipping policies."""
 
     total: dict[str, Any] = unset("Over all parameters.")
-    groups: dict[str, Any] = unset("By group name.")
+    groups: dict[str, Any] = unset("By group name; a parameter has the policy of the first of them.")
     at: ClipAt = unset("step (right everywhere), or backward (through the hook's return value).")
     local: bool = unset("Force `at: backward` where gradients are sharded or accumulated.")
 

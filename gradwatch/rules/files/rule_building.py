@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import fields
 from functools import cached_property
 from typing import Any
@@ -55,10 +55,13 @@ def groups(document: Map, problems: Problems) -> tuple[Group, ...]:
 
 
 class Resolver:
-    """Resolves the rules of one merged document."""
+    """Resolves the rules of one merged document; `names` are those of its groups, whole or not."""
 
-    def __init__(self, document: Map, group_names: frozenset[str], problems: Problems) -> None:
-        self.problems, self.group_names = problems, group_names
+    def __init__(
+        self, document: Map, names: frozenset[str], groups: Iterable[Group], problems: Problems
+    ) -> None:
+        self.problems, self.group_names = problems, names
+        self.globs = {group.name: group.params for group in groups}
         self.origins: dict[str, str] = {}
         self.inactive: dict[str, str] = {}
         section = document.get("rules")
@@ -132,7 +135,8 @@ class Resolver:
                 message = (
                     f"{quoted(item.text)} is a group, and 'exclude' takes globs on the names of parameters"
                 )
-                hint = f'write the globs of the group, as in `exclude: ["*{item.text}*"]`'
+                globs = ", ".join(f'"{glob}"' for glob in self.globs.get(item.text, ()))
+                hint = f"write globs on names: [{globs}]" if globs else "write globs on names"
                 self.problems.add(item.mark, "GW220", message, hint)
 
     def _not_built(self, rule_id: str, node: Map, entry: RuleEntry, found: Found) -> None:

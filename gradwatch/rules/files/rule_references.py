@@ -40,7 +40,7 @@ def _check(
     elif rule_id in _reached(item.text, named):
         what, hint = CIRCLES[key]
         problems.add(item.mark, KEYS[key], f"{quoted(rule_id)} and {quoted(item.text)} {what}", hint)
-    elif key == UNLESS and _joins(rules.entries[item.text].node):
+    elif _joins(rules.entries[item.text].node):
         message = f"{quoted(item.text)} has a condition, which is evaluated after {quoted(rule_id)}"
         problems.add(item.mark, KEYS[key], message, "name the rules of its condition")
 

@@ -12,7 +12,7 @@ _NOTHING = (
     "`sinks:` who is written to (slack, email, webhook, alertmanager)"
 )
 _GROUP = (
-    "name them as a group, `groups: {mine: {match: [...]}}` beside `rules:`, and write `groups: [mine]` here"
+    "name them as a group, `groups: {mine: {params: [...]}}` beside `rules:`, and write `groups: [mine]` here"
 )
 _DEFAULT_SINKS = "prometheus, journal, log"
 _WRITTEN_TO = (
@@ -63,6 +63,11 @@ KINDS: Mapping[str, str] = {
     **_each("loss loss_nan loss_explode", "loss_nonfinite, loss_spike, or above with `of: loss`"),
     **_each("lr learning_rate", "lr_jump, or above or below with `of: lr`"),
     **_each("frozen unchanged not_updating", "stuck (weights that do not move) or never (no gradient)"),
+    **_each(
+        "plateau no_improvement stagnation stagnating early_stopping reduce_on_plateau not_improving",
+        "a rule that fires while the loss improves, below_recent_min with `above: 1.05`, and one with "
+        "`when: {not: …}` and `for:` (`gradwatch docs howto`)",
+    ),
     **_each("zero zeros zero_grad", "all_zero (every gradient) or dead (one parameter's elements)"),
     **_each("ratio update update_to_weight", "update_ratio"),
 }
@@ -84,7 +89,12 @@ ACTIONS: Mapping[str, str] = {
 """For entries of `do:`."""
 
 ACTION_KEYS: Mapping[str, Mapping[str, str]] = {
-    "clip": _each("max_norm norm value threshold limit", "to: the norm that is left")
+    "clip": _each("max_norm norm value threshold limit", "to: the norm that is left"),
+    "stop": _each(
+        "after max_consecutive patience times",
+        "`skip_step: {max_consecutive: 10, then: stop}`, or `escalate: {after: 10 in 10, to: stop}`",
+    ),
+    "skip_step": _each("max times limit patience", "max_consecutive: so many in a row, then `then:`"),
 }
 """For parameters of an action."""
 
@@ -102,6 +112,38 @@ SINKS: Mapping[str, str] = {
     **_each("statsd graphite influx datadog", "otlp: to a collector that passes it on"),
 }
 """For entries of `sinks:`."""
+
+_OF_NAMES = "params: globs on the names of parameters, which `gradwatch init --model module:function` lists"
+GROUP_KEYS: Mapping[str, str] = {
+    **_each("match names name include parameters param layer layers pattern patterns", _OF_NAMES),
+    **_each("modules module type types layer_type", _OF_NAMES),
+    **_each(
+        "exclude except not without ignore",
+        say="a group has no exceptions: give these a group of their own before it, for the first group counts "
+        "(a rule has `exclude:`)",
+    ),
+}
+"""For keys of a group of parameters."""
+
+POLICY_KEYS: Mapping[str, str] = _each(
+    "exclude except params parameters names groups modules layers",
+    say="a policy is for all (`total:`) or for a group: `groups: {mine: {params: [...]}}` beside `clip:`, and "
+    "`clip: {groups: {mine: {method: …}}}`",
+)
+"""For parameters of a clip policy."""
+
+SINK_KEYS: Mapping[str, str] = _each(
+    "rules rule only groups exclude labels",
+    say="a sink gets all rules of its `severity:` at least; who is to get which of them is for Alertmanager's routes "
+    "(sink `alertmanager`)",
+)
+"""For parameters of a sink."""
+
+MATCH_KEYS: Mapping[str, str] = _each(
+    "group groups param params parameters name names layer layers module modules rule rules",
+    say="overrides are for some runs, by the run's name; for some parameters write a rule with `groups:`",
+)
+"""For keys of `match:` in an override."""
 
 RULE_KEYS: Mapping[str, str] = {
     **_each("params parameters param parameter match names layer modules module include only", say=_GROUP),
