@@ -117,6 +117,7 @@ class LogSink:
         self._acted: dict[tuple[str, int], float] = {}  # when it was last said that one acts before it fires
         # When a rule's cause was last logged, and how exact it was.
         self._caused: dict[str, tuple[float, int]] = {}
+        self._mild: set[str] = set()  # rules of severity info, whose causes are no warnings either
         self._begun_anew: dict[int, tuple[float, int]] = {}  # by optimizer: since when, and how many lines
         self._next_due = math.inf
 
@@ -141,6 +142,7 @@ class LogSink:
             if event.inhibited:
                 continue
             if event.kind in _LOGGED:
+                (self._mild.add if event.severity == "info" else self._mild.discard)(event.rule)
                 self._transition(event, _done_about(event, record), now)
             elif event.kind == "pending":
                 self._acts(event, _done_about(event, record), now)
@@ -232,7 +234,8 @@ class LogSink:
         at, exactness = self._caused.get(finding.rule, (-math.inf, 0))
         if now >= at + QUIET_SECONDS or finding.exactness > exactness:
             self._caused[finding.rule] = now, finding.exactness
-            self._logger.warning("gradwatch cause", **dict(explanation.fields(finding)))
+            log = self._logger.info if finding.rule in self._mild else self._logger.warning
+            log("gradwatch cause", **dict(explanation.fields(finding)))
 
     def _sum_up(self, now: float) -> None:
         for key, said in list(self._said.items()):

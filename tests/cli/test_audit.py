@@ -41,6 +41,19 @@ def test_a_rank_on_which_more_was_done(tmp_path: Path, capsys: Captured) -> None
     assert json.loads(capsys.readouterr().out)["other_ranks"]["0"]["actions"] == {"skip_step": 1}
 
 
+def test_the_run_may_be_named_as_for_explain(tmp_path: Path, capsys: Captured) -> None:
+    """`--run RUN`, which the last line of a run shows, is the same as RUN; two runs are refused."""
+    run = str(two_ranks(tmp_path, {0: 1, 1: 1}))
+    for command in ("audit", "report"):
+        form = ["--json"]
+        assert main([command, *form, run]) == 0
+        named = capsys.readouterr().out
+        assert main([command, *form, "--run", run]) == 0
+        assert capsys.readouterr().out == named
+    assert main(["audit", run, "--run", "another"]) == 2
+    assert "one run at a time" in capsys.readouterr().err
+
+
 def test_a_rank_that_did_the_same(tmp_path: Path, capsys: Captured) -> None:
     """Nothing is said of it."""
     assert main(["audit", "--json", str(two_ranks(tmp_path, {0: 3, 1: 3}))]) == 0

@@ -40,6 +40,12 @@ def test_a_page_that_is_not_there(capsys: Captured) -> None:
     assert "did you mean 'rules'?" in capsys.readouterr().err
 
 
+def test_a_word_that_is_no_page_leads_to_those_that_have_it(capsys: Captured) -> None:
+    """A key of a rule has no page of its own: the pages in which it stands most often are named."""
+    assert main(["docs", "cooldown"]) == 2
+    assert "there is no page 'cooldown'; more of it stands in: rule-file" in capsys.readouterr().err
+
+
 def test_a_terminal_gets_it_drawn(tmp_path: Path) -> None:
     """Tables with borders, through the pager that the environment names."""
     env = {**os.environ, "PAGER": "cat", "LC_ALL": "C.UTF-8"}

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import gradwatch
+from gradwatch.engine.unmatched_rules import CLIPS_NOTHING
 from gradwatch.errors import UnmatchedRulesError
 from gradwatch.rules.files import parse_rules
 from gradwatch.sinks.log import LogSink
@@ -71,6 +72,19 @@ def test_the_rest_protects_and_what_is_off_is_said(tmp_path: Path) -> None:
     assert "group 'layer4' matches no parameter (mine.yaml:3)" in lines[0]
     assert "rule 'ranks'" in lines[1]
     assert "silenced" not in said.getvalue()
+
+
+def test_a_clip_of_a_group_that_has_nothing_left_is_said(tmp_path: Path) -> None:
+    """Groups before it that `clip:` names have all its parameters: it is off, and its name and the reason are told."""
+    model, optimizer = job()
+    text = """version: 1
+groups: {all: {params: ["*"]}, head: {params: ["weight"]}}
+clip: {groups: {head: {method: norm, max_norm: 1}, all: {method: norm, max_norm: 2}}}
+"""
+    with gradwatch.watch(model, optimizer, rules=parse_rules(text), run_dir=tmp_path, sinks=[Kept()]) as gw:
+        step(model, optimizer)
+        (said,) = gw.health.inactive().items()
+    assert said == ("group:head", CLIPS_NOTHING)
 
 
 def test_a_parameter_that_comes_later_ends_it(tmp_path: Path) -> None:

@@ -15,7 +15,14 @@ import math
 from collections.abc import Collection, Container, Mapping, Sequence
 
 from gradwatch.localise.diagnosis.deviation import Deviation
-from gradwatch.localise.diagnosis.usual_layer_norms import SHOWN, is_bias, of_weights, off_level, with_levels
+from gradwatch.localise.diagnosis.usual_layer_norms import (
+    OFF,
+    SHOWN,
+    is_bias,
+    of_weights,
+    off_level,
+    with_levels,
+)
 from gradwatch.records.finding import Finding, Layer, Phase
 
 INPUTS_OFF = 10.0
@@ -61,6 +68,36 @@ def with_activations(finding: Finding, off: Deviation, exploding: bool) -> Findi
     return finding.amended(
         phase="activations", module=found.module, module_type="", at_outputs=False, begins=""
     ).amended(note="; ".join((found.note, finding.note)))
+
+
+def beyond_the_rest(found: Finding, name: str, off: Deviation, exploding: bool) -> Finding:
+    """The finding, or one about the gradient of `name` where this is off much further than all layers alike.
+
+    That all layers are off alike is no cause of one that is zero, nor of one that is far off where they hardly are.
+    """
+    sign = 1.0 if exploding else -1.0
+    logs = {one: sign * _log(factor) for one, factor in off.norms.items() if factor >= 0}
+    if not found.at_outputs or name not in logs or len(logs) < 2:
+        return found
+    others = sorted(log for one, log in logs.items() if one != name)
+    median = others[len(others) // 2]
+    beside = math.isfinite(median) and (abs(median) < math.log(OFF) or not off.norms[name])
+    if not beside or logs[name] - median < math.log(PLACED):
+        return found
+    beyond = [one for one, log in logs.items() if one != name and log - median >= math.log(PLACED)]
+    module = name.rpartition(".")[0]
+    alone = all(one.rpartition(".")[0] == module for one in beyond)
+    note = (
+        f"the gradient of {name} is ×{off.norms[name]:.3g} of its usual level, the median of the others' "
+        f"×{math.exp(sign * median):.3g}"
+    )
+    more = f"; {len(beyond)} more are off as far" if beyond and not alone else ""
+    phase: Phase = "exploding" if exploding else "vanishing"
+    return Finding(phase, "norms", module=module if alone else "", profile=found.profile, note=note + more)
+
+
+def _log(factor: float) -> float:
+    return math.log(factor) if factor > 0 else -math.inf
 
 
 def _by_level(layers: Sequence[Layer], exploding: bool) -> Finding | None:

@@ -9,7 +9,7 @@ from functools import partial
 from gradwatch.engine import BoundEngine, EngineState
 from gradwatch.localise.diagnosis.cause_of_large_loss import of_loss
 from gradwatch.localise.diagnosis.deviation import Deviation
-from gradwatch.localise.diagnosis.explosion_by_norms import of_norms
+from gradwatch.localise.diagnosis.explosion_by_norms import beyond_the_rest, of_norms
 from gradwatch.localise.diagnosis.usual_layer_norms import OFF
 from gradwatch.records.event import Event
 from gradwatch.records.finding import GAINS, Finding, Phase
@@ -139,6 +139,7 @@ def _found(event: Event, off: Deviation, twice: bool) -> Finding | None:
     if twice:
         phase: Phase = "exploding" if suspicion == "exploding" else "vanishing"
         return Finding(phase, "norms", profile=found.profile, note=DIFFERENTIATED_TWICE)
+    found = beyond_the_rest(found, event.first_cause, off, suspicion == "exploding")
     return found.amended(loss_moved=off.loss) if found.at_outputs else found
 
 

@@ -87,6 +87,19 @@ def test_explain_knows_kinds_too(capsys: pytest.CaptureFixture[str]) -> None:
     assert "Deviations above the usual level" in page
 
 
+@pytest.mark.parametrize(
+    ("topic", "name"), [("actions", "snapshot"), ("columns", "lr"), ("sinks", "webhook")]
+)
+def test_explain_knows_every_word_of_a_rule_file(
+    topic: str, name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Actions, columns, policies and sinks too, as the topic of each prints them."""
+    assert main(["rules", topic, name]) == 0
+    page = capsys.readouterr().out
+    assert main(["rules", "explain", name]) == 0
+    assert capsys.readouterr().out == page
+
+
 def test_what_is_said_of_defaults_is_so() -> None:
     """The defaults in the reference are those of a rule that leaves every key out."""
     for name, entry in entries_of("kinds").items():

@@ -41,6 +41,27 @@ LOSS_TOO = parse_rules(
 """The default pack, of which a spike of the loss is part of no incident of the gradients."""
 
 
+def test_one_zero_gradient_is_not_the_loss(tmp_path: Path) -> None:
+    """All layers are at a third of their level, as training goes on, and one gradient is 0: that one is named."""
+    rules = parse_rules(
+        "version: 1\nextends: [default]\nrules: {low: {detect: {kind: below, of: norm, threshold: 1e-7}, for: 5}}\n"
+    )
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 1))
+    optimizer, kept = torch.optim.SGD(model.parameters(), 1e-6), Kept()
+    with gradwatch.watch(model, optimizer, rules=rules, sinks=[kept]):
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            if step == BAD:
+                model[2].weight.register_hook(torch.zeros_like)
+            (model(torch.randn(32, 8)).square().mean() * (0.3 if step >= BAD else 1.0)).backward()
+            optimizer.step()
+    (finding,) = (one for record in kept.records for one in record.findings if one.rule == "low")
+    assert (finding.phase, finding.module, finding.at_outputs) == ("vanishing", "2", False)
+    assert "the gradient of 2.weight is ×0 of its usual level" in finding.note
+    assert "the loss" not in sentence(finding)
+
+
 def trained(rules: str | RuleSet, bad: Callable[[int], float], directory: Path | None = None) -> list[Record]:
     """The Records of a training whose loss is multiplied by what `bad` gives of each step."""
     torch.manual_seed(0)
@@ -209,8 +230,9 @@ def test_a_loss_that_alone_moved_has_no_cause_and_its_gradients_are_told() -> No
 
 def test_activations_that_are_off_are_the_cause_of_the_loss_too() -> None:
     """A batch that is too large by a thousand enters the first layer."""
-    (found,) = of_a_loss(lambda _: None, x=1e3)
-    assert (found.phase, found.module) == ("activations", "0"), found
+    found, overflow = of_a_loss(lambda _: None, x=1e3)
+    assert (found.rule, found.phase, found.module) == ("loss-spike", "activations", "0"), found
+    assert (overflow.rule, overflow.by) == ("loss-non-finite", "replay")  # gradients are finite yet
 
 
 def test_what_moved_before_the_loss_is_told() -> None:
