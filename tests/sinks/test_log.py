@@ -24,6 +24,7 @@ from gradwatch.account.account import Account, Taken, Watched
 from gradwatch.errors import GradwatchError
 from gradwatch.records.decision import Decision, Order
 from gradwatch.records.event import Event
+from gradwatch.records.finding import Finding
 from gradwatch.runtime import process_identity
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.sinks.log import LogFormat, LogSink
@@ -105,6 +106,18 @@ def test_a_transition_is_one_line_with_everything_needed() -> None:
             "incident": "incident-1",
         }
     ]
+
+
+@pytest.mark.parametrize(
+    ("severity", "level"), [("info", "info"), ("warning", "warning"), ("critical", "warning")]
+)
+def test_the_cause_of_what_is_only_information_is_no_warning(severity: str, level: str) -> None:
+    """Its line has the level of the rule that fired, and never more than a warning: the rule's own line is the alarm."""
+    log = Log()
+    event = make_event("firing", "exploding", step=7, severity=severity)
+    finding = Finding("exploding", "norms", step=7, rule="exploding")
+    log.sink.write(dataclasses.replace(make_record(SITES, step=7, events=(event,)), findings=(finding,)))
+    assert [entry["level"] for entry in log.entries if entry["event"] == "gradwatch cause"] == [level]
 
 
 def test_the_console_line_says_the_same() -> None:
