@@ -183,8 +183,8 @@ SUGGESTIONS: tuple[Suggestion, ...] = (
         in_module=True,
     ),
     Suggestion(
-        "several-layers",
-        "The gradients of several layers are off their usual level; where that began they do not show.",
+        "place-not-shown",
+        "Gradients are off their usual level; where that began norms do not show.",
         "Look at the gradient by depth (`gradwatch report`), at the batch, and at the learning rate before it.",
         phases=("exploding", "vanishing"),
     ),

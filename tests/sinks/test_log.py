@@ -112,7 +112,7 @@ def test_a_transition_is_one_line_with_everything_needed() -> None:
     ("severity", "level"), [("info", "info"), ("warning", "warning"), ("critical", "warning")]
 )
 def test_the_cause_of_what_is_only_information_is_no_warning(severity: str, level: str) -> None:
-    """Its line has the level of the rule that fired, and never more than a warning: the rule's own line is the alarm."""
+    """Its line has the level of the rule, and never more than a warning: the rule's own line is the alarm."""
     log = Log()
     event = make_event("firing", "exploding", step=7, severity=severity)
     finding = Finding("exploding", "norms", step=7, rule="exploding")
