@@ -85,7 +85,7 @@ BY_PHASE = {
     "exploding-outputs",
     "multiplying-operation",
     "vanishing-outputs",
-    "several-layers",
+    "place-not-shown",
     "activations",
     "learning-rate-jump",
 }

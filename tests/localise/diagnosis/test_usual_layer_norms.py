@@ -101,7 +101,7 @@ def test_weights_alone_do_not_say_where() -> None:
     assert found is not None
     assert (found.module, found.at_outputs) == ("", False)
     assert "×50" in found.note
-    assert suggested(found) == "several-layers"
+    assert suggested(found) == "place-not-shown"
 
 
 @pytest.mark.parametrize("exploding", [True, False])
