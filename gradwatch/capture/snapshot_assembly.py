@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.capture.columns.histograms import PendingHistograms
-from gradwatch.capture.loop_faults.altered_gradients import common_factor
+from gradwatch.capture.loop_faults.alteration_onset import common_factor
 from gradwatch.capture.window.window_norms import WindowNorms
 from gradwatch.reading.batched_norms import FLOAT32_MAX, Detail
 from gradwatch.reading.cpu_norms import CpuNorms, add_up_all

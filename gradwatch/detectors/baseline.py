@@ -104,6 +104,13 @@ def logs_of_scalars(values: Sequence[float]) -> Array32:
     return np.array([*map(math.log, values)], np.float32)
 
 
+def winsorise(d: Array32, bound: Array32) -> None:
+    """Bring d[K] to within ±bound[K], in place; `bound` is overwritten too."""
+    np.minimum(d, bound, out=d)
+    np.negative(bound, out=bound)
+    np.maximum(d, bound, out=d)
+
+
 def absorb(state: LevelState, x: Array32, sigma: Array32, half_life: float, enough: int) -> LevelState:
     """Learn x[K] (nats; not finite = nothing): m moves by a part of x - m within ±3σ̂, s towards its size (`Spike`).
 

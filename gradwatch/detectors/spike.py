@@ -32,6 +32,7 @@ from gradwatch.detectors.baseline import (
     logs_of_scalars,
     mature,
     restart_level,
+    winsorise,
 )
 from gradwatch.detectors.detector import STRICT, NormColumn, ObservedColumn, Sample, State, register_detector
 from gradwatch.detectors.recent_extremes import AboveRecentMax, Factor, Window
@@ -42,13 +43,6 @@ LEAST_OF_WINDOW = 50
 """Samples that a window must hold before a factor over its largest means something."""
 _SIGMA, _FLOOR = np.float32(SIGMA_PER_MEAN_DEVIATION), np.float32(FLOOR)
 _SIGMA_FLOAT, _FLOOR_FLOAT = float(_SIGMA), float(_FLOOR)
-
-
-def _winsorise(d: Array32, bound: Array32) -> None:
-    """Bring d[K] to within ±bound[K], in place; `bound` is overwritten too."""
-    np.minimum(d, bound, out=d)
-    np.negative(bound, out=bound)
-    np.maximum(d, bound, out=d)
 
 
 def _z(state: LevelState, x: Array32, sigma: Array32, warmup: int) -> Array32:
@@ -118,7 +112,7 @@ class _Level(Robust):
             after = absorb(level, x, sigma, self.half_life, enough)
             return _z(level, x, sigma, self.warmup), after
         sigma *= WINSOR
-        _winsorise(d, sigma)
+        winsorise(d, sigma)
         a, n = pace
         spread = np.abs(d)
         spread -= level.s
@@ -143,7 +137,7 @@ class _Level(Robust):
             d = new - m
             np.divide(d, sigma, out=score)
             sigma *= WINSOR
-            _winsorise(d, sigma)
+            winsorise(d, sigma)
             np.abs(d, out=spread)
             spread -= s
             spread *= weight

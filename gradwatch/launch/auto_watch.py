@@ -1,10 +1,11 @@
 """The part of `gradwatch run` that runs in the script's process, armed by the import of torch.
 
-Modules and optimizers are known by torch's events (`taps.registered`, `taps.optimizers.init`). Until one is made
-nothing else is done: DataLoader workers, compile workers and git helpers start no thread, open no socket and print
-nothing. Before the first `backward`, `scaler.scale`, clip or step, whichever comes first, every optimizer made since is
-watched, by one session that lives as long as the process, or until one by other rules takes its place. The calls of the
-forward before that are recorded from the making of the optimizer on (`first_forwards`).
+Modules and optimizers are known by torch's events (`taps.module_registry`, `taps.optimizers.creation`;
+`noticed_optimizers` keeps those). Until one is made nothing else is done: DataLoader workers, compile workers and git
+helpers start no thread, open no socket and print nothing. Before the first `backward`, `scaler.scale`, clip or step,
+whichever comes first, every optimizer made since is watched, by one session that lives as long as the process, or until
+one by other rules takes its place. The calls of the forward before that are recorded from the making of the optimizer
+on (`first_forwards`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,6 @@ import importlib
 import os
 import sys
 import threading
-import weakref
 from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
@@ -29,6 +29,7 @@ from gradwatch.launch import exit_summary, os_exit, strict_rules
 from gradwatch.launch.first_forwards import FirstForwards
 from gradwatch.launch.model_discovery import Found, discover, steps_through, trains
 from gradwatch.launch.models_without_optimizer import ModelsWithoutOptimizer
+from gradwatch.launch.noticed_optimizers import NoticedOptimizers
 from gradwatch.launch.selftest_faults import OWN_WATCH
 from gradwatch.launch.selftest_faults import VARIABLE as SELFTEST
 from gradwatch.runtime import guard, stderr
@@ -39,7 +40,7 @@ from gradwatch.runtime.warning_filters import filters_kept
 from gradwatch.taps import backward_entry, clip_functions, grad_scaler, step_hooks
 from gradwatch.taps.clip_functions import Clip
 from gradwatch.taps.module_registry import ModuleRegistry
-from gradwatch.taps.optimizers import creation as optimizer_init
+from gradwatch.taps.optimizers import creation
 from gradwatch.taps.optimizers.param_groups import params_of
 from gradwatch.taps.process_totals import TOTALS
 
@@ -54,7 +55,6 @@ NOTHING = Found([], [])
 NO_LEAVES = (
     "the parameters of a differentiable optimizer are results of operations: no backward fills their .grad"
 )
-_MANY = 64  # known optimizers before those that are gone are looked for
 
 _watches: list[Session] = []
 _agents: list[Agent] = []
@@ -79,11 +79,8 @@ class Agent:
     def __init__(self) -> None:
         self.registered = ModuleRegistry()
         self._lock = ForkSafeLock()
-        self._waiting: dict[int, tuple[weakref.ref[Optimizer], int]] = {}  # made, not looked at yet
-        self._seen: dict[int, weakref.ref[Optimizer]] = {}
-        self._copies: dict[int, weakref.ref[Optimizer]] = {}  # not met yet: many a copy never trains
-        self._prune_at = _MANY
-        # Held while one thread attaches: what it took out of `_waiting` is not watched yet. A lock, not a flag: no
+        self._optimizers = NoticedOptimizers(self.registered)
+        # Held while one thread attaches: what it took out of those that wait is not watched yet. A lock, not a flag: no
         # exception that is sent can keep it from being released.
         self._attaching = threading.Lock()
         self._inherited: list[Session] = []  # of the process that this one was forked from
@@ -96,8 +93,8 @@ class Agent:
         self._new_rules: RuleSet | None = None  # of a rule file that has changed, to be taken up
         self._forwards = FirstForwards(self.registered, self._lock, _calls_wanted)
         self._without_optimizer = ModelsWithoutOptimizer(self.registered)
-        optimizer_init.listen(self._made)
-        optimizer_init.listen_filled(self._filled)
+        creation.listen(self._made)
+        creation.listen_filled(self._optimizers.filled)
         backward_entry.listen(self._about_to_run)
         clip_functions.listen(self._about_to_clip)
         grad_scaler.listen_scale(self._scaled)
@@ -109,7 +106,7 @@ class Agent:
 
     def before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         """Attach to an optimizer of which no event of torch was seen. Raises only with `--strict`."""
-        if self._attaching.locked() or not self._knows(optimizer):
+        if self._attaching.locked() or not self._optimizers.knows(optimizer):
             self.attach_waiting(optimizer)
         if self._new_rules is not None:
             self._take_up_rules()
@@ -128,26 +125,8 @@ class Agent:
             watch.before_another_optimizer()  # the one before still holds its parameters
             watch.release_freed()
         self._forwards.hold_new()
-        if optimizer is None:  # known at its first step
-            return
-        self._waiting[id(optimizer)] = weakref.ref(optimizer), self.registered.clock
-
-    def _filled(self, optimizer: Optimizer | None) -> None:
-        """A copy is being made, or one unpickled, if it is not known: met at its first clip or step."""
-        if optimizer is None or self._knows(optimizer) or id(optimizer) in self._waiting:
-            return
-        self._copies[id(optimizer)] = weakref.ref(optimizer)
-
-    def _copy_of(self, clip: Clip) -> Optimizer | None:
-        """A copy that was not met yet, if gradients of its parameters are about to be clipped."""
-        clipped, found = set(map(id, clip.params or ())), None
-        for key, ref in list(self._copies.items()):
-            optimizer = ref()
-            if optimizer is None or self._knows(optimizer):
-                self._copies.pop(key, None)
-            elif not clipped.isdisjoint(map(id, params_of(optimizer))):
-                found = optimizer
-        return found
+        if optimizer is not None:  # else known at its first step
+            self._optimizers.made(optimizer)
 
     def _about_to_run(self, call: BackwardCall) -> None:
         if not call.accumulates or call.nested:
@@ -156,7 +135,7 @@ class Agent:
         for watch in _watches:
             self._reached += watch.backwards
         look = self._without_optimizer.due(self._reached > before)
-        if look or self._waiting or self._attaching.locked():
+        if look or self._optimizers.waiting or self._attaching.locked():
             self.attach_waiting(before=call if look else None)
         if self._reload is not None:
             self._look_between_windows(self._reload)
@@ -170,8 +149,8 @@ class Agent:
 
     def _about_to_clip(self, clip: Clip) -> None:
         attaching = self._attaching.locked()
-        copy = self._copy_of(clip) if self._copies else None
-        if not (self._waiting or attaching or copy):
+        copy = self._optimizers.copy_of(clip) if self._optimizers.copies else None
+        if not (self._optimizers.waiting or attaching or copy):
             return
         watch = self.attach_waiting(copy)
         if watch is None and attaching:  # it has waited for another thread's
@@ -180,7 +159,7 @@ class Agent:
             watch.read_before_clip(clip.grads)
 
     def _scaled(self, scale: torch.Tensor) -> None:
-        if self._waiting or self._attaching.locked():
+        if self._optimizers.waiting or self._attaching.locked():
             self.attach_waiting()
 
     def _forked(self) -> None:
@@ -190,10 +169,7 @@ class Agent:
         if self._baselines is not None:
             self._baselines.leave_to_parent()
         self._baselines = self._reload = self._new_rules = None
-        now = self.registered.clock
-        for key, ref in self._seen.items():
-            self._waiting.setdefault(key, (ref, now))
-        self._seen.clear()
+        self._optimizers.all_wait()
         self._reached = 0
         self._without_optimizer.begin()
         self._attaching = threading.Lock()
@@ -302,30 +278,9 @@ class Agent:
             stderr.say(line)
 
     def _ready(self, stepping: Optimizer | None) -> list[tuple[Optimizer, int]]:
-        """Optimizers that train something and were not looked at yet, with the registrations before each."""
-        ready = []
-        for key, (ref, made) in list(self._waiting.items()):
-            optimizer = ref()
-            if optimizer is None:
-                del self._waiting[key]
-            elif trains(optimizer):
-                del self._waiting[key]
-                ready.append((optimizer, made))
-        if stepping is not None and not any(one is stepping for one, _ in ready):
-            if trains(stepping):
-                ready.append((stepping, self.registered.clock))
-            elif steps_through(stepping):
-                exit_summary.not_watched(NO_LEAVES)
-        for optimizer, _ in ready:
-            self._seen[id(optimizer)] = weakref.ref(optimizer)
-        if len(self._seen) > self._prune_at:
-            self._seen = {key: ref for key, ref in self._seen.items() if ref() is not None}
-            self._prune_at = max(_MANY, 2 * len(self._seen))
-        return ready
-
-    def _knows(self, optimizer: Optimizer) -> bool:
-        ref = self._seen.get(id(optimizer))
-        return ref is not None and ref() is optimizer
+        if stepping is not None and not trains(stepping) and steps_through(stepping):
+            exit_summary.not_watched(NO_LEAVES)
+        return self._optimizers.ready(stepping)
 
     def _attach(self, ready: list[tuple[Optimizer, int]], found: Found) -> Session | None:
         # Here, not at the top: pydantic, structlog and the sinks are for processes that train.

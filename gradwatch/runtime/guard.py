@@ -1,4 +1,4 @@
-"""Handling of an exception in code that torch calls: one decorator for every entry.
+"""Handling of an exception in code that torch calls: one function for every entry, `fault`.
 
 Each function that torch calls begins with `try:` and ends with `except Exception as error: fault(component, error)`.
 A plain `try` costs nothing where nothing is raised, and it stands in the function that torch calls, so that no line of

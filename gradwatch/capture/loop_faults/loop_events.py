@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradwatch.capture.loop_faults.altered_gradients import AlteredGradients
+from gradwatch.capture.loop_faults.alteration_onset import AlteredGradients
 from gradwatch.capture.loop_faults.uncleared_gradients import UnclearedGradients
 from gradwatch.capture.loop_faults.user_clips import UserClips
 from gradwatch.capture.window.arrivals import ArrivalCounts

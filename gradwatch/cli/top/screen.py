@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, TextIO
 
 from gradwatch.cli.terminal import console, paint, redrawable
-from gradwatch.report.live.live_view import Firing, Happened, LiveView, OptimizerLine, ParameterLine
 from gradwatch.report.live.sparkline import ASCII_BARS, BARS, NOT_FINITE, sparkline
+from gradwatch.report.live.view_records import Firing, Happened, LiveView, OptimizerLine, ParameterLine
 from gradwatch.runtime.printable import one_line, plural, printable
 from gradwatch.runtime.readable_numbers import ago, duration, number
 

@@ -18,8 +18,8 @@ from gradwatch.journal import Entry, JournalReader, RunEntry
 from gradwatch.journal.crash_safe_frames import MAGIC
 from gradwatch.journal.rank_journals import rank_journals, refuse_unread
 from gradwatch.records.record import CheckpointHealth
-from gradwatch.report.live.live_state import LiveState
-from gradwatch.report.live.live_view import Firing, LiveView
+from gradwatch.report.live.view_from_journal import LiveState
+from gradwatch.report.live.view_records import Firing, LiveView
 from gradwatch.report.run_reader import checkpoint
 
 MOST_OTHER_RANKS = 15

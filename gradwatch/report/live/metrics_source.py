@@ -14,9 +14,9 @@ from urllib.parse import urlsplit
 
 from gradwatch.errors import GradwatchError
 from gradwatch.records.event import severity_rank
-from gradwatch.report.live.live_state import NORMS_KEPT, STEPS_KEPT
-from gradwatch.report.live.live_view import Firing, Happened, LiveView, OptimizerLine, ParameterLine
 from gradwatch.report.live.parameter_ranking import LEAST_USUAL, worst_first
+from gradwatch.report.live.view_from_journal import NORMS_KEPT, STEPS_KEPT
+from gradwatch.report.live.view_records import Firing, Happened, LiveView, OptimizerLine, ParameterLine
 from gradwatch.runtime.printable import one_line, printable
 
 MOST_BYTES = 1 << 24

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.report.live.live_view import ParameterLine
+from gradwatch.report.live.view_records import ParameterLine
 
 LEAST_USUAL = 8
 """Norms before the last that say what is usual."""

@@ -228,7 +228,7 @@ class Causes:
             return []
         events = (event for event in verdict.events if event.detector == "loss_nonfinite" and event.incident)
         asked = [(self._of_nonfinite, event) for event in events if event.kind == "firing"]
-        return self._found(asked, snapshot, step_taken, off, ranks)
+        return self._found(asked, snapshot, step_taken, off, ranks) if asked else []
 
     def _found(
         self,

@@ -19,7 +19,7 @@ from gradwatch.journal import NormsEntry, SitesEntry
 from gradwatch.journal.writer import Recorder
 from gradwatch.records.record import Record
 from gradwatch.report.live import JournalSource, LiveView
-from gradwatch.report.live.live_state import LiveState
+from gradwatch.report.live.view_from_journal import LiveState
 from tests.report.runs import SITES, broken, finished, recorded, steps
 from tests.support.sink_records import make_event, make_record, make_run
 

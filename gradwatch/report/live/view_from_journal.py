@@ -24,7 +24,8 @@ from gradwatch.records.columns import OBSERVED_ONLY
 from gradwatch.records.event import Event, severity_rank
 from gradwatch.records.run_info import RunInfo
 from gradwatch.records.snapshot import Sites
-from gradwatch.report.live.live_view import (
+from gradwatch.report.live.parameter_ranking import ranked, worst_first
+from gradwatch.report.live.view_records import (
     Firing,
     Happened,
     LiveView,
@@ -32,7 +33,6 @@ from gradwatch.report.live.live_view import (
     ParameterLine,
     Process,
 )
-from gradwatch.report.live.parameter_ranking import ranked
 from gradwatch.report.reservations import reservations
 from gradwatch.runtime.process_identity import alive
 
@@ -297,12 +297,4 @@ class LiveState:
             for number, each in self._optimizers.items()
             for line in each.parameters(rule for optimizer, rule in self.firing if optimizer == number)
         ]
-        if len(self._optimizers) > 1:
-            found.sort(key=_badness)
-        return found[:MOST_PARAMETERS]
-
-
-def _badness(line: ParameterLine) -> tuple[bool, bool, float]:
-    ratio = line.ratio
-    off = 1.0 if math.isnan(ratio) else max(ratio, 1 / ratio) if ratio > 0 else math.inf
-    return math.isfinite(line.norm), not line.firing, -off
+        return worst_first(found, MOST_PARAMETERS)
