@@ -53,7 +53,18 @@ class Taken:
 NOTHING_TAKEN = Taken()
 NOT_ARMED = "not armed: "
 """Begins the reason in `Account.inactive` for a rule that judges, but whose actions are off; or for a clip."""
-NUMBERS = ("rules", "rank", "told_by", "processes", "lost", "running", "unknown", "recorded", "unrecorded")
+NUMBERS = (
+    "rules",
+    "rank",
+    "ranks",
+    "told_by",
+    "processes",
+    "lost",
+    "running",
+    "unknown",
+    "recorded",
+    "unrecorded",
+)
 COUNTS = (
     "steps",
     "backwards",
@@ -136,13 +147,15 @@ class Account:
     """One process: `taken` beside `watched`.
 
     `fired` times by rule, `actions` times by name, `rebaselined` how often baselines began anew, by reason,
-    `replaced_unfit` how often weights were not healthy when those of another optimizer replaced them; `inactive` why a
+    `replaced_unfit` how often weights were not healthy when those of another optimizer replaced them, `unfit` why they
+    are not at the end; `inactive` why a
     rule matched nothing, or what of its actions is off (`NOT_ARMED`), `no_data` why a rule was never evaluated, by
     rule; `never_judged` which parameters a rule has not judged at any step, since nothing of theirs had a value when
     their turn came; `rules` how many are enabled. `reasons` are what is known to have kept steps from being watched (a
     watch that failed, or that was closed). `directory` is the run's folder, "" where it has none, or no journal in it.
 
-    `rank` is the one in torch's process group, if the process was `in_group`, else the one by its launcher's word.
+    `rank` is the one in torch's process group, if the process was `in_group`, else the one by its launcher's word;
+    `ranks` is how many there are.
     `told_by` is the process whose printed account includes this one, 0 where it is its own. Where it includes others,
     `processes` is how many of all trained and gave an account; of those that gave none `lost` are gone, `running` run
     on, and `unknown` were on another machine. These are in `fired` and `actions` as far as they were recorded, and
@@ -177,6 +190,8 @@ class Account:
     after: Taken = NOTHING_TAKEN
     rebaselined: Mapping[str, int] = field(default_factory=dict)
     replaced_unfit: Mapping[str, int] = field(default_factory=dict)
+    ranks: int = 1
+    unfit: tuple[str, ...] = ()
 
     @property
     def has_judged(self) -> bool:
@@ -213,7 +228,7 @@ class Account:
 
     def to_dict(self) -> dict[str, Any]:
         """JSON-safe."""
-        return {**asdict(self), "reasons": list(self.reasons)}
+        return {**asdict(self), "reasons": list(self.reasons), "unfit": list(self.unfit)}
 
     @classmethod
     def from_dict(cls, document: Mapping[str, Any]) -> Account:
@@ -238,7 +253,8 @@ class Account:
             for name in ("ended", "directory"):
                 known[name] = str(document.get(name, ""))
             for name in NUMBERS:
-                known[name] = int(document.get(name, name == "processes"))
+                known[name] = int(document.get(name, name in ("processes", "ranks")))
+            known["unfit"] = tuple(map(str, document.get("unfit", ())))
             return cls(**known)
         except (AttributeError, TypeError, OverflowError) as error:
             raise ValueError(f"not an account: {error}") from error
@@ -277,6 +293,8 @@ def merged(accounts: Iterable[Account], taken: Taken = NOTHING_TAKEN) -> Account
         in_group=any(one.in_group for one in found),
         told_by=min(one.told_by for one in found),
         unrecorded=sum(one.unrecorded for one in found),
+        ranks=max(one.ranks for one in found),
+        unfit=tuple(dict.fromkeys(reason for one in found for reason in one.unfit)),
     )
 
 

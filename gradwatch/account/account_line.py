@@ -47,6 +47,7 @@ def fields(account: Account) -> Iterator[tuple[str, object]]:
         "done": _counted(account.actions),
         "rebaselined": _by_reason(account.rebaselined),
         "replaced_unfit": _by_reason(account.replaced_unfit),
+        "unhealthy": _unfit(account),
         "no_data": _without_data(without_data, account.rules) if without_data else "",
         "not_armed": _unarmed(account),
         "cleared_unused": (not seen.cleared_suspicious and seen.cleared) or "",
@@ -110,13 +111,17 @@ def _parts(account: Account, folder: str) -> Iterator[str]:
     if account.fired:
         yield f"fired: {_counted(account.fired)}"
     elif watched:
-        yield "no firing recorded" if account.unended else "no rule fired"
+        alone = account.ranks > account.processes  # the loss of another rank may have been NaN
+        of_ranks = f" on rank {account.rank} of {account.ranks}" if alone else ""
+        yield ("no firing recorded" if account.unended else "no rule fired") + of_ranks
     if account.actions:
         yield f"done: {_counted(account.actions)}"
     if account.rebaselined:
         yield f"baselines begun anew: {_by_reason(account.rebaselined)}"
     if account.replaced_unfit:
         yield f"weights replaced that were not healthy: {_by_reason(account.replaced_unfit)}"
+    if account.unfit:
+        yield f"not healthy at the end: {_unfit(account)}"
     if watched:
         without_data = never_evaluated(account)
         if without_data:
@@ -133,6 +138,11 @@ def _parts(account: Account, folder: str) -> Iterator[str]:
         yield account.ended
     if folder:
         yield f"next: gradwatch {'explain --run' if account.fired else 'report'} {folder}"
+
+
+def _unfit(account: Account) -> str:
+    more = f" and {len(account.unfit) - 1} more" if len(account.unfit) > 1 else ""
+    return f"{shorten(account.unfit[0], LONGEST_REASON, placeholder='…')}{more}" if account.unfit else ""
 
 
 def _steps(account: Account) -> str:

@@ -60,6 +60,7 @@ def launch_total(
         rebaselined=summed(one.rebaselined for one in everyone),
         replaced_unfit=summed(one.replaced_unfit for one in everyone),
         reasons=tuple(dict.fromkeys(reason for one in accounts for reason in one.reasons)),
+        unfit=tuple(dict.fromkeys(reason for one in accounts for reason in one.unfit)),
         directory=next((one.directory for one in reversed(everyone) if one.directory), ""),
         ended=accounts[-1].ended if accounts else "",
         rank=min((one.rank for one in everyone), default=0),

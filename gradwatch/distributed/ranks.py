@@ -61,14 +61,21 @@ class Ranks:
         """True if this process is one of several ranks."""
         return place()[1] > 1
 
-    def shared_step_name(self, captured: OptimizerCapture, membership: RankMembership | None) -> str:
-        """A name by which all ranks may meet over a step of this capture; "" where they do not all judge it alike."""
+    def shared_step_name(
+        self, captured: OptimizerCapture, membership: RankMembership | None, of_own_values: bool = False
+    ) -> str:
+        """A name by which all ranks may meet over a step of this capture; "" where they do not all judge it alike.
+
+        `of_own_values`: it is judged by a loss or an observed value, which is each rank's own but where ranks exchange
+        facts of every step.
+        """
         if (
             not self.several
             or membership is None
             or membership.alone
             or membership.captured_sites is not captured.sites
             or membership.uneven
+            or (of_own_values and (membership.layout is None or membership.cadences))
         ):
             return ""
         met = self._requirements.acts or self._requirements.facts or membership.sharded

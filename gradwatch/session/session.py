@@ -532,11 +532,13 @@ class Session:
         except Exception as error:
             self.health.report("close", error)
             return
-        self._accounting.conclude(account)
         try:
-            self._sinks.judge_weights(self.checkpoint())
+            weights = self.checkpoint()
+            account = replace(account, unfit=() if weights.healthy else weights.reasons)
+            self._sinks.judge_weights(weights)
         except Exception as error:  # the account is given all the same
             self.health.report("close", error)
+        self._accounting.conclude(account)
         quiet = not account.trained_or_watched or printed_at_exit[0] or quiet_asked()
         self._sinks.conclude(account, quiet)
 

@@ -106,6 +106,7 @@ class Accounting:
             reasons=(PAUSED.format(counted.pauses),) if counted.pauses else (),
             directory=self._run.directory if os.path.isdir(self._run.directory) else "",
             rank=self._run.rank,
+            ranks=self._run.world_size,
             in_group=group_rank() is not None,
             told_by=self._run.told_by,
         )

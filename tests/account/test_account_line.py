@@ -35,6 +35,8 @@ accounts = st.builds(
     texts,
     rebaselined=totals_by_index,
     replaced_unfit=totals_by_index,
+    unfit=st.lists(st.text(UNICODE, max_size=5), max_size=3).map(tuple),
+    ranks=st.integers(1, 9),
 )
 
 
@@ -53,6 +55,22 @@ def test_a_watched_run_is_one_line() -> None:
         "done: skip_step ×2 · no data for 2 of 9 rules (no loss was observed) · own cost 1.0% · "
         "next: gradwatch explain --run runs/r"
     ]
+
+
+def test_weights_that_are_not_healthy_at_the_end_are_told() -> None:
+    """Also where no rule fired, as of a last step that ruined them: the first reason, and how many more there are."""
+    account = Account(Taken(steps=30), Watched(steps=30), unfit=("weights are not finite: fc", "another"))
+    (line,) = lines(account)
+    assert "no rule fired · not healthy at the end: weights are not finite: fc and 1 more" in line
+    assert Account.from_dict(json.loads(json.dumps(account.to_dict()))) == account
+
+
+@pytest.mark.parametrize(("ranks", "processes"), [(1, 1), (2, 1), (2, 2)])
+def test_of_one_rank_no_more_is_said_than_it_knows(ranks: int, processes: int) -> None:
+    """The loss is each rank's own: that no rule fired is said of this rank, where the account is of it alone."""
+    (line, *_) = lines(Account(Taken(steps=30), Watched(steps=30), ranks=ranks, processes=processes))
+    assert ("no rule fired on rank 0 of 2" in line) == (ranks > processes)
+    assert "no rule fired" in line
 
 
 def test_optimizers_are_told_of_those_that_were_stepped() -> None:

@@ -20,7 +20,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.checkpoint import checkpoint
 
-from gradwatch.localise.replay import diagnosed_replay
+from gradwatch.localise.replay import cause_among_ranks, diagnosed_replay
 from gradwatch.localise.sharded import whole_parameters
 from tests.ranks.launch import fingerprint
 from tests.ranks.trials import watched, weights
@@ -248,6 +248,48 @@ def rows(wrap: Wrap, broken: Callable[[int], None] | None = None) -> Callable[[i
     return situation
 
 
+OWN_LOSS = """
+version: 1
+extends: [default]
+rules:
+  loss-non-finite: {do: [localise: {by: replay}]}
+"""
+
+
+def own_loss(text: str = "") -> Callable[[int], Any]:
+    """A situation: the loss of one rank is NaN, its gradients are finite, and no other rank knows of it."""
+
+    def situation(rank: int) -> dict[str, Any]:
+        model = DistributedDataParallel(Deep())
+        optimizer = torch.optim.SGD(model.parameters(), 1e-3)
+        met: list[str] = []
+
+        def meet(name: str, *rest: Any) -> Any:
+            met.append(name)
+            return MEET(name, *rest)
+
+        cause_among_ranks.meet = meet
+        with watched(model, optimizer, text) as (gw, collector):
+            for step in range(STEPS):
+                optimizer.zero_grad()
+                goal = torch.zeros(4, 1)
+                if step == AT and rank == FAULTY:
+                    goal[1] = torch.nan
+                nn.functional.l1_loss(model(batch(step, rank, broken=False)), goal).backward()
+                optimizer.step()
+            errors = gw.health.errors()
+        cause_among_ranks.meet = MEET
+        findings = [one for record in collector.records for one in record.findings]
+        return {
+            "found": [(one.rule, one.rank, one.step, one.found) for one in findings],
+            "met": met,
+            "errors": errors,
+        }
+
+    return situation
+
+
+MEET = cause_among_ranks.meet
 TO_GATHER = diagnosed_replay.gradients_to_gather
 
 
@@ -308,4 +350,5 @@ ROWS = {
     "rows, fsdp1 blocks": rows(blocks_flat),
     "rows, fsdp2, gradients of one rank only": rows(spread, broken=has_no_gradients),
 }
-SITUATIONS = TOLD | ROWS
+OWN = {"own loss": own_loss(), "own loss, whose rule searches": own_loss(OWN_LOSS)}
+SITUATIONS = TOLD | ROWS | OWN

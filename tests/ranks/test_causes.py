@@ -73,6 +73,24 @@ def test_loss_code_is_run_again_on_whole_parameters(homes: dict[str, list[Any]],
     assert found[4:] == [causes.FAULTY, causes.AT]
 
 
+def test_no_rank_waits_for_the_cause_of_a_loss_that_others_do_not_see(homes: dict[str, list[Any]]) -> None:
+    """Under DDP each rank has a loss of its own: the one at fault searches alone, and says so of itself."""
+    first, second = homes["own loss"]
+    assert first["found"] == []
+    assert [each[:3] for each in second["found"]] == [["loss-non-finite", causes.FAULTY, causes.AT]]
+    assert first["met"] == second["met"] == []
+    assert first["errors"] == second["errors"] == {}
+
+
+def test_where_ranks_share_their_losses_all_tell_the_cause(homes: dict[str, list[Any]]) -> None:
+    """A rule on the loss that acts is judged by the losses of all: they meet, and name the rank at fault."""
+    first, second = homes["own loss, whose rule searches"]
+    assert first["found"] == second["found"]
+    assert [each[:3] for each in first["found"]] == [["loss-non-finite", causes.FAULTY, causes.AT]]
+    assert first["met"]
+    assert first["errors"] == second["errors"] == {}
+
+
 @pytest.mark.parametrize("name", sorted(causes.TOLD))
 def test_training_does_not_notice(homes: dict[str, list[Any]], name: str) -> None:
     """Weights and generators are, after every step, those of a training that leaves the broken step out by hand."""

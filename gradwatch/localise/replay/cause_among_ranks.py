@@ -53,7 +53,7 @@ class RankAgreement:
             reports = meet(f"{self._name}/found", {**finding.to_dict(), MADE: made}, {}).hellos
         except AloneError as error:
             alone = finding.amended(samples=(), share=0.0) if finding.phase in GAINS else finding
-            return alone.noted(MET.format(why=error, rank=self._rank))
+            return alone.amended(rank=self._rank).noted(MET.format(why=error, rank=self._rank))
         found = [Finding.from_dict(report) for report in reports]
         return chosen(found, [report[MADE] for report in reports])
 

@@ -23,6 +23,7 @@ from gradwatch.localise.diagnosis.tensor_values import all_readable, tensors
 from gradwatch.localise.held_calls.calls_before_attach import PreAttachRecorder
 from gradwatch.localise.held_calls.recorded_call import Call
 from gradwatch.localise.localiser import Ask, Localiser, Suspicion
+from gradwatch.records.columns import OTHER_RULES, is_observed
 from gradwatch.records.decision import Decision
 from gradwatch.records.event import Event
 from gradwatch.records.finding import Finding
@@ -76,6 +77,7 @@ class Causes:
     ) -> None:
         self._asked = localising(ruleset)
         self._of_nonfinite = _of_nonfinite_gradients(ruleset, self._asked)
+        self._of_own_values = _of_own_values(ruleset)
         self._rank = rank
         actions, keeps = list(self._asked.values()), list(snapshots(ruleset).values())
         self._localiser = Localiser(
@@ -176,24 +178,24 @@ class Causes:
         step_taken: bool,
         usual: Usual = dict,
         usual_loss: Callable[[], float] = lambda: math.nan,
-        together: Callable[[], str] = str,
+        together: Callable[[bool], str] = lambda of_own_values: "",
     ) -> tuple[Finding, ...]:
         """Causes of this step's incidents; `step_taken`: the step has been taken already.
 
         `usual` gives the usual norm of each parameter's gradient that is known, by its name, `usual_loss` the usual
         loss, NaN where it is not known. `together` gives a name under which all ranks may meet over this step, "" where
-        they do not judge it together.
+        they do not judge it alike; it is given whether that is by the loss, or by an observed value.
         """
         off = partial(deviation, snapshot, usual, usual_loss)
         if snapshot.scalars.get("scaler_skip"):
-            found = self._of_nonfinite_loss(verdict, snapshot, step_taken, off, together())
+            found = self._of_nonfinite_loss(verdict, snapshot, step_taken, off, together)
             self._localiser.discard()  # no step was taken: what led to it must not be taken for a part of the next
             return tuple(found)
         found = (
-            self._ordered(verdict, decision, snapshot, step_taken, off, together()) if decision.orders else []
+            self._ordered(verdict, decision, snapshot, step_taken, off, together) if decision.orders else []
         )
         if not found and verdict.events and math.isfinite(snapshot.total_norm):
-            found = self._of_nonfinite_loss(verdict, snapshot, step_taken, off, together())
+            found = self._of_nonfinite_loss(verdict, snapshot, step_taken, off, together)
         return (*found, *self._localiser.recorded(None if step_taken else snapshot.step))
 
     def _ordered(
@@ -203,13 +205,13 @@ class Causes:
         snapshot: Snapshot,
         step_taken: bool,
         off: Callable[[], Deviation],
-        ranks: str,
+        together: Callable[[bool], str],
     ) -> list[Finding]:
         """The findings for the rules that order a search on this step."""
         orders = {one.rule for one in decision.orders if one.action == LOCALISE and not one.shadow}
         events = ((incident_of(verdict, rule), rule) for rule in sorted(orders & self._asked.keys()))
         asked = [(self._asked[rule], event) for event, rule in events if event is not None]
-        return self._found(asked, snapshot, step_taken, off, ranks)
+        return self._found(asked, snapshot, step_taken, off, together)
 
     def _of_nonfinite_loss(
         self,
@@ -217,7 +219,7 @@ class Causes:
         snapshot: Snapshot,
         step_taken: bool,
         off: Callable[[], Deviation],
-        ranks: str,
+        together: Callable[[bool], str],
     ) -> list[Finding]:
         """The findings of a step whose loss was NaN, and on which rules on gradients order no search for it.
 
@@ -228,7 +230,7 @@ class Causes:
             return []
         events = (event for event in verdict.events if event.detector == "loss_nonfinite" and event.incident)
         asked = [(self._of_nonfinite, event) for event in events if event.kind == "firing"]
-        return self._found(asked, snapshot, step_taken, off, ranks) if asked else []
+        return self._found(asked, snapshot, step_taken, off, together) if asked else []
 
     def _found(
         self,
@@ -236,7 +238,7 @@ class Causes:
         snapshot: Snapshot,
         step_taken: bool,
         off: Callable[[], Deviation],
-        ranks: str,
+        together: Callable[[bool], str],
     ) -> list[Finding]:
         """The findings for these events, of those whose incident is still to be localised."""
         from gradwatch.localise.replay.cause_among_ranks import RankAgreement  # a healthy run has no causes
@@ -245,6 +247,7 @@ class Causes:
         try:
             for action, event in asked:
                 if self._localiser.due(event.incident):
+                    ranks = together(event.rule in self._of_own_values)
                     name = f"{ranks}/{event.rule}/{snapshot.step}"
                     agreement = RankAgreement(name, self._rank) if ranks else None
                     ask = _ask(action, event, snapshot, off)
@@ -268,6 +271,13 @@ def _of_nonfinite_gradients(ruleset: RuleSet, asked: Mapping[str, Action]) -> Ac
     """The `localise` of the first rule on gradients that are not finite; None where none has it."""
     rules = (rule.id for rule in ruleset.rules if rule.detect.kind == "nonfinite")
     return next((asked[rule] for rule in rules if rule in asked), None)
+
+
+def _of_own_values(ruleset: RuleSet) -> frozenset[str]:
+    """Rules on the loss or on observed values, which differ from rank to rank, and on such rules."""
+    columns = {rule.id: rule.detect.columns[0] for rule in ruleset.rules}
+    own = {rule for rule, column in columns.items() if column == "loss" or is_observed(column)}
+    return frozenset(own | {rule for rule, column in columns.items() if own and column == OTHER_RULES})
 
 
 def _localise(action: Action) -> Action | None:
