@@ -32,8 +32,8 @@ def _gaps(account: Account) -> Iterator[str]:
     if seen.provisional and account.has_judged:
         steps = plural(seen.provisional, "step")
         yield (
-            f"{steps} judged for NaN and Inf alone (provisional: no backward came before, or its end was not seen, or "
-            "gradients were changed before their norms were read)"
+            f"{steps} judged for NaN and Inf alone (provisional: no backward came before, its end was not seen, other "
+            "parameters were trained from this step on, or gradients were changed before their norms were read)"
         )
     if seen.nonfinite_unjudged:
         steps = plural(seen.nonfinite_unjudged, "step")

@@ -13,7 +13,7 @@ def changed_parameters(before: Sites, now: Sites) -> str:
         for sites in (before, now)
     )
     if was and has and was.keys().isdisjoint(has):  # or it is another optimizer, after one that is gone
-        return f"the optimizer has other parameters, {len(has)} in the place of {len(was)}: {shortened(list(has))}"
+        return f"the optimizer trains other parameters, {len(has)} in the place of {len(was)}: {shortened(list(has))}"
     joined, left = [name for name in has if name not in was], [name for name in was if name not in has]
     changes = {"joined": joined, "left": left}.items()
     return "; ".join(

@@ -23,7 +23,8 @@ class Suggestion:
     Conditions, all of which must hold: `ops` the operation ("" = any); `phases`; `zero`, `negative`, `inf`: some
     operand has such elements; `beyond`: some operand exceeds that magnitude; `idle`: part of the gradient that
     came was 0, so another branch was taken; `nan`: the result is NaN (False: it is infinite); `dtypes` of the
-    result or an operand; `at_outputs`: the gradient came so to the model's outputs;
+    result or an operand; `empty`: some operand has no elements; `sound`: every operand is finite; `at_outputs`: the
+    gradient came so to the model's outputs;
     `in_module`: a module is named, `named`: an operation; `after_lr_jump`: the learning rate had jumped before.
     """
 
@@ -39,6 +40,8 @@ class Suggestion:
     idle: bool = False
     nan: bool | None = None
     dtypes: tuple[str, ...] = ()
+    empty: bool = False
+    sound: bool = False
     at_outputs: bool = False
     in_module: bool = False
     named: bool = False
@@ -63,6 +66,8 @@ class Suggestion:
             and (not self.idle or any(one.zeros for one in finding.operands if one not in operands))
             and (self.nan is None or (result is not None and bool(result.nan) == self.nan))
             and (not self.dtypes or any(one.dtype in self.dtypes for one in shown))
+            and (not self.empty or any(not one.numel for one in operands))
+            and (not self.sound or not any(one.nan or one.inf for one in operands))
         )
 
 
@@ -197,6 +202,23 @@ SUGGESTIONS: tuple[Suggestion, ...] = (
         ops=(*LOGS, "sqrt", "rsqrt", "div", "reciprocal", "pow", "acos", "asin", "exp"),
         phases=BACKWARD,
         idle=True,
+        nan=True,
+    ),
+    Suggestion(
+        "mean-of-nothing",
+        "A mean over nothing is 0/0: the batch, or what was selected of it, has no element.",
+        "Leave such a batch out, or write `x.sum() / max(x.numel(), 1)`.",
+        phases=FORWARD,
+        empty=True,
+        nan=True,
+    ),
+    Suggestion(
+        "every-label-ignored",
+        "The mean is over no label: each is `ignore_index`, or has a class weight of 0.",
+        "Leave such a batch out, or use `reduction='sum'` and divide by the count of labels, at least 1.",
+        ops=("nll_loss",),
+        phases=FORWARD,
+        sound=True,
         nan=True,
     ),
     Suggestion(

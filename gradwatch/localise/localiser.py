@@ -288,12 +288,12 @@ class Localiser:
             if not_ours(error):
                 raise
             return self._later(ask, f"no replay: the step run again raised {type(error).__name__}: {error}")
-        if finding.phase in IN_LOOP and ask.suspicion == "nonfinite":
-            finding = self._loop.of_nonfinite(finding, self.models(), held, self._whole)
         if ask.of_loss:
             from gradwatch.localise.diagnosis.diagnose import of_loss_alone
 
             finding = of_loss_alone(finding)
+        if finding.phase in IN_LOOP and ask.suspicion == "nonfinite":
+            finding = self._loop.of_nonfinite(finding, self.models(), held, self._whole)
         if finding.phase in ("unknown", *LOSS_SIDE) and ask.suspicion == "nonfinite":
             dropped = self._recordings.dropped
             more = NOT_KEPT.format(count=dropped) if dropped else ""

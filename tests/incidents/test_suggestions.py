@@ -21,6 +21,17 @@ from gradwatch.records.finding import PHASES, Finding, Phase
 INF = math.inf
 FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], ...]] = {
     "where-trap": (lambda x: torch.where(x > 9, torch.log(x * 0), x),),
+    "mean-of-nothing": (
+        lambda x: x[:0].mean() + x,
+        lambda x: functional.mse_loss(x[:0], x[:0]) + x,
+        lambda x: functional.cross_entropy(x[:0], torch.zeros(0, dtype=torch.long)) + x,
+        lambda x: functional.binary_cross_entropy(x[:0].sigmoid(), x[:0].detach()) + x,
+        lambda x: functional.binary_cross_entropy_with_logits(x[:0], x[:0].detach()) + x,
+    ),
+    "every-label-ignored": (
+        lambda x: functional.cross_entropy(x, torch.full((len(x),), -100)) + x,
+        lambda x: functional.cross_entropy(x, torch.zeros(len(x)).long(), torch.tensor([0.0, 1.0, 1.0])) + x,
+    ),
     "half-overflow-to": (lambda x: (x.abs() * 1e6 + 1e5).half().float(),),
     "half-overflow": (
         lambda x: ((x.abs() + 300).half() * (x.abs() + 300).half()).float(),

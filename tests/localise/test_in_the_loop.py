@@ -375,7 +375,7 @@ def test_a_nan_added_to_the_loss_has_its_cause_though_gradients_are_finite() -> 
             optimizer.step()
     first, last = (one for record in kept.records for one in record.findings)
     assert (first.rule, first.step, first.phase) == ("loss-non-finite", 3, "unknown")
-    assert "added to the loss" in first.note
+    assert "the loss is not finite where its derivative is" in first.note
     assert "after autograd" not in first.note
     assert (last.rule, last.phase, last.op, last.by) == ("loss-non-finite", "number", "tensor", "record")
 

@@ -235,7 +235,9 @@ def test_another_optimizer_in_the_place_of_one_that_is_gone_has_other_parameters
         trained(gw, other, torch.optim.SGD(other.parameters(), 1e-7), 10)
     (told,) = events_of(sink, "rebaselined")
     count = len(list(other.parameters()))
-    assert told.summary.startswith(f"the optimizer has other parameters, {count} in the place of {count}: ")
+    assert told.summary.startswith(
+        f"the optimizer trains other parameters, {count} in the place of {count}: "
+    )
 
 
 def test_an_optimizer_made_anew_over_the_same_parameters_begins_nothing_anew(tmp_path: Path) -> None:

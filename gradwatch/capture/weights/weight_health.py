@@ -284,10 +284,13 @@ class Weights:
         )
 
     def _trained(self) -> list[tuple[str, Tensor]]:
+        """Those that want a gradient, or did: what a step has made of one that is frozen by now is in a checkpoint."""
         return [
             (name, param)
             for name, param in self._named()
-            if param.requires_grad and (param.is_floating_point() or param.is_complex()) and param.numel()
+            if (param.requires_grad or name in self._known)
+            and (param.is_floating_point() or param.is_complex())
+            and param.numel()
         ]
 
 

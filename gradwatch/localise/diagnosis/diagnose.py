@@ -8,6 +8,7 @@ from dataclasses import replace
 from gradwatch.localise.replay.first_nonfinite_in_backward import Culprit
 from gradwatch.localise.replay.first_nonfinite_in_forward import Origin
 from gradwatch.localise.replay.step_replay import Trace
+from gradwatch.records.finding import LOSS_SIDE as LOSS_SIDE_PHASES
 from gradwatch.records.finding import By, Finding, Phase
 
 LOSS_SIDE = (
@@ -23,10 +24,11 @@ NOT_AGAIN = (
     "run again, the step gives finite gradients: they became non-finite after autograd (in a hook on a "
     "parameter, or in code between backward and step), or the step is not deterministic"
 )
-ADDED = (
-    "the gradients are finite, also when the step is run again: what is not finite was added to the loss beside what "
-    "the model returned"
+DERIVATIVE = (
+    "the gradients are finite, also when the step is run again: the loss is not finite where its derivative is, as of "
+    "a constant that was added to it, the log of a negative number, a clamp or an absolute value"
 )
+MAYBE = "the gradients are finite: the loss may leave out what is not finite here, and another cause have made it so"
 DOUBLE = "this is a double backward: a backward made the operation, and its gradient was differentiated again"
 
 STRAY = (
@@ -43,7 +45,9 @@ def diagnose(traces: Sequence[Trace], by: By = "replay") -> Finding:
 
 def of_loss_alone(finding: Finding) -> Finding:
     """The Finding of a step whose gradients were finite from the start, and whose loss was not."""
-    return finding.amended(note=finding.note.replace(NOT_AGAIN, ADDED))
+    if finding.found and finding.phase not in LOSS_SIDE_PHASES:
+        return finding.noted(MAYBE)
+    return finding.amended(note=finding.note.replace(NOT_AGAIN, DERIVATIVE))
 
 
 def warned(finding: Finding, traces: Sequence[Trace]) -> Finding:
@@ -57,6 +61,8 @@ def warned(finding: Finding, traces: Sequence[Trace]) -> Finding:
 def _cause(traces: Sequence[Trace], by: By) -> Finding:
     """First cause in the order of the forward, then of the backward."""
     for number, trace in enumerate(traces):
+        if trace.left_out:
+            continue
         if trace.origin is not None and (trace.has_nan or not trace.incoming or _same_line(trace)):
             return from_origin(trace.origin, trace, by, number)
     for number, trace in reversed(list(enumerate(traces))):

@@ -46,6 +46,7 @@ class Trace:
     `origin`: where a non-finite output came from; `has_nan`: that output is NaN. `infinity`: the same of one that is
     infinite on purpose, as far as one can tell. `culprits`: nodes of the backward. `inside`: the operation at fault
     within a custom Function. `incoming`: the gradient at the outputs was finite, else `gradient` describes it.
+    `left_out`: it was finite at every output that is not finite, and not at some other: the loss leaves those out.
     `sources`: what an external origin is called, by its key. `caller`: the line that called the model. `stray`: an
     operation that wrote where the old values are not restored.
     `skipped`: why this call was not run again; "" where it was. `multipliers`: nodes that multiplied a finite gradient,
@@ -60,6 +61,7 @@ class Trace:
     inside: Origin | None = None
     incoming: bool = True
     gradient: Operand | None = None
+    left_out: bool = False
     sources: Mapping[int, tuple[str, str]] = field(default_factory=dict)
     stray: str = ""
     skipped: str = ""
@@ -300,6 +302,9 @@ def _backward(trace: Trace, replayed: Replayed, recorder: Recorder) -> dict[int,
     broken = [seed for seed in seeds if not finite((seed,))]
     if broken:
         trace.incoming, trace.gradient = False, describe("gradient at the outputs", broken[0])
+        came = [finite((seed,)) for seed in seeds]
+        unfit = [not finite((root,)) for root in roots]
+        trace.left_out = any(unfit) and all(fine for fine, bad in zip(came, unfit, strict=True) if bad)
     with seeded(roots, seeds), recorder.backward(roots) as leaves:
         if leaves:
             with uncounted():

@@ -51,7 +51,7 @@ class CurrentContexts:
     def renewed(
         self, optimizer: Optimizer, known: OptimizerContext | None, changed: bool = False
     ) -> OptimizerContext:
-        """The context to be judged: the one known, its capture made anew if the optimizer has other parameters."""
+        """The context to be judged: the one known, its capture made anew if the optimizer trains other parameters."""
         if known is None or changed or self.changed(optimizer, known.captured):
             if known is not None:
                 known.deferral.flush(self._judging_failed)  # before rules are bound anew
@@ -62,7 +62,7 @@ class CurrentContexts:
         return known
 
     def changed(self, optimizer: Optimizer, captured: OptimizerCapture) -> bool:
-        """True if the optimizer has other parameters than when the capture was built."""
+        """True if the optimizer trains other parameters than when the capture was built."""
         groups = optimizer.param_groups
         # Of one group, as in almost every optimizer, without what goes through several: caches are cold here.
         given = (

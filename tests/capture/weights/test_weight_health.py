@@ -231,6 +231,25 @@ def test_of_many_frozen_weights_some_are_read_at_each_look(monkeypatch: pytest.M
     assert found.check() == ()
 
 
+def test_weights_that_were_blown_up_before_they_are_frozen_are_not_forgotten() -> None:
+    """A checkpoint holds them: what wants no gradient any more is compared with what it was while it was trained."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    model[0].requires_grad_(False)
+    with gradwatch.watch(model, optimizer, rules=parse_rules(f"version: 1\n{QUIET}"), sinks=[Kept()]) as gw:
+        for step in range(12):
+            if step == 8:
+                model[0].requires_grad_(True)
+                model[2].requires_grad_(False)
+            optimizer.zero_grad()
+            loss = (model(torch.randn(16, 4)) - 1).square().mean()
+            (loss * (1e7 if step == 7 else 1e-9 if step > 7 else 1.0)).backward()
+            optimizer.step()
+        assert not gw.healthy
+        assert "2.weight" in gw.status()["unhealthy_because"][0]
+
+
 def test_what_starts_at_zero_may_grow() -> None:
     """A zero bias beside other weights, and a model of nothing but zeros."""
     for model in (nn.Linear(4, 4), nn.Linear(4, 4, bias=False)):

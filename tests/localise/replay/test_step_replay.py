@@ -11,10 +11,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from gradwatch.localise.diagnosis.diagnose import diagnose
+from gradwatch.localise.diagnosis.diagnose import DERIVATIVE, MAYBE, NOT_AGAIN, diagnose, of_loss_alone
 from gradwatch.localise.held_calls.model_recorder import ModelRecorder
 from gradwatch.localise.held_calls.module_attributes import Refused
 from gradwatch.localise.replay.step_replay import Trace, replay
+from gradwatch.records.finding import Finding
 from gradwatch.taps import module_calls
 from tests.localise.jobs import KINDS, Job, train
 from tests.localise.models import BAD, Faulty, SqrtAtZero
@@ -346,6 +347,39 @@ def test_the_loss_side_is_told_apart() -> None:
     assert finding.frame.source == "out = model(torch.ones(1, 2))"
     assert finding.result is not None
     assert finding.result.nan == 2
+
+
+class Masked(nn.Module):
+    """Gives a number and, beside it, what is NaN at every step and left out by the loop."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layer(x), torch.log(self.layer(x) - 100)
+
+
+def test_an_output_that_the_loss_leaves_out_is_not_blamed() -> None:
+    """NaN gradients come to the finite output, finite ones to that which is NaN: the fault is on the loss side."""
+    torch.manual_seed(0)
+    model = Masked()
+    holding = ModelRecorder(model, failed)
+    out, odd = model(torch.randn(8, 4))
+    goal = torch.zeros(8, 1)
+    goal[3] = torch.nan
+    loss = nn.functional.mse_loss(out, goal) + torch.where(torch.isfinite(odd), odd, 0 * out).mean()
+    loss.backward()
+    finding = diagnose(again(model, holding))
+    assert (finding.phase, finding.op) == ("loss", "")
+
+
+@pytest.mark.parametrize("phase", ["forward", "unknown", "loss"])
+def test_of_a_loss_whose_gradients_are_finite_less_is_sure(phase: Any) -> None:
+    """An operation that is not finite may have been left out of the loss; no note says that gradients became so."""
+    note = NOT_AGAIN if phase == "unknown" else "seen"
+    told = of_loss_alone(Finding(phase, "replay", op="log" if phase == "forward" else "", note=note))
+    assert {"forward": f"seen; {MAYBE}", "unknown": DERIVATIVE, "loss": "seen"}[phase] == told.note
 
 
 def test_the_network_that_feeds_another_is_blamed_where_it_is_at_fault() -> None:
