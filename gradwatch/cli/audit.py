@@ -143,7 +143,9 @@ def report(audit: Audit, where: Path) -> str:
         for rule, count in sorted(audit.escalated.items())
     ]
     if audit.clipped_by_others:
-        parts.append(f"  the script's own clipping: {audit.clipped_by_others:,} steps")
+        parts.append(
+            f"  the script made gradients smaller at {audit.clipped_by_others:,} steps (a clip, or another write)"
+        )
     return "\n".join(parts)
 
 

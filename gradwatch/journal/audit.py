@@ -128,7 +128,8 @@ class Fired:
 @dataclass(slots=True)
 class Audit:
     """Everything done in one or more attempts of a run, as one rank recorded it; `clipped_by_others` counts steps
-    whose gradients got smaller though no action was due: the script's own clipping. `unfinished`: some journal
+    whose gradients got smaller though no action was due: by a clip of the script's own, or another write to `.grad`.
+    `unfinished`: some journal
     has no end, for its process was killed or still runs, so that its last steps may be missing; `unrecorded` counts,
     by rule and action, the incidents that were acknowledged at steps which are missing. `damage` is what could not be
     read of the journals, but for the last entry of a process that was killed; `unread` are the journals of which
@@ -264,7 +265,7 @@ class Audit:
             for order in orders:
                 self._line(order).add(row.step, order)
             smaller = not row.decision.skip and row.total_norm_applied < row.total_norm * _CLIPPED
-            ours = any(order.coefficient is not None and not order.shadow for order in orders)
+            ours = any(order.changed_gradients for order in orders)
             self.clipped_by_others += smaller and not ours
 
     def take_events(self, events: Iterable[Event]) -> None:

@@ -41,6 +41,11 @@ class Order:
     after: float | None = None
     coefficient: float | None = None
 
+    @property
+    def changed_gradients(self) -> bool:
+        """True if the optimizer has got other gradients by it; not of a step that was skipped."""
+        return not self.shadow and (self.coefficient is not None or self.action == "zero_nonfinite")
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decision:

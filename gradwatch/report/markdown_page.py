@@ -42,7 +42,7 @@ def lines(report: RunReport) -> Iterator[str]:
 
 def _timeline(track: Track) -> Iterator[str]:
     yield from (f"## {track.title}: {track.steps:,} steps", "")
-    yield from _head("steps", "total norm", "as applied", "loss", "skipped", "clipped")
+    yield from _head("steps", "total norm", "as applied", "loss", "skipped", "made smaller")
     parts = np.array_split(np.arange(len(track.axis.starts)), min(ROWS, len(track.axis.starts)))
     for part in parts:
         first, last = track.axis.starts[part[0]], track.axis.starts[part[-1]] + track.axis.width - 1

@@ -24,7 +24,8 @@ CURVES = (
 """Scalars that a report draws; what is NaN or Inf in a bucket is marked in `Curve.bad`."""
 COUNTS = ("steps", "skipped", "clipped", "clipped_by_script", "rejected", "provisional")
 """Steps counted per bucket: all; skipped by a rule; clipped or rescaled by a rule; those whose gradients became smaller
-by the script's own clipping; those that a GradScaler rejected; those before the loop was known."""
+by the script: a clip of its own, or another write to `.grad`; those that a GradScaler rejected; those before the loop
+was known."""
 
 
 @dataclass(frozen=True, slots=True)

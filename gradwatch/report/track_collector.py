@@ -218,7 +218,7 @@ class ParameterCollector:
 def _flags(row: StepRow) -> tuple[bool, ...]:
     """One flag for each of COUNTS."""
     decision = row.decision
-    clipped = any(order.coefficient is not None and not order.shadow for order in decision.orders)
+    clipped = any(order.changed_gradients for order in decision.orders)
     smaller = not decision.skip and row.total_norm_applied < row.total_norm * _SMALLER
     rejected = bool(row.scalars.get("scaler_skip"))
     return True, decision.skip, clipped, smaller and not clipped, rejected, row.provisional

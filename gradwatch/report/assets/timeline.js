@@ -121,7 +121,7 @@ gw.crosses = (u, steps, bad) => {
 
 gw.LANES = [
   ["skipped", "steps skipped by a rule", "critical"], ["clipped", "clipped by gradwatch", "after"],
-  ["clipped_by_script", "clipped by the script itself", "muted"], ["rejected", "rejected by a GradScaler", "warning"],
+  ["clipped_by_script", "made smaller by the script", "muted"], ["rejected", "rejected by a GradScaler", "warning"],
   ["provisional", "before the loop was known (not judged)", "muted"],
 ];
 gw.LANE = 30;
