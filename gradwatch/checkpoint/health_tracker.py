@@ -260,6 +260,11 @@ class CheckpointHealthTracker:
         self._step = None  # that of the weights before vouches for nothing
         self._renew()
 
+    def discard_poison(self) -> None:
+        """No optimizer that a non-finite gradient has reached is at work any more: only weights may hold it."""
+        self.poisoned_at = None
+        self._renew()
+
     def steps_unseen(self, step: int) -> int:
         """The number of steps up to `step` since the last look at the weights."""
         return step - (-1 if self._looked_at is None else self._looked_at)

@@ -9,7 +9,13 @@ from math import isfinite
 from gradwatch.account.session_counts import SessionCounts
 from gradwatch.capture.columns.nonfinite_running_statistics import RunningStatistics
 from gradwatch.capture.weights.weight_health import Weights
-from gradwatch.checkpoint.health_tracker import NO_GROWTH, joined, of_statistics, resumed
+from gradwatch.checkpoint.health_tracker import (
+    NO_GROWTH,
+    CheckpointHealthTracker,
+    joined,
+    of_statistics,
+    resumed,
+)
 from gradwatch.records.record import CheckpointHealth
 from gradwatch.session.active_or_paused import Activity
 from gradwatch.session.binding.optimizer_rules import OptimizerRules
@@ -104,6 +110,11 @@ class Checkpoints:
             self._weights.look_next()
         except Exception as error:
             self._activity.failed("checkpoint", error)
+
+    def begun_without_state(self, tracker: CheckpointHealthTracker) -> None:
+        """Another optimizer of the same weights has no state yet: NaN that reached the one before is in these alone."""
+        tracker.discard_poison()
+        self._weights.look_next()
 
     def meet(self) -> None:
         """Look at parameters that an optimizer is about to move for the first time."""

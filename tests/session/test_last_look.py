@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import sys
 from pathlib import Path
@@ -16,6 +17,7 @@ from gradwatch.checkpoint import read_tag
 from gradwatch.journal import read_journal
 from gradwatch.journal.entries import EndEntry
 from tests.support import warm
+from tests.support.kept import Kept
 from tests.support.launch_cases import GRADWATCH
 
 SCRIPT = """
@@ -106,3 +108,22 @@ def test_at_the_end_of_a_script_weights_are_looked_at_or_it_is_said(kept: bool, 
     else:
         assert found.weights_step is None
         assert "its weights were not looked at" in report
+
+
+@pytest.mark.parametrize("mended", [True, False])
+def test_a_new_optimizer_of_weights_that_were_reloaded_is_not_poisoned(mended: bool) -> None:
+    """NaN reached the one before: no state of the new one holds it, so the weights say whether a checkpoint is good."""
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer, good = torch.optim.Adam(model.parameters(), 0.01), copy.deepcopy(model.state_dict())
+    with gradwatch.watch(model, optimizer, rules="observe-only", sinks=[Kept()]) as gw:
+        for step in range(8):
+            optimizer.zero_grad()
+            (model(torch.randn(4, 3)).sum() * (math.nan if step == 3 else 1.0)).backward()
+            optimizer.step()
+            if step == 5:
+                assert not gw.healthy
+                if mended:
+                    model.load_state_dict(good)
+                optimizer = torch.optim.Adam(model.parameters(), 0.01)
+        assert gw.healthy == mended

@@ -107,14 +107,18 @@ class Binder:
 
     def _note_replaced(self, captured: OptimizerCapture, before: OptimizerRules | None) -> None:
         """Keep what is known of weights that another optimizer's have just replaced."""
-        if not captured.other_weights or before is None:
+        if before is None:
+            return
+        tracker = before.health_tracker
+        if not captured.other_weights:
+            if tracker.poisoned_at is not None and not _has_state(captured):
+                self._checkpoints.begun_without_state(tracker)
             return
         captured.takes_over(False)
         # Steps that wait on the host were as usual: they go on waiting, for those of the optimizer that comes.
-        if not before.health_tracker.now.healthy:
+        if not tracker.now.healthy:
             self.flush()
-            optimizer = None if captured.optimizer is None else captured.optimizer()
-            self._checkpoints.replaced(before, optimizer is not None and bool(optimizer.state))
+            self._checkpoints.replaced(before, _has_state(captured))
 
     def bind_missing(self) -> None:
         """Bind the rules to every capture that has none yet."""
@@ -129,3 +133,8 @@ class Binder:
                 ctx = self._contexts.find(captured)
                 if ctx is None or ctx.bound_rules is None:
                     self._bind(captured)
+
+
+def _has_state(captured: OptimizerCapture) -> bool:
+    optimizer = None if captured.optimizer is None else captured.optimizer()
+    return optimizer is not None and bool(optimizer.state)
