@@ -30,6 +30,7 @@ from gradwatch.detectors.learning_rate import LrJump
 from gradwatch.detectors.loss_scale import ScaleCollapse
 from gradwatch.detectors.missing_gradients import AllZero, Never, Stale, Stuck
 from gradwatch.detectors.nonfinite import LossNonFinite, NonFinite, NormOverflow
+from gradwatch.detectors.plateau import Plateau
 from gradwatch.detectors.rank_outlier import RankMismatch, RankOutlier
 from gradwatch.detectors.recent_extremes import AboveRecentMax, BelowRecentMin
 from gradwatch.detectors.same_batch import SameBatch
@@ -63,6 +64,7 @@ __all__ = [
     "Never",
     "NonFinite",
     "NormOverflow",
+    "Plateau",
     "RankMismatch",
     "RankOutlier",
     "Rise",

@@ -67,6 +67,9 @@ _OF_KIND: Mapping[tuple[str, str], str] = {
         "above",
     ): "The factor below the smallest of the window from which it fires; more than 1.",
     ("block_rms", "threshold"): "The largest root mean square of a gradient's elements after clipping.",
+    ("plateau", "better"): "Whether a lower or a higher value is the better one.",
+    ("plateau", "by"): "The part of the best mean by which a new one has to be better, to count.",
+    ("plateau", "steps"): "Samples without a new best from which it fires.",
     ("converged", "above"): "The factor below the largest level from which it fires.",
     (
         "depth_ratio",

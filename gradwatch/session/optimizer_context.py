@@ -11,6 +11,7 @@ from gradwatch.actions.step_actions import StepActions
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.unused_gradients import UnusedGradients
 from gradwatch.distributed.rank_membership import RankMembership
+from gradwatch.rules.rule_set import Rule
 from gradwatch.session.binding.optimizer_rules import OptimizerRules
 from gradwatch.session.pipeline.deferred_steps import Deferral
 
@@ -43,6 +44,10 @@ class OptimizerContext:
         if self.bound_rules is None:
             raise LookupError(f"no rules are bound to optimizer {self.captured.index} yet")
         return self.bound_rules
+
+    def rules_in_force(self) -> list[Rule]:
+        """The rules that judge something of this optimizer."""
+        return [] if self.bound_rules is None else [one.rule for one in self.bound_rules.bound.plan.rules]
 
     def bind(self, bound_rules: OptimizerRules) -> None:
         """Judge by these rules from now on; the parameters may be others, and the ranks have to meet again."""

@@ -80,7 +80,9 @@ _MERGED = (
     ("`rules`", "by id, key by key; `enabled: false` switches a rule off"),
     (
         "`detect`, `labels`, `annotations` of a rule",
-        "key by key too (`norm-spike: {detect: {above: 20}}` changes one threshold); another `kind` starts afresh",
+        "key by key too: `update-too-big: {detect: {above: 0.5}}` changes that threshold, and whatever else the rule "
+        "has stays (as a second one, the `factor` of `norm-spike`); `KEY: null` takes a key out; another `kind` starts "
+        "afresh",
     ),
     ("`do`, `groups`, `exclude`, `inhibited_by`, `unless`, `when` of a rule", "replaced as a whole"),
     (

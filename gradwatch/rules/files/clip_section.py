@@ -34,7 +34,7 @@ def clip(node: Node | None, groups: frozenset[str], problems: Problems) -> Clip 
 def unknown_group(name: str, mark: Mark, groups: frozenset[str], problems: Problems) -> None:
     """Report a group that is not defined."""
     known = sorted(groups)
-    hint = f"groups: {', '.join(known)}" if known else "define it in `groups:`"
+    hint = f"groups: {', '.join(known)}; or define it in `groups:`" if known else "define it in `groups:`"
     problems.add(mark, "GW205", f"unknown group {quoted(name)}{problems.meant(name, known)}", hint)
 
 

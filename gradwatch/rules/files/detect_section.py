@@ -18,6 +18,10 @@ from gradwatch.rules.yaml.nodes import Map, Mark, Problems, Scalar, quoted, show
 from gradwatch.runtime.interruption import not_ours
 
 _IN_RULE = dict.fromkeys(keys_of(RuleEntry), "a key of the rule: write it beside `detect:`")
+_IN_GROUP = dict.fromkeys(
+    ("params", "min_ndim"),
+    "a key of a group: `groups: {mine: {params: [...]}}` beside `rules:`, and `groups: [mine]`",
+)
 
 
 @dataclass(slots=True)
@@ -49,7 +53,7 @@ def find_kind(node: Map, at: Mark, where: str, problems: Problems) -> Found | No
     if cls is None:
         return None
     wanted = detector_model(cls)
-    advice = {**words_of_other_tools.detect_keys(described(cls)), **_IN_RULE}
+    advice = {**_IN_GROUP, **words_of_other_tools.detect_keys(described(cls)), **_IN_RULE}
     model = check(without(node, "kind"), wanted, problems, at, f"detect '{kind.text}'", advice)
     if model is None:
         return None

@@ -51,8 +51,8 @@ OF_OBSERVED = ("string_pattern_mismatch", "measured")
 """Complaints of `ObservedColumn`, which is one branch of a union."""
 OR_OBSERVED = "; or observed.NAME, a value that the script gives to observe(NAME=…)"
 TAKEN_BY = (
-    "; observed values are taken by above, below, above_recent_max, below_recent_min, converged, spike, drift, "
-    "loss_spike and loss_nonfinite"
+    "; observed values are taken by above, below, above_recent_max, below_recent_min, converged, plateau, spike, "
+    "drift, loss_spike and loss_nonfinite"
 )
 _PATTERNS = {
     "of": "a column, or observed.NAME: a name of at most 64 characters without spaces",
@@ -286,6 +286,8 @@ def _type_hint(kind: str, node: Node, name: str) -> str:
         return ""
     if node.value is None:
         return "write a value, or delete the key"
+    if kind == "string_type" and name in _PATTERNS and isinstance(node.value, int | float):
+        return f"write {_PATTERNS[name]}"
     if kind == "string_type":
         return f'quote it: "{node.text}"' if len(node.text) < 80 and node.text.isprintable() else "quote it"
     if kind in ("list_type", "tuple_type"):

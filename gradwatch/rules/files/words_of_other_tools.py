@@ -64,9 +64,8 @@ KINDS: Mapping[str, str] = {
     **_each("lr learning_rate", "lr_jump, or above or below with `of: lr`"),
     **_each("frozen unchanged not_updating", "stuck (weights that do not move) or never (no gradient)"),
     **_each(
-        "plateau no_improvement stagnation stagnating early_stopping reduce_on_plateau not_improving",
-        "a rule that fires while the loss improves, below_recent_min with `above: 1.05`, and one with "
-        "`when: {not: …}` and `for:` (`gradwatch docs howto`)",
+        "no_improvement stagnation stagnating early_stopping reduce_on_plateau not_improving patience",
+        "plateau: no better by 1 % (`by`) for so many `steps`",
     ),
     **_each("zero zeros zero_grad", "all_zero (every gradient) or dead (one parameter's elements)"),
     **_each("ratio update update_to_weight", "update_ratio"),

@@ -351,7 +351,7 @@ class Boundary:
             self._activity.failed("action", failure)
         if outcome.done.stop and evaluations is not None and evaluations.backup is not None:
             evaluations.backup.restore()
-        stop_training(outcome.done, ctx.captured.step)
+        stop_training(outcome.done, ctx.captured.step, ctx.rules_in_force)
 
     def _publish(self, ctx: OptimizerContext, judged: Judged, outcome: Outcome | None) -> None:
         try:
@@ -428,7 +428,7 @@ class Boundary:
             decision = Decision()
         step = captured.step
         captured.advance()
-        stop_training(decision, step)  # nothing to skip and nothing to clip
+        stop_training(decision, step, ctx.rules_in_force)  # nothing to skip and nothing to clip
 
     def abandoned(self, found: Mapping[int, Tensor | None]) -> None:
         """Handle a loop that unscaled its gradients and then did not step: an overflow, or its own affair."""

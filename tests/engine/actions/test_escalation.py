@@ -44,6 +44,23 @@ def plan_of(*do: Action) -> RulePlan:
     return bound([rule("r", Above(threshold=1.0), do=do)]).plan.rules[0]
 
 
+def test_a_stop_after_skips_in_a_row_says_so() -> None:
+    """The key of the rule that made it stop, with its number; a rule whose `do:` has stop needs no reason."""
+    text = """
+rules:
+  r: {detect: {kind: nonfinite}, do: [skip_step: {max_consecutive: 2, then: stop}]}
+"""
+    training = Training()
+    with watched(training, text):
+        training.step()
+        for _ in range(2):
+            training.step(all=math.nan)
+        with pytest.raises(
+            TrainingStopped, match=r"rule r \(2 steps skipped in a row, then: stop\) says stop"
+        ):
+            training.step(all=math.nan)
+
+
 def test_clip_then_skip_then_stop() -> None:
     """The first spike is clipped, the second within four steps is skipped too, the third within ten stops."""
     training = Training()
@@ -59,7 +76,7 @@ def test_clip_then_skip_then_stop() -> None:
         for _ in range(4):
             training.step()
         before = training.weights()
-        with pytest.raises(TrainingStopped, match="rule r says stop"):
+        with pytest.raises(TrainingStopped, match=r"rule r \(escalate: 3 in 10, to: stop\) says stop"):
             training.step(**SPIKE)
         assert all(torch.equal(a, b) for a, b in zip(training.weights(), before, strict=True))
     assert [(event.step, event.actions) for event in heard] == [
