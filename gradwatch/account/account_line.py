@@ -141,8 +141,13 @@ def _parts(account: Account, folder: str) -> Iterator[str]:
 
 
 def _unfit(account: Account) -> str:
+    if not account.unfit:
+        return ""
+    first = min(
+        account.unfit, key=lambda reason: not reason.startswith("weights")
+    )  # rules are named beside it
     more = f" and {len(account.unfit) - 1} more" if len(account.unfit) > 1 else ""
-    return f"{shorten(account.unfit[0], LONGEST_REASON, placeholder='…')}{more}" if account.unfit else ""
+    return f"{shorten(first, LONGEST_REASON, placeholder='…')}{more}"
 
 
 def _steps(account: Account) -> str:

@@ -27,7 +27,7 @@ def _reason(decision: Decision, rules: Iterable[Rule]) -> str:
 
 
 def _condition(rule: Rule) -> str:
-    """What a rule that does not stop on its own account waits for: the key of the rule file, in words."""
+    """The key of a rule by which it came to stop, in words; "" where its `do:` has stop itself."""
     if any(action.name == "stop" for action in rule.do):
         return ""
     found = []

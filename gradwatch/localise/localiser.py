@@ -41,6 +41,8 @@ if TYPE_CHECKING:
 
 Suspicion = Literal["nonfinite", "exploding", "vanishing"]
 Way = Literal["replay", "record", "detect_anomaly"]
+LEFT_BEHIND = ("parameter", "buffer")
+OWN_DOING = "{note}; that was a later step: this incident may itself have made it so"
 IN_LOOP = ("unknown", *LOSS_SIDE, "input")
 """Where what the calls of the models show may have begun in the loop itself."""
 TRIES = 3  # localisations of one incident that found nothing, before it is left alone
@@ -434,6 +436,8 @@ class Localiser:
             finding = diagnose([trace], by="record")
             said = f"found in a recorded step, which took {live.seconds:.2f} s"
             finding = self._with_batch(finding.noted(said))
+            if finding.phase in LEFT_BEHIND:
+                finding = Finding("unknown", "record", note=OWN_DOING.format(note=finding.note))
             self._recorded.append((self._recordings.steps, self._signed(finding, self._ask)))
             if self._agreement is None:  # else the others would not know that it is
                 self._incidents[self._ask.incident] = TRIES

@@ -307,7 +307,7 @@ def _done_about(event: Event, record: Record) -> _Done:
     untouched = record.decision.skip and looked is not None and looked >= event.step - 1
     return _Done(
         tuple(sorted(orders, key=lambda order: order.action)),
-        "untouched, finite" if untouched else "",
+        "untouched, finite before" if untouched else "",
         observed_only,
     )
 

@@ -395,3 +395,37 @@ def test_a_nan_loss_of_nan_gradients_is_searched_for_once() -> None:
             optimizer.step()
     (finding,) = (one for record in kept.records for one in record.findings)
     assert (finding.rule, finding.step, finding.op) == ("non-finite", 2, "div")
+
+
+class Centred(nn.Module):
+    """Follows the mean of its batches, as momentum encoders do, within a forward that is not run again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+        self.register_buffer("center", torch.zeros(2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        out = self.layer(x) - self.center
+        with torch.no_grad():
+            self.center.mul_(0.9).add_(self.layer(x).mean(0), alpha=0.1)
+            self.layer.weight.mul_(1.0)  # written to in the forward: no replay
+        return out
+
+
+def test_what_an_incident_has_left_behind_is_not_its_cause() -> None:
+    """The buffer that is NaN one step later was made so by the batch of this one: the cause stays unknown, and why."""
+    torch.manual_seed(0)
+    model, kept = Centred(), Kept()
+    optimizer = torch.optim.SGD(model.parameters(), 0.01)
+    with gradwatch.watch(model, optimizer, rules="default", sinks=[kept], strict=True):
+        for step in range(8):
+            optimizer.zero_grad()
+            x = torch.randn(5, 4)
+            if step == 4:
+                x[2] = math.nan
+            model(x).square().mean().backward()
+            optimizer.step()
+    findings = [one for record in kept.records for one in record.findings]
+    assert findings
+    assert not [one for one in findings if one.phase in ("buffer", "parameter")], findings

@@ -87,7 +87,8 @@ class RunningStatistics:
 def _said(names: tuple[str, ...]) -> str:
     listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
     return (
-        f"a batch with NaN or Inf was accumulated into {listed}, and skipping the step does not undo that: "
-        "evaluation and checkpoints are wrong from here on; call `reset_running_stats()` on these layers or load "
-        "them from the last good checkpoint, and filter out such batches before the forward"
+        f"running statistics hold NaN or Inf: {listed}. They were loaded so, or what came to their layer was not "
+        "finite, and skipping the step does not undo that: evaluation and checkpoints are wrong from here on; call "
+        "`reset_running_stats()` on these layers or load them from the last good checkpoint, and keep batches that are "
+        "not finite from the forward"
     )

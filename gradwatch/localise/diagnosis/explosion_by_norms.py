@@ -77,7 +77,7 @@ def beyond_the_rest(found: Finding, name: str, off: Deviation, exploding: bool) 
     """
     sign = 1.0 if exploding else -1.0
     logs = {one: sign * _log(factor) for one, factor in off.norms.items() if factor >= 0}
-    if not found.at_outputs or name not in logs or len(logs) < 2:
+    if found.module or name not in logs or len(logs) < 2:
         return found
     others = sorted(log for one, log in logs.items() if one != name)
     median = others[len(others) // 2]
@@ -110,7 +110,7 @@ def _by_level(layers: Sequence[Layer], exploding: bool) -> Finding | None:
     if found.at_outputs and any(_off(layer, sign) < furthest / 2 for layer in layers):
         # A layer of which no level is known, or whose weights are less off, may be the one that multiplies.
         return found.amended(at_outputs=False)
-    return found.amended(module="") if furthest < math.log(PLACED) else found
+    return found.amended(module="", at_outputs=False) if furthest < math.log(PLACED) else found
 
 
 def _off(layer: Layer, sign: float) -> float:

@@ -358,7 +358,7 @@ def test_untouched_is_said_of_weights_that_were_looked_at(broken: bool, capsys: 
         for entry in map(json.loads, capsys.readouterr().err.splitlines())
         if entry["event"].endswith("firing")
     ]
-    assert line.get("weights") == (None if broken else "untouched, finite")
+    assert line.get("weights") == (None if broken else "untouched, finite before")
 
 
 def test_looks_that_nobody_asked_for_take_a_thousandth_of_the_time(monkeypatch: pytest.MonkeyPatch) -> None:
