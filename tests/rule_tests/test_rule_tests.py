@@ -60,11 +60,17 @@ def without(ruleset: RuleSet, rule_id: str) -> RuleSet:
 
 @pytest.mark.parametrize("path", PACK_TESTS, ids=lambda path: path.stem)
 def test_a_rule_that_is_missing_fails_its_test(path: Path) -> None:
-    """Take out any rule that some test expects something of, or the clip section: that test fails."""
-    tests = load_tests(str(path))
+    """Take out any rule that some test expects something of, or the clip section: that test fails.
+
+    Each rule once, and each test by one of its rules at least.
+    """
+    tests, tried = load_tests(str(path)), set[str]()
     for case in tests.cases:
         named = {item.fields["rule"] for item in (*(case.events or ()), *(case.actions or ()))}
-        for rule_id in named - {"clip:"}:
+        rules = sorted(named - {"clip:"})
+        chosen = [rule_id for rule_id in rules if rule_id not in tried] or rules[:1]
+        tried.update(chosen)
+        for rule_id in chosen:
             assert not compared(case, simulate(without(tests.ruleset, rule_id), case)).passed
         if "clip:" in named:
             unclipped = dataclasses.replace(tests.ruleset, clip=None)

@@ -82,7 +82,7 @@ def snapshots_of(engine: BoundEngine, run: list[dict[str, Any]], columns_every: 
 
 
 @pytest.mark.parametrize("pack", DISTINCT)
-@settings(max_examples=examples(4))
+@settings(max_examples=examples(3))
 @given(
     st.integers(0, 10**6),
     st.sampled_from([mostly_healthy, with_faults_that_stay, with_costly_columns_that_stay]),
@@ -125,7 +125,7 @@ def see_the_same(
         }
 
 
-@settings(max_examples=examples(4))
+@settings(max_examples=examples(3))
 @given(st.integers(0, 10**6))
 def test_a_block_of_several_optimizers_sees_what_single_steps_see(seed: int) -> None:
     """What is learned of a rate ends with its optimizer, in the midst of a block too, whatever its schedule is."""
@@ -169,7 +169,7 @@ def at(where: slice, values: Any) -> Column:
     return column
 
 
-@settings(max_examples=examples(4))
+@settings(max_examples=examples(3))
 @given(st.integers(0, 10**6))
 def test_a_block_among_ranks_sees_what_single_steps_see(seed: int) -> None:
     """Steps with what ranks exchanged are judged in blocks too; one rank out of line is told in its step."""
