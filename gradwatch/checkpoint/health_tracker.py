@@ -308,7 +308,6 @@ class CheckpointHealthTracker:
             "loss": self.loss.to_dict(),
             "largest": self._largest,
             "leapt": None if self.leapt is None else list(self.leapt),
-            "looked": self.looked,
         }
 
     def load(self, saved: Mapping[str, Any] | None) -> None:
@@ -323,8 +322,6 @@ class CheckpointHealthTracker:
         self.leapt = None if leapt is None else (int(leapt[0]), str(leapt[1]))
         self._grows_to(float(saved.get("largest", 0.0)))
         self._last = self._step = None if last is None else int(last)
-        looked = saved.get("looked")  # earlier versions did not write it
-        self.looked = None if looked is None else int(looked)
         self._renew()
 
 
@@ -338,9 +335,7 @@ def as_of(saved: Mapping[str, Any], step: int) -> dict[str, Any]:
         poisoned = None
     if leapt is not None and int(leapt[0]) - STEPS_TO_SHOW > step:
         leapt = None
-    looked = saved.get("looked")
-    looked = None if looked is None or int(looked) > step else looked
-    return {**saved, "poisoned_at": poisoned, "leapt": leapt, "looked": looked}
+    return {**saved, "poisoned_at": poisoned, "leapt": leapt}
 
 
 def joined(parts: Iterable[CheckpointHealth]) -> CheckpointHealth:

@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from gradwatch.account import Account
 from gradwatch.account.account_line import PREFIX, lines
-from gradwatch.checkpoint.health_tag import read_tags, sorted_out, step_of_all
-from gradwatch.checkpoint.health_tracker import joined
+from gradwatch.checkpoint.health_tag import HealthTag, read_tags, sorted_out, step_of_all
+from gradwatch.checkpoint.health_tracker import joined, least
 from gradwatch.incidents.incident import Incident
 from gradwatch.journal import (
     Entry,
@@ -304,4 +304,14 @@ def checkpoint(where: Path) -> Weights:
         for tag in unfit
         if tag.launch != launch
     )
-    return Weights(joined(tag.health for tag in counting), step_of_all(counting), before, attempts)
+    now = joined(tag.health for tag in counting)
+    if now.last_healthy_step is None:
+        now = replace(now, last_healthy_step=_known_before(replaced))
+    return Weights(now, step_of_all(counting), before, attempts)
+
+
+def _known_before(replaced: Sequence[HealthTag]) -> int | None:
+    """The step at which a look found the weights of the attempt before healthy, on all its ranks; None = not known."""
+    latest = max((tag.launch for tag in replaced[-1:]), default="")
+    own = [tag for tag in replaced if tag.launch == latest]
+    return least([tag.health.weights_step if tag.health.healthy else None for tag in own])

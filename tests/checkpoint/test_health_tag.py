@@ -22,7 +22,7 @@ from gradwatch.journal.health_tag_writer import HealthTagWriter, _digest
 from gradwatch.records.record import CheckpointHealth
 from gradwatch.records.run_info import RunInfo
 from gradwatch.report.live.journal_source import JournalSource
-from gradwatch.report.run_reader import read_run
+from gradwatch.report.run_reader import checkpoint, read_run
 from gradwatch.runtime.process_identity import start_ticks
 from tests.support import warm
 from tests.support.acting_cases import Training, run_folder, watched
@@ -226,6 +226,20 @@ def test_a_later_tag_takes_the_place_of_an_earlier_one(
     write_tag(tmp_path, tag(FIT, **{"attempt": 1, "began": 20.0, "written": 29.0, **later}))
     assert read_tag(tmp_path).healthy is healthy
     assert read_tag(tmp_path).reasons == (() if healthy else UNFIT.reasons)
+
+
+@pytest.mark.parametrize("looked", [9, None])
+def test_the_report_knows_the_last_healthy_step_of_the_attempt_before(
+    tmp_path: Path, looked: int | None
+) -> None:
+    """Weights ruined before the first step of a resumed run: a look at those of before has vouched for them, or none."""
+    unknown = CheckpointHealth(False, None, ("weights are not finite: fc",))
+    before = CheckpointHealth(True, 9, weights_step=looked)
+    write_tag(tmp_path, tag(before, attempt=0, began=10.0, written=19.0, launch="before", program="o"))
+    write_tag(tmp_path, tag(unknown, attempt=1, began=20.0, written=29.0))
+    now = checkpoint(tmp_path).now
+    assert now is not None
+    assert (now.healthy, now.last_healthy_step) == (False, looked)
 
 
 def test_a_clock_that_was_ahead_hides_no_later_attempt(tmp_path: Path) -> None:

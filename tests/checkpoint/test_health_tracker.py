@@ -13,7 +13,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwatch.checkpoint.health_tracker import CheckpointHealthTracker, as_of
+from gradwatch.checkpoint.health_tracker import CheckpointHealthTracker
 from gradwatch.records.decision import Decision
 from gradwatch.records.record import CheckpointHealth
 from gradwatch.records.snapshot import Column
@@ -270,18 +270,3 @@ def _copied(state: Any) -> Any:
     if isinstance(state, dict):
         return {key: _copied(value) for key, value in state.items()}
     return [_copied(value) for value in state] if isinstance(state, list) else state
-
-
-def test_weights_ruined_before_the_first_step_of_a_resumed_run_leave_the_last_healthy_step_known() -> None:
-    """The look that ended the process before has vouched for it; a checkpoint of before that look is as good."""
-    before = CheckpointHealthTracker(frozenset())
-    for step in range(100):
-        before.after(make_snapshot(make_sites(2), step, [1.0, 1.0]), Verdict(), Decision())
-    before.seen((), 99)
-    saved = json.loads(json.dumps(before.to_dict()))
-    for state, known in ((saved, 99), (as_of(saved, 49), None)):
-        resumed = CheckpointHealthTracker(frozenset())
-        resumed.load(state)
-        resumed.seen(("weights are not finite: fc",), 99)
-        assert not resumed.now.healthy
-        assert resumed.now.last_healthy_step == known

@@ -71,6 +71,7 @@ FAULTS: dict[str, Fault] = {
     "never": norms(None, 2.0, 2.0, 2.0),
     "nonfinite": norms(math.nan, 2.0, 2.0, 2.0),
     "norm_overflow": column("norm_overflow", 1.0),
+    "plateau": scalar("loss", 1e-3),  # progress: the constant loss around it is the fault
     "rank_mismatch": lambda i: {"columns": {"rank_mismatch": by_rank(0.0, 1.0, 0.0, 0.0)}},
     "rank_outlier": lambda i: {"columns": {"rank_norm": by_rank(2.0, 1e6, 2.0, 2.0)}},
     "rise": norms(1e6, 2.0, 2.0, 2.0),
@@ -129,6 +130,7 @@ def detector_of(kind: str) -> Detector:
         "converged": {"half_life": 1},
         "drift": {"window": 10, "lag": 10, "warmup": 20},
         "fade": {"warmup": 20},
+        "plateau": {"steps": 5},
     }
     return DETECTORS[kind](**required.get(kind, {}))
 
