@@ -312,6 +312,5 @@ def checkpoint(where: Path) -> Weights:
 
 def _known_before(replaced: Sequence[HealthTag]) -> int | None:
     """The step at which a look found the weights of the attempt before healthy, on all its ranks; None = not known."""
-    latest = max((tag.launch for tag in replaced[-1:]), default="")
-    own = [tag for tag in replaced if tag.launch == latest]
+    own = [tag for tag in replaced if tag.launch == replaced[-1].launch]
     return least([tag.health.weights_step if tag.health.healthy else None for tag in own])

@@ -232,7 +232,7 @@ def test_a_later_tag_takes_the_place_of_an_earlier_one(
 def test_the_report_knows_the_last_healthy_step_of_the_attempt_before(
     tmp_path: Path, looked: int | None
 ) -> None:
-    """Weights ruined before the first step of a resumed run: a look at those of before has vouched for them, or none."""
+    """Weights are ruined before the first step of a resumed run: a look has vouched for those of before, or none."""
     unknown = CheckpointHealth(False, None, ("weights are not finite: fc",))
     before = CheckpointHealth(True, 9, weights_step=looked)
     write_tag(tmp_path, tag(before, attempt=0, began=10.0, written=19.0, launch="before", program="o"))
