@@ -527,20 +527,25 @@ class Session:
         if self._concluding or self.run.pid != here[0] or self._accounting is None:
             return
         self._concluding = True
+        unfit = self._last_look()  # before the account: another thread may train on meanwhile
         try:
-            account = self.account()
+            account = replace(self.account(), unfit=unfit)
         except Exception as error:
             self.health.report("close", error)
             return
-        try:
-            weights = self.checkpoint()
-            account = replace(account, unfit=() if weights.healthy else weights.reasons)
-            self._sinks.judge_weights(weights)
-        except Exception as error:  # the account is given all the same
-            self.health.report("close", error)
         self._accounting.conclude(account)
         quiet = not account.trained_or_watched or printed_at_exit[0] or quiet_asked()
         self._sinks.conclude(account, quiet)
+
+    def _last_look(self) -> tuple[str, ...]:
+        """Have the sinks know how the weights are at the end; the reasons why they are not healthy."""
+        try:
+            weights = self.checkpoint()
+            self._sinks.judge_weights(weights)
+        except Exception as error:  # the account is given all the same
+            self.health.report("close", error)
+            return ()
+        return () if weights.healthy else weights.reasons
 
     @property
     def concluding(self) -> bool:
