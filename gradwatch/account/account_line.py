@@ -143,9 +143,8 @@ def _parts(account: Account, folder: str) -> Iterator[str]:
 def _unfit(account: Account) -> str:
     if not account.unfit:
         return ""
-    first = min(
-        account.unfit, key=lambda reason: not reason.startswith("weights")
-    )  # rules are named beside it
+    # Rules that fire are named beside it.
+    first = min(account.unfit, key=lambda reason: not reason.startswith("weights"))
     more = f" and {len(account.unfit) - 1} more" if len(account.unfit) > 1 else ""
     return f"{shorten(first, LONGEST_REASON, placeholder='…')}{more}"
 

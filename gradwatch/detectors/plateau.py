@@ -86,9 +86,13 @@ class Plateau(Detector):
 
     def score(self, state: State, sample: Sample) -> NDArray[np.float64]:
         """Samples since the last best, this one included; NaN while warming up, and without a finite sample."""
+        return self.advance(state, sample)[0]
+
+    def advance(self, state: State, sample: Sample) -> tuple[NDArray[np.float64], PlateauState]:
+        """The score, and the state with the sample."""
         after = self.learn(state, sample)
         judged = sample.present & np.isfinite(sample.values) & (after.n >= self.warmup)
-        return np.where(judged, after.since, np.nan)
+        return np.where(judged, after.since, np.nan), after
 
     def learn(self, state: State, sample: Sample) -> PlateauState:
         """Move the mean, and count the samples since its last best."""
@@ -99,21 +103,32 @@ class Plateau(Detector):
         n = np.minimum(before.n + known, max(self.warmup, 1)).astype(np.int32)
         least = self.by * np.abs(before.best)
         better = m < before.best - least if self.better == "lower" else m > before.best + least
-        begins = known & (better | (before.n < self.warmup))
+        begins = known & (better | (before.n < max(self.warmup, 1)))
         since = np.where(begins, 0, before.since + known).astype(np.int32)
         return PlateauState(n, m, np.where(begins, m, before.best), np.minimum(since, MOST).astype(np.int32))
 
     def advance_scalars(self, state: State, steps: Sequence[Mapping[str, float]]) -> tuple[int, State]:
         """As `advance` of steps with these one-per-step values in turn, up to the first that may breach."""
-        name, after = scalar_name(self.of), cast(PlateauState, state)
-        for count, values in enumerate(steps):
+        before = cast(PlateauState, state)
+        n, m, best, since = (one.item() for one in before)
+        name, steady, sign = (
+            scalar_name(self.of),
+            gain(self.half_life),
+            1.0 if self.better == "lower" else -1.0,
+        )
+        passed = 0
+        for values in steps:
             value = values.get(name, math.nan)
-            here = Sample(np.array([value]), np.array([not math.isnan(value)]))
-            learned = self.learn(after, here)
-            if learned.since[0] >= self.steps:
-                return count, after
-            after = learned
-        return len(steps), after
+            if math.isfinite(value):
+                mean = m + max(steady, 1.0 / (n + 1.0)) * (value - m)
+                begins = n < max(self.warmup, 1) or sign * mean < sign * best - self.by * abs(best)
+                if not begins and since + 1 >= self.steps:
+                    break
+                m, best, since = (mean, mean, 0) if begins else (mean, best, min(since + 1, int(MOST)))
+                n = min(n + 1, max(self.warmup, 1))
+            passed += 1
+        counts = np.array([n], np.int32), np.array([since], np.int32)
+        return passed, PlateauState(counts[0], np.array([m]), np.array([best]), counts[1])
 
     def rebaseline(self, state: State, mask: BoolArray, keep_judging: bool) -> PlateauState:
         """Start over; a best goes on being known across a change that keeps judging."""
@@ -123,7 +138,7 @@ class Plateau(Detector):
         counts = [np.where(mask, 0, one).astype(np.int32) for one in (before.n, before.since)]
         return before._replace(
             n=counts[0], since=counts[1]
-        )  # the first sample after it is the mean, and the best
+        )  # the next sample is the mean, and the best of it
 
     def shown(self, state: State, sample: Sample) -> FloatArray:
         """The running mean, which is what the score is about."""

@@ -21,7 +21,7 @@ from gradwatch.engine.fast_path.many_steps import FastBlock, Restarts, active_wi
 from gradwatch.engine.fast_path.one_step import FastPath, FastPaths, Learned
 from gradwatch.engine.judge import Step, firing_now, judges
 from gradwatch.engine.reporting.culprit import usual_loss, usual_norms
-from gradwatch.engine.rule_plan import NO_BANK, Plan
+from gradwatch.engine.rule_plan import NO_BANK, Plan, RulePlan
 from gradwatch.engine.snapshot_reader import Reader
 from gradwatch.engine.staggered_judging import NONE_IN_TURN, InTurn, Turns
 from gradwatch.errors import GradwatchError
@@ -284,11 +284,7 @@ class BoundEngine:
     def _will_skip(self, step: Step) -> bool:
         """True if a fact leads to a skip, of its own or of its ladder."""
         rules = (self.plan.rules[number] for number in self._facts)
-        return bool(step.acting) and any(
-            one.skip is not None or "skip_step" in step.due[one.rule.id].climbed
-            for one in rules
-            if one.rule.mode == "act" and one.rule.id in step.acting
-        )
+        return bool(step.acting) and any(_skips(step, one) for one in rules)
 
     def _is_an_outlier(self, step: Step) -> bool:
         """True if a rule keeps the step from the optimizer, and has not done so for long.
@@ -297,12 +293,10 @@ class BoundEngine:
         goes on for longer than the rule's `max_consecutive`, it is how things are now, and is learned, or else no step
         would ever be taken again.
         """
-        for number, one in enumerate(self.plan.rules) if step.acting else ():
-            if one.rule.id in step.acting and one.rule.mode == "act":
-                skips = one.skip is not None or "skip_step" in step.due[one.rule.id].climbed
-                if skips and step.consecutive[number] <= (one.max_consecutive or SKIPS_NOT_LEARNED):
-                    return True
-        return False
+        return bool(step.acting) and any(
+            _skips(step, one) and acted <= (one.max_consecutive or SKIPS_NOT_LEARNED)
+            for one, acted in zip(self.plan.rules, step.consecutive, strict=True)
+        )
 
     @property
     def asked(self) -> Asked:
@@ -387,3 +381,9 @@ class BoundEngine:
 def on_gradients(rule: Rule) -> bool:
     """True if a rule is about NaN and Inf in gradients."""
     return rule.kind == "nonfinite" and rule.detect.of not in RUNNING_STATISTICS
+
+
+def _skips(step: Step, one: RulePlan) -> bool:
+    """True if a rule acts on this step, and one of its actions, or a rung of its ladder, skips it."""
+    acts = one.rule.mode == "act" and one.rule.id in step.acting
+    return acts and (one.skip is not None or "skip_step" in step.due[one.rule.id].climbed)

@@ -160,8 +160,8 @@ class Step:
         self.consecutive[number] = 0
         if scored is not IDLE and not (idle and not scored.breach.any()):
             self._transit(number, scored)
-            fires = scored.breach.any() and self.tracks[number].firing.any()
-            if fires and one.detector.finiteness and _is_of_gradients(one) and one.series.column != "loss":
+            of_gradients = one.detector.finiteness and one.series.column != "loss" and _is_of_gradients(one)
+            if of_gradients and scored.breach.any() and self.tracks[number].firing.any():
                 self.nonfinite_reported = max(self.nonfinite_reported, SEVERITIES.index(one.rule.severity))
 
     def _is_suspended(self, number: int) -> bool:

@@ -341,12 +341,7 @@ def test_weights_of_before_a_poisoned_step_are_not_held_against_a_resumed_job(
     assert healthy == [False, saved_after == 2]
 
 
-@pytest.mark.parametrize("trials", [2, 1])
-def test_what_was_wrong_with_weights_that_others_replace_is_kept(tmp_path: Path, trials: int) -> None:
-    """The tag is about the weights trained now, the verdict about all; another optimizer of the same replaces none."""
-    script = (
-        NET
-        + f"""
+RUINED = """
 for trial in range(3):
     if trial < {trials}:
         net = nn.Linear(4, 1)
@@ -356,8 +351,12 @@ for trial in range(3):
     if trial == 0:
         net.weight.data[0, 0] = float("nan")
 """
-    )
-    done = run(tmp_path, script, options=("--rules", "observe-only"))
+
+
+@pytest.mark.parametrize("trials", [2, 1])
+def test_what_was_wrong_with_weights_that_others_replace_is_kept(tmp_path: Path, trials: int) -> None:
+    """The tag is about the weights trained now, the verdict about all; another optimizer of the same replaces none."""
+    done = run(tmp_path, NET + RUINED.format(trials=trials), options=("--rules", "observe-only"))
     ended(done)
     folder = tmp_path / "runs" / "r"
     said = "weights replaced that were not healthy: weights are not finite: weight ×1"
@@ -370,22 +369,13 @@ for trial in range(3):
 
 def test_a_killed_process_leaves_word_of_weights_that_others_have_replaced(tmp_path: Path) -> None:
     """Its account is never written; the tag has the reasons, for the verdict and for `gradwatch top`."""
-    script = (
-        NET
-        + """
-import os, signal, time
-for trial in range(2):
-    net = nn.Linear(4, 1)
-    opt = torch.optim.SGD(net.parameters(), 0.01)
-    for t in range(120):
-        opt.zero_grad(); net(torch.randn(8, 4)).pow(2).mean().backward(); opt.step()
-    if trial == 0:
-        net.weight.data[0, 0] = float("nan")
+    killed = """
+import os, signal
 from gradwatch.session.session import live_sessions
 live_sessions()[-1].flush()
 os.kill(os.getpid(), signal.SIGKILL)
 """
-    )
+    script = NET + RUINED.format(trials=3) + killed
     run(tmp_path, script, options=("--rules", "observe-only"))
     folder = tmp_path / "runs" / "r"
     assert "weights that others replaced were not healthy" in load(folder).verdict.sentence

@@ -382,19 +382,24 @@ def test_a_nan_added_to_the_loss_has_its_cause_though_gradients_are_finite() -> 
 
 def test_a_nan_loss_of_nan_gradients_is_searched_for_once() -> None:
     """`non-finite` has ordered the search: the rule on the loss orders no second one of the same NaN."""
+    (finding,) = findings_of(NormalisedRows(), at=2, row=0.0)
+    assert (finding.rule, finding.step, finding.op) == ("non-finite", 2, "div")
+
+
+def findings_of(model: nn.Module, at: int, row: float) -> list[Finding]:
+    """Causes found in eight steps by the default pack, of which one has a batch with a row of this value."""
     torch.manual_seed(0)
-    model, kept = NormalisedRows(), Kept()
+    kept = Kept()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     with gradwatch.watch(model, optimizer, rules="default", sinks=[kept], strict=True):
-        for step in range(4):
+        for step in range(8):
             optimizer.zero_grad()
             x = torch.randn(5, 4)
-            if step == 2:
-                x[1] = 0.0
+            if step == at:
+                x[1] = row
             model(x).square().mean().backward()
             optimizer.step()
-    (finding,) = (one for record in kept.records for one in record.findings)
-    assert (finding.rule, finding.step, finding.op) == ("non-finite", 2, "div")
+    return [one for record in kept.records for one in record.findings]
 
 
 class Centred(nn.Module):
@@ -415,17 +420,6 @@ class Centred(nn.Module):
 
 def test_what_an_incident_has_left_behind_is_not_its_cause() -> None:
     """The buffer that is NaN one step later was made so by the batch of this one: the cause stays unknown, and why."""
-    torch.manual_seed(0)
-    model, kept = Centred(), Kept()
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    with gradwatch.watch(model, optimizer, rules="default", sinks=[kept], strict=True):
-        for step in range(8):
-            optimizer.zero_grad()
-            x = torch.randn(5, 4)
-            if step == 4:
-                x[2] = math.nan
-            model(x).square().mean().backward()
-            optimizer.step()
-    findings = [one for record in kept.records for one in record.findings]
+    findings = findings_of(Centred(), at=4, row=math.nan)
     assert findings
     assert not [one for one in findings if one.phase in ("buffer", "parameter")], findings

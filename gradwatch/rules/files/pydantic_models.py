@@ -87,8 +87,8 @@ class Timing(Model):
     )
     keep_firing_for: Steps = unset("Quiet steps before it is resolved.")
     cooldown: Steps = unset(
-        "Steps after the resolve in which the rule, firing again, joins the same incident and is not told, whichever "
-        "parameter it is about."
+        "Steps after the resolve in which the rule, firing again, joins the same incident and is not logged or sent, "
+        "whichever parameter it is about."
     )
     severity: Severity = unset("info, warning or critical.")
     mode: Mode = unset("act, or shadow: report what would have been done and do nothing.")
