@@ -9,6 +9,7 @@ from textwrap import shorten
 
 from gradwatch.account.account import NOT_ARMED, Account
 from gradwatch.account.unwatched_reasons import gaps, recorded, unended
+from gradwatch.runtime.printable import plural
 
 PREFIX = "gradwatch: "
 NO_TORCH = (
@@ -145,7 +146,7 @@ def _unfit(account: Account) -> str:
         return ""
     # Rules that fire are named beside it.
     first = min(account.unfit, key=lambda reason: not reason.startswith("weights"))
-    more = f" and {len(account.unfit) - 1} more" if len(account.unfit) > 1 else ""
+    more = f" (and {plural(len(account.unfit) - 1, 'more reason')})" if len(account.unfit) > 1 else ""
     return f"{shorten(first, LONGEST_REASON, placeholder='…')}{more}"
 
 

@@ -24,7 +24,7 @@ from gradwatch.detectors.detector import (
     rule_keys,
 )
 from gradwatch.detectors.drift import Drift
-from gradwatch.detectors.explosions import Exploded, Jump
+from gradwatch.detectors.explosions import Diverged, Exploded, Jump
 from gradwatch.detectors.fade import Fade
 from gradwatch.detectors.learning_rate import LrJump
 from gradwatch.detectors.loss_scale import ScaleCollapse
@@ -52,6 +52,7 @@ __all__ = [
     "Dead",
     "DepthRatio",
     "Detector",
+    "Diverged",
     "Drift",
     "Drop",
     "Exploded",

@@ -1,4 +1,5 @@
-"""Explosions of the total norm that need no usual level: a rail at the scale of the loss, and the largest norm so far.
+"""Explosions that need no usual level: of the total norm, at the scale of the loss or beyond the largest norm so far;
+of the loss, in the first steps.
 
 The detectors that know a usual level need a warm-up, and a training can be ruined before it is over. The largest value
 so far needs none: healthy runs were seen to jump by a factor of 1,100 (REINFORCE), none by 10,000. A loss that is
@@ -19,12 +20,14 @@ from gradwatch.detectors.detector import (
     STRICT,
     Comparison,
     Detector,
+    Exceeding,
     Sample,
     Scope,
     State,
     advance_one,
     register_detector,
 )
+from gradwatch.detectors.recent_extremes import Window
 from gradwatch.detectors.thresholds import OverThreshold, Positive
 from gradwatch.records.columns import CONFIRMED_JUMP, CONFIRMED_NORM
 from gradwatch.records.snapshot import BoolArray, FloatArray
@@ -32,22 +35,26 @@ from gradwatch.records.snapshot import BoolArray, FloatArray
 LOSS = "loss"
 LEAST, MOST = 1.0, 10.0
 """Scale of a loss: one that is ten times too large, or more, may itself be what is wrong (weights, a loss scale)."""
+LEARNED = 0.5
+"""Of the first loss: one that fell that far is what the training is about (large targets, a sum), however large."""
 
 
 class ScaleState(NamedTuple):
-    """Of K series: the smallest scale of the `loss` so far, 1 to 10; 0 while none is known."""
+    """Of K series: the smallest |loss| so far, 1 at least, as `loss`, and the `first` one; 0 while none is known."""
 
     loss: NDArray[np.float64]
+    first: NDArray[np.float64]
 
 
 @register_detector
 @dataclass(frozen=True, slots=True)
 class Exploded(OverThreshold):
-    """total_norm > threshold x the smallest |loss| so far, 1 at least and 10 at most: a rail at the scale of the loss.
+    """total_norm > threshold x the smallest |loss| so far: a rail at the scale of the loss.
 
-    A norm is as many times larger as its loss is, where that is a sum over the batch or its targets are large. A loss
-    that explodes with the norm is not the smallest; one that is far too large from the start counts as 10. Without a
-    loss the threshold is as it is. The score is the norm over that scale.
+    A norm is as many times larger as its loss is, where that is a sum over the batch or its targets are large. The
+    smallest counts as 1 at least; as 10 at most, since one that is far too large from the start may be what is wrong,
+    until it has fallen to half of the first. A loss that explodes with the norm is not the smallest. Without a loss the
+    threshold is as it is. The score is the norm over that scale.
     """
 
     __pydantic_config__: ClassVar[object] = STRICT
@@ -75,20 +82,27 @@ class Exploded(OverThreshold):
 
     def init(self, size: int) -> ScaleState:
         """No loss seen."""
-        return ScaleState(np.zeros(size))
+        return ScaleState(np.zeros(size), np.zeros(size))
 
     def score(self, state: State, sample: Sample) -> NDArray[np.float64]:
         """The norm over the scale of the loss; +inf where it is NaN; NaN where there was no sample."""
         norm = np.where(np.isnan(sample.values), np.inf, sample.values.astype(np.float64))
-        scale = np.maximum(self.learn(state, sample).loss, LEAST)
+        after = self.learn(state, sample)
+        scale = np.array(
+            [_scale(*pair) for pair in zip(after.loss.tolist(), after.first.tolist(), strict=True)]
+        )
         return np.where(sample.present, norm / scale, np.nan)
 
     def learn(self, state: State, sample: Sample) -> ScaleState:
-        """The smallest loss, with this one where it came with a norm."""
-        before, loss = cast(ScaleState, state).loss, sample.aux[LOSS].astype(np.float64)
+        """The smallest loss, with this one where it came with a norm; the first that did."""
+        before, first = cast(ScaleState, state)
+        loss = np.abs(sample.aux[LOSS].astype(np.float64))
         known = sample.present & np.isfinite(sample.values) & np.isfinite(loss)
-        scale = np.clip(np.abs(loss), LEAST, MOST)
-        return ScaleState(np.where(known & ((before == 0) | (scale < before)), scale, before))
+        smaller = known & ((before == 0) | (loss < before))
+        return ScaleState(
+            np.where(smaller, np.maximum(loss, LEAST), before),
+            np.where(known & (before == 0), loss, first),
+        )
 
     def advance(self, state: State, sample: Sample) -> tuple[FloatArray | None, State]:
         """As `score` and `learn`; almost every step in plain floats: None = it does not breach."""
@@ -99,20 +113,29 @@ class Exploded(OverThreshold):
         before = cast(ScaleState, state)
         if len(before.loss) != 1:
             return 0, state
-        least, below = before.loss.item(), 0
+        least, first, below = before.loss.item(), before.first.item(), 0
         for values in steps:
-            loss, smallest = abs(values.get(LOSS, math.nan)), least
+            loss, smallest, begun = abs(values.get(LOSS, math.nan)), least, first
             if loss < math.inf and (least == 0 or loss < least):
-                smallest = min(max(loss, LEAST), MOST)
-            if not values.get(self.of, math.nan) / max(smallest, LEAST) <= self.threshold:
+                smallest, begun = max(loss, LEAST), first if least else loss
+            if not values.get(self.of, math.nan) / _scale(smallest, begun) <= self.threshold:
                 break
-            least, below = smallest, below + 1
-        return below, before if least == before.loss.item() else ScaleState(np.array([least]))
+            least, first, below = smallest, begun, below + 1
+        if least == before.loss.item():
+            return below, before
+        return below, ScaleState(np.array([least]), np.array([first]))
 
     def rebaseline(self, state: State, mask: BoolArray, keep_judging: bool) -> ScaleState:
         """Learn the scale anew; across a change that keeps judging it stays."""
         before = cast(ScaleState, state)
-        return before if keep_judging else ScaleState(np.where(mask, 0.0, before.loss))
+        if keep_judging:
+            return before
+        return ScaleState(np.where(mask, 0.0, before.loss), np.where(mask, 0.0, before.first))
+
+
+def _scale(least: float, first: float) -> float:
+    """The scale of a series whose smallest and first |loss| these are: 1 where none is known."""
+    return max(least if least <= LEARNED * first else min(least, MOST), LEAST)
 
 
 KNOWN_AT_LEAST = 2
@@ -246,6 +269,102 @@ class Jump(Detector):
         return JumpState(
             np.where(mask, 0, n).astype(np.int32), np.where(mask, 0.0, largest), np.where(mask, 0.0, loss)
         )
+
+
+class DivergedState(NamedTuple):
+    """Of K series: `n` samples learned (int32, up to `within`), the `first` one, whether the last was `over`."""
+
+    n: NDArray[np.int32]
+    first: NDArray[np.float64]
+    over: BoolArray
+
+
+@register_detector
+@dataclass(frozen=True, slots=True)
+class Diverged(Exceeding):
+    """loss > above x the first loss, in the first steps: a learning rate that is too large from the start.
+
+    Kinds that know a usual level are still warming up then, and a clip or a normalisation keeps the norms of such a
+    training small. The score is the loss over the first one, of the samples up to `within`; beyond them it is judged
+    on only until it is lower again. Nothing is judged where the first loss is not positive (an objective, a likelihood
+    of densities). Samples that are not finite are none.
+    """
+
+    __pydantic_config__: ClassVar[object] = STRICT
+    kind: ClassVar[str] = "diverged"
+    scopes: ClassVar[tuple[Scope, ...]] = ("total",)
+
+    of: Literal["loss"] = "loss"
+    above: Positive = 10.0
+    clear_below: Positive | None = None
+    within: Window = 60
+
+    def __post_init__(self) -> None:
+        Exceeding.__post_init__(self)
+        if not self.above > 1:
+            raise ValueError("above is a factor over the first loss: it must be greater than 1")
+
+    def in_words(self, score: float) -> str:
+        """The factor over the first loss."""
+        return f"{score:.4g} times the first one"
+
+    def init(self, size: int) -> DivergedState:
+        """No sample seen."""
+        return DivergedState(np.zeros(size, np.int32), np.zeros(size), np.zeros(size, np.bool_))
+
+    def score(self, state: State, sample: Sample) -> NDArray[np.float64]:
+        """The loss over the first one; NaN for the first itself, beyond `within`, and without a finite sample."""
+        first = cast(DivergedState, state).first
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            factor = sample.values.astype(np.float64) / first
+        return np.where(self._judged(state, sample), factor, np.nan)
+
+    def learn(self, state: State, sample: Sample) -> DivergedState:
+        """Count the sample, and keep the first."""
+        n, first, over = cast(DivergedState, state)
+        value = sample.values.astype(np.float64)
+        known = sample.present & np.isfinite(value)
+        with np.errstate(over="ignore"):
+            is_over = self._judged(state, sample) & (value > self.above * first)
+        return DivergedState(
+            np.minimum(n + known, self.within).astype(np.int32),
+            np.where(known & (n == 0), value, first),
+            np.where(known, is_over, over),
+        )
+
+    def _judged(self, state: State, sample: Sample) -> BoolArray:
+        n, first, over = cast(DivergedState, state)
+        known: BoolArray = sample.present & np.isfinite(sample.values)
+        return known & (first > 0) & ((n < self.within) | over)
+
+    def done(self, state: State) -> bool:
+        """True beyond `within`, unless it is still judged."""
+        n, _, over = cast(DivergedState, state)
+        return bool((n >= self.within).all() and not over.any())
+
+    def advance_scalars(self, state: State, steps: Sequence[Mapping[str, float]]) -> tuple[int, State]:
+        """All steps beyond `within`; before, those not above the bound, in plain floats."""
+        if self.done(state):
+            return len(steps), state
+        count, first, over = (field.item() for field in cast(DivergedState, state))
+        if over:
+            return 0, state
+        passed = 0
+        for values in steps:
+            value = values.get(self.of, math.nan)
+            if math.isfinite(value) and count < self.within:
+                if first > 0 and value > self.above * first:
+                    break
+                first, count = first if count else value, count + 1
+            passed += 1
+        return passed, DivergedState(np.array([count], np.int32), np.array([first]), np.zeros(1, np.bool_))
+
+    def rebaseline(self, state: State, mask: BoolArray, keep_judging: bool) -> DivergedState:
+        """The next sample is the first one again; not across a change that keeps judging."""
+        n, first, over = cast(DivergedState, state)
+        if keep_judging:
+            return DivergedState(n, first, over)
+        return DivergedState(np.where(mask, 0, n).astype(np.int32), np.where(mask, 0.0, first), over & ~mask)
 
 
 def _known(sample: Sample, value: NDArray[np.float64]) -> BoolArray:

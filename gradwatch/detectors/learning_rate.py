@@ -59,6 +59,10 @@ class LrJump(Detector):
         """`above`."""
         return self.above
 
+    def in_words(self, score: float) -> str:
+        """The factor over the largest rate so far; infinity is of a rate that is not finite."""
+        return f"{score:.4g} times the largest before" if score < math.inf else "not a finite number"
+
     def init(self, size: int) -> RateState:
         """No value seen."""
         return RateState(np.zeros(size, np.int32), np.zeros(size, np.float32), np.zeros(size, np.float32))

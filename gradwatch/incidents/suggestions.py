@@ -7,11 +7,14 @@ tried on the real operation in `tests/incidents/test_suggestions.py`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from gradwatch.records.finding import Finding, Operand
 
 HALF = ("float16",)
+RUNNING_VARIANCE = 4
+"""Place among the tensors that `batch_norm` reads of the running variance, where it has weight and bias as well."""
 LOGS = ("log", "log2", "log10", "log1p")
 PRODUCTS = ("matmul", "mm", "addmm", "bmm", "baddbmm", "mv", "addmv", "dot", "conv", "linear", "einsum")
 
@@ -21,11 +24,11 @@ class Suggestion:
     """A cause (`why`) and the code to write instead (`fix`).
 
     Conditions, all of which must hold: `ops` the operation ("" = any); `phases`; `zero`, `negative`, `inf`: some
-    operand has such elements; `beyond`: some operand exceeds that magnitude; `idle`: part of the gradient that
-    came was 0, so another branch was taken; `nan`: the result is NaN (False: it is infinite); `dtypes` of the
-    result or an operand; `empty`: some operand has no elements; `sound`: every operand is finite; `at_outputs`: the
-    gradient came so to the model's outputs;
-    `in_module`: a module is named, `named`: an operation; `after_lr_jump`: the learning rate had jumped before.
+    operand has such elements; `beyond`: some operand exceeds that magnitude; `idle`: part of the gradient that came
+    was 0, so another branch was taken; `variance`: a running variance is below 0; `nan`: the result is NaN (False:
+    it is infinite); `dtypes` of the result or an operand; `empty`: some operand has no elements; `sound`: every
+    operand is finite; `at_outputs`: the gradient came so to the model's outputs; `in_module`: a module is named,
+    `named`: an operation; `after_lr_jump`: the learning rate had jumped before.
     """
 
     id: str
@@ -38,6 +41,7 @@ class Suggestion:
     inf: bool = False
     beyond: float | None = None
     idle: bool = False
+    variance: bool = False
     nan: bool | None = None
     dtypes: tuple[str, ...] = ()
     empty: bool = False
@@ -60,15 +64,20 @@ class Suggestion:
             and (finding.lr_jumped_at is not None or not self.after_lr_jump)
             and (not self.ops or finding.op in self.ops)
             and (not self.zero or any(one.zeros for one in operands))
-            and (not self.negative or any(one.smallest < 0 for one in operands))
+            and (not self.negative or _is_below_zero(operands))
             and (not self.inf or any(one.inf for one in operands))
             and (self.beyond is None or any(_magnitude(one) >= self.beyond for one in operands))
             and (not self.idle or any(one.zeros for one in finding.operands if one not in operands))
+            and (not self.variance or _is_below_zero(operands[RUNNING_VARIANCE:]))
             and (self.nan is None or (result is not None and bool(result.nan) == self.nan))
             and (not self.dtypes or any(one.dtype in self.dtypes for one in shown))
             and (not self.empty or any(not one.numel for one in operands))
             and (not self.sound or not any(one.nan or one.inf for one in operands))
         )
+
+
+def _is_below_zero(operands: Sequence[Operand]) -> bool:
+    return any(one.smallest < 0 for one in operands)
 
 
 def _magnitude(operand: Operand) -> float:
@@ -426,6 +435,14 @@ SUGGESTIONS: tuple[Suggestion, ...] = (
         "Use a large finite number for masks: `torch.finfo(x.dtype).min / 2`.",
         ops=("add", "sub", "sum", "mean", "cumsum"),
         inf=True,
+        nan=True,
+    ),
+    Suggestion(
+        "running-variance",
+        "The running variance by which a layer divides in `eval()` is below 0 somewhere: no batch makes it so.",
+        "Look for what writes to it (a bad checkpoint, weights averaged or decayed); `module.reset_running_stats()`.",
+        ops=("batch_norm",),
+        variance=True,
         nan=True,
     ),
     Suggestion(

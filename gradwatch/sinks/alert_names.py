@@ -16,6 +16,7 @@ _BY_KIND = {
     "norm_overflow": "GradwatchNonFiniteGradients",
     "loss_nonfinite": "GradwatchLossAbnormal",
     "loss_spike": "GradwatchLossAbnormal",
+    "diverged": "GradwatchLossAbnormal",
     "plateau": "GradwatchLossAbnormal",
     "scale_collapse": "GradwatchLossScale",
     "spike": "GradwatchExplodingGradients",

@@ -61,7 +61,7 @@ def test_weights_that_are_not_healthy_at_the_end_are_told() -> None:
     """Also where no rule fired, as of a last step that ruined them: the first reason, and how many more there are."""
     account = Account(Taken(steps=30), Watched(steps=30), unfit=("weights are not finite: fc", "another"))
     (line,) = lines(account)
-    assert "no rule fired · not healthy at the end: weights are not finite: fc and 1 more" in line
+    assert "no rule fired · not healthy at the end: weights are not finite: fc (and 1 more reason)" in line
     assert Account.from_dict(json.loads(json.dumps(account.to_dict()))) == account
 
 

@@ -55,15 +55,16 @@ def test_fade_is_its_formula(seed: int) -> None:
 @given(st.integers(0, 10**6))
 def test_exploded_is_its_formula(seed: int) -> None:
     """The norm over the smallest loss so far; many steps at once are what each is in turn."""
-    detector, least = Exploded(), math.inf
+    detector, least, first = Exploded(), math.inf, None
     state = other = detector.init(1)
     for norm, loss in drawn(seed):
         here = norm is not None
         told = {"loss": loss} if norm is None else {"total_norm": norm, "loss": loss}
         sample = Sample(np.array([norm if here else 7.0]), np.array([here]), {"loss": np.array([loss])})
         if norm is not None and math.isfinite(norm) and math.isfinite(loss):
-            least = min(least, max(1.0, abs(loss)), 10.0)
-        scale = least if least < math.inf else 1.0
+            first = abs(loss) if first is None else first
+            least = min(least, max(1.0, abs(loss)))
+        scale = 1.0 if first is None else least if least <= first / 2 else min(least, 10.0)
         expected = math.nan if norm is None else math.inf if math.isnan(norm) else norm / scale
         score = detector.score(state, sample)
         assert_close(score.tolist(), [expected], 1e-12)
@@ -71,13 +72,19 @@ def test_exploded_is_its_formula(seed: int) -> None:
         below, after = detector.advance_scalars(other, [told])
         assert below == int(expected <= detector.threshold)
         other = after if below else detector.learn(other, sample)
-        assert other.loss.tobytes() == state.loss.tobytes()
+        assert [field.tobytes() for field in other] == [field.tobytes() for field in state]
 
 
 def test_a_summed_loss_has_large_gradients_and_has_not_exploded() -> None:
-    """A norm of 5,000 beside a loss of 800: none; of 50,000, or beside a loss of 2, also of one that has grown: one."""
+    """A norm of 5,000 beside a loss of 800: none; of 50,000, or beside a loss of 2, also of one that has grown: one.
+
+    Nor has a norm of 50,000 exploded once the loss has fallen to half; one of 500,000 has.
+    """
     for losses, norm, found in (
         ([800.0], 5e3, False),
+        ([800.0, 500.0], 5e4, True),
+        ([800.0, 390.0], 5e4, False),
+        ([800.0, 390.0, 1e6], 5e5, True),
         ([2.0], 5e3, True),
         ([2.0, 800.0], 5e3, True),
         ([800.0], 5e4, True),

@@ -71,6 +71,11 @@ FUNCTIONS: dict[str, tuple[Callable[[Tensor], Tensor], ...]] = {
     "running-product": (lambda x: torch.cumprod(x.abs() + 1e20, -1), lambda x: (x.abs() + 1e20).prod()),
     "infinity-times-zero": (lambda x: x * 0 * torch.tensor(INF),),
     "infinity-minus-infinity": (lambda x: (x + torch.tensor(INF)) - torch.tensor(INF),),
+    "running-variance": (
+        lambda x: functional.batch_norm(
+            x, torch.zeros(3), torch.tensor([1.0, -1.0, 1.0]), torch.ones(3), torch.zeros(3)
+        ),
+    ),
     "norm-layer": (lambda x: functional.layer_norm((x + 1) * 1e30, (3,)),),
     "matrix-product-overflow": (lambda x: (x.abs() + 1e25) @ (x.abs() + 1e25).T,),
     "number-not-finite": (

@@ -23,7 +23,9 @@ _WITH_AN_ADDRESS = ("email", "webhook")
 _REPLACED = "a list, which replaces the default one"
 CLIP = "clip: {total: {method: norm, max_norm: 1.0}}"
 _NOT_FINITE = "nonfinite: a NaN or Inf"
-_TOO_LARGE = "above (a fixed threshold), spike (against its own past), or jump (before there is a past)"
+_TOO_LARGE = (
+    "above (a fixed threshold), spike (against its own past), or jump, diverged (before there is a past)"
+)
 _TOO_SMALL = "below (a fixed threshold), below_recent_min or drop (against its own past), or all_zero"
 
 

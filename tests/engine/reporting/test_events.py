@@ -60,6 +60,7 @@ FAULTS: dict[str, Fault] = {
     "dead": column("zero_fraction", 0.95),
     "depth_ratio": norms(1e-6, 2.0, 2.0, 2.0),
     "drift": lambda i: {"norms": [2.0 * 1.3**i] * SIZE},
+    "diverged": scalar("loss", 1e3),
     "drop": norms(1e-6, 2.0, 2.0, 2.0),
     "exploded": norms(1e6, 2.0, 2.0, 2.0),
     "fade": lambda i: {"norms": [0.002] * SIZE},
