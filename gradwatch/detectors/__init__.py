@@ -38,6 +38,7 @@ from gradwatch.detectors.scaled import Grown, Scaled
 from gradwatch.detectors.share_and_depth import DepthRatio, Drop, Rise
 from gradwatch.detectors.spike import LossSpike, Spike
 from gradwatch.detectors.thresholds import Above, Below, Dead, UpdateRatio
+from gradwatch.detectors.usual_level import AboveUsual, BelowUsual
 
 __all__ = [
     "DETECTORS",
@@ -45,9 +46,11 @@ __all__ = [
     "KNOWN_NOT_BUILT",
     "Above",
     "AboveRecentMax",
+    "AboveUsual",
     "AllZero",
     "Below",
     "BelowRecentMin",
+    "BelowUsual",
     "Converged",
     "Dead",
     "DepthRatio",

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.detectors.detector import Exceeding, Sample
-from gradwatch.detectors.limits import Limits
+from gradwatch.records.key_limits import Limits
 from gradwatch.records.snapshot import BoolArray
 
 RING = 20

@@ -21,8 +21,8 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.detectors.limits import Limits
 from gradwatch.records.columns import OBSERVED, SCALAR_COLUMNS, scalar_name
+from gradwatch.records.key_limits import Limits
 from gradwatch.records.snapshot import BoolArray, FloatArray
 from gradwatch.runtime.registry import Registry
 
@@ -90,7 +90,7 @@ Column = Literal[
 def _no_column(of: str) -> str:
     name = scalar_name(of)
     if name in SCALAR_COLUMNS:
-        from pydantic_core import PydanticCustomError  # not at the top: see detectors/limits.py
+        from pydantic_core import PydanticCustomError  # not at the top: see records/key_limits.py
 
         raise PydanticCustomError("measured", "'{name}' is a column: write `of: {name}`", {"name": name})
     return of

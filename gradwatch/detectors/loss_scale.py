@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.detectors.detector import STRICT, Holds, Sample, State, register_detector
-from gradwatch.detectors.limits import Limits
 from gradwatch.detectors.thresholds import Positive
+from gradwatch.records.key_limits import Limits
 from gradwatch.records.snapshot import BoolArray
 
 JUMP = 4.0

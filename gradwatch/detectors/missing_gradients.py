@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.detectors.detector import STRICT, Comparison, Detector, Sample, Scope, State, register_detector
-from gradwatch.detectors.limits import Limits
 from gradwatch.detectors.thresholds import Dimensions, Positive
+from gradwatch.records.key_limits import Limits
 from gradwatch.records.snapshot import BoolArray, FloatArray
 
 

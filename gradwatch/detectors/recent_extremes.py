@@ -27,10 +27,10 @@ from gradwatch.detectors.detector import (
     State,
     register_detector,
 )
-from gradwatch.detectors.limits import Limits
 from gradwatch.detectors.share_and_depth import ZERO_NORM
 from gradwatch.detectors.thresholds import Positive
 from gradwatch.records.columns import scalar_name
+from gradwatch.records.key_limits import Limits
 from gradwatch.records.snapshot import BoolArray, FloatArray
 
 PARTS = 10

@@ -15,8 +15,8 @@ from gradwatch.detectors.detector import (
     State,
     register_detector,
 )
-from gradwatch.detectors.limits import Limits
 from gradwatch.records.columns import BATCH_HASH
+from gradwatch.records.key_limits import Limits
 
 Batches = Annotated[int, Limits(ge=1, le=10_000)]
 Differing = Annotated[int, Limits(ge=0, le=10_000)]

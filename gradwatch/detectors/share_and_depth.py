@@ -30,8 +30,8 @@ from gradwatch.detectors.detector import (
     State,
     register_detector,
 )
-from gradwatch.detectors.limits import Limits
 from gradwatch.detectors.thresholds import Dimensions, Positive
+from gradwatch.records.key_limits import Limits
 from gradwatch.records.snapshot import BoolArray, FloatArray
 
 ZERO_NORM = 1e-30

@@ -26,7 +26,7 @@ from gradwatch.detectors.detector import (
     State,
     register_detector,
 )
-from gradwatch.detectors.limits import Limits
+from gradwatch.records.key_limits import Limits
 
 Finite = Annotated[float, Limits(allow_inf_nan=False)]
 Positive = Annotated[float, Limits(gt=0, allow_inf_nan=False)]

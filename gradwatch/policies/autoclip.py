@@ -8,9 +8,9 @@ from typing import Annotated, Any, ClassVar, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.detectors.limits import Limits
 from gradwatch.policies.norm import clip_coefficients
 from gradwatch.policies.policy import Coefficients, Count, Floats, Policy, State, register_policy, usable
+from gradwatch.records.key_limits import Limits
 from gradwatch.records.snapshot import BoolArray
 
 SMALLEST = 16  # rows; doubled until there are `history` of them

@@ -20,9 +20,9 @@ from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.detectors.limits import Limits
 from gradwatch.errors import GradwatchError
 from gradwatch.policies.norm_bound import Bound
+from gradwatch.records.key_limits import Limits
 from gradwatch.records.snapshot import BoolArray, Sites
 from gradwatch.runtime.registry import Registry
 

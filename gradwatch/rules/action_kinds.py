@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Literal, NamedTuple
 
-from gradwatch.detectors.limits import Limits
+from gradwatch.records.key_limits import Limits
 from gradwatch.rules.field_types import Count, Parameters, Positive, Steps, key
 from gradwatch.rules.rule_set import ClipAt
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, NamedTuple
 
-from gradwatch.detectors.limits import Limits
+from gradwatch.records.key_limits import Limits
 
 MOST_STEPS = 1_000_000_000
 NAME = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"

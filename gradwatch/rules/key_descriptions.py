@@ -83,6 +83,11 @@ _OF_KIND: Mapping[tuple[str, str], str] = {
         "drift",
         "above",
     ): "The factor over the highest level before from which it fires; more than 1.",
+    ("above_usual", "above"): "The factor over the usual level from which it fires.",
+    (
+        "below_usual",
+        "above",
+    ): "The factor below the usual level from which it fires: 100 is a hundredth of it.",
     ("diverged", "above"): "The factor over the first loss from which it fires.",
     ("diverged", "within"): "Losses from the first within which it begins to judge.",
     ("drop", "above"): "The factor by which it fell and the others did not, from which it fires.",

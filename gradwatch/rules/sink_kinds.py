@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple
 
-from gradwatch.detectors.limits import Limits
+from gradwatch.records.key_limits import Limits
 from gradwatch.rules.field_types import Count, Globs, NotNegative, Parameters, Positive, Words, key, unset
 
 

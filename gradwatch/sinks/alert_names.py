@@ -24,6 +24,8 @@ _BY_KIND = {
     "jump": "GradwatchExplodingGradients",
     "above_recent_max": "GradwatchExplodingGradients",
     "below_recent_min": "GradwatchVanishingGradients",
+    "above_usual": "GradwatchExplodingGradients",
+    "below_usual": "GradwatchVanishingGradients",
     "update_ratio": "GradwatchUpdateTooLarge",
     "lr_jump": "GradwatchUpdateTooLarge",
     "above": "GradwatchExplodingGradients",
@@ -44,7 +46,16 @@ _BY_KIND = {
     "rank_outlier": "GradwatchRanksDiverge",
     "rank_mismatch": "GradwatchRanksDiverge",
 }
-_OF_ANY_COLUMN = ("above", "below", "spike", "drift", "above_recent_max", "below_recent_min")
+_OF_ANY_COLUMN = (
+    "above",
+    "below",
+    "spike",
+    "drift",
+    "above_recent_max",
+    "below_recent_min",
+    "above_usual",
+    "below_usual",
+)
 _BY_COLUMN = {
     "loss": "GradwatchLossAbnormal",
     "scaler_skip": "GradwatchLossScale",

@@ -239,3 +239,21 @@ class RecentExtreme:
         if learn:
             self.learned.append(min(x, reference + math.log(self.above)))
         return math.exp(x - reference) if compared and n >= self.warmup else NAN
+
+
+class OffUsual:
+    """The factor above (`sign` 1) or below (-1) the level of `Spike`, which learns none beyond `above`."""
+
+    def __init__(self, sign: int, above: float, half_life: int, warmup: int) -> None:
+        self.sign, self.above, self.warmup = sign, above, warmup
+        self.level = Spike(half_life, warmup)
+
+    def __call__(self, value: float | None) -> float:
+        """The factor of the next sample, which is then learned."""
+        if value is None or not math.isfinite(value) or value < 0 or (value == 0 and self.sign > 0):
+            return NAN
+        factor = math.exp(min(self.sign * (math.log(max(value, 1e-30)) - self.level.m), 700))
+        known = self.level.n >= self.warmup
+        if value > 0 and not (known and factor > self.above):
+            self.level(value)
+        return factor if known else NAN

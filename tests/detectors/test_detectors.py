@@ -376,6 +376,8 @@ def test_only_baselines_take_warmup_and_half_life() -> None:
         ("above_recent_max", {"above": 1.0}),
         ("above_recent_max", {"window": 0}),
         ("below_recent_min", {"above": 0.5}),
+        ("above_usual", {"above": 1.0}),
+        ("below_usual", {"half_life": 0}),
         ("below_recent_min", {"lag": -1}),
     ],
 )

@@ -51,8 +51,8 @@ OF_OBSERVED = ("string_pattern_mismatch", "measured")
 """Complaints of `ObservedColumn`, which is one branch of a union."""
 OR_OBSERVED = "; or observed.NAME, a value that the script gives to observe(NAME=…)"
 TAKEN_BY = (
-    "; observed values are taken by above, below, above_recent_max, below_recent_min, converged, plateau, spike, "
-    "drift, loss_spike and loss_nonfinite"
+    "; observed values are taken by above, below, above_recent_max, below_recent_min, above_usual, below_usual, "
+    "converged, plateau, spike, drift, loss_spike and loss_nonfinite"
 )
 _PATTERNS = {
     "of": "a column, or observed.NAME: a name of at most 64 characters without spaces",

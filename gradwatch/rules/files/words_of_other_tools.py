@@ -24,9 +24,10 @@ _REPLACED = "a list, which replaces the default one"
 CLIP = "clip: {total: {method: norm, max_norm: 1.0}}"
 _NOT_FINITE = "nonfinite: a NaN or Inf"
 _TOO_LARGE = (
-    "above (a fixed threshold), spike (against its own past), or jump, diverged (before there is a past)"
+    "above (a fixed threshold), spike or above_usual (against its own past), "
+    "or jump or diverged (before there is a past)"
 )
-_TOO_SMALL = "below (a fixed threshold), below_recent_min or drop (against its own past), or all_zero"
+_TOO_SMALL = "below (a fixed threshold), below_usual or drop (against its own past), or all_zero"
 
 
 def _each(words: str, write: str = "", say: str = "") -> dict[str, str]:

@@ -40,6 +40,7 @@ SUSPICIONS: dict[str, Suspicion] = {
             "spike",
             "above",
             "above_recent_max",
+            "above_usual",
             "drift",
             "exploded",
             "jump",
@@ -49,7 +50,7 @@ SUSPICIONS: dict[str, Suspicion] = {
         ),
         "exploding",
     ),
-    **dict.fromkeys(("below", "below_recent_min", "depth_ratio", "drop", "fade"), "vanishing"),
+    **dict.fromkeys(("below", "below_recent_min", "below_usual", "depth_ratio", "drop", "fade"), "vanishing"),
 }
 """What a kind of detector fires for, where it is not a number that is not finite."""
 

@@ -57,6 +57,8 @@ FAULTS: dict[str, Fault] = {
     "below": norms(1e-3, 2.0, 2.0, 2.0),
     "below_recent_min": norms(1e-3, 2.0, 2.0, 2.0),
     "converged": scalar("loss", 1e-9),
+    "above_usual": norms(1e6, 2.0, 2.0, 2.0),
+    "below_usual": norms(1e-6, 2.0, 2.0, 2.0),
     "dead": column("zero_fraction", 0.95),
     "depth_ratio": norms(1e-6, 2.0, 2.0, 2.0),
     "drift": lambda i: {"norms": [2.0 * 1.3**i] * SIZE},
