@@ -278,9 +278,10 @@ class Weights:
         self.grown = frozenset(looked.names[k] for k in map(int, np.flatnonzero(grown)))
         with np.errstate(divide="ignore", over="ignore"):
             worst = float((looked.rms[grown] / allowed[grown]).max())
+        renewed = any(self._reference.get(name) != self._first.get(name) for name in self.grown)
+        since = "they were last healthy" if renewed else "watching began"  # no look since is known to be healthy
         return (
-            f"weights are up to {worst:.3g} times as large as when they were last healthy:"
-            f" {_listed(looked.names, grown)}",
+            f"weights are up to {worst:.3g} times as large as when {since}: {_listed(looked.names, grown)}",
         )
 
     def _trained(self) -> list[tuple[str, Tensor]]:

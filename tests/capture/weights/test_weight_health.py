@@ -154,6 +154,22 @@ def test_a_blow_up_that_fades_is_not_restored_by_that() -> None:
         assert gw.healthy
 
 
+@pytest.mark.parametrize(("looks", "since"), [(0, "watching began"), (1, "they were last healthy")])
+def test_what_weights_are_compared_with_is_said(looks: int, since: str) -> None:
+    """Where no look since the first step was healthy, they were not "last healthy" at any step that is known."""
+    training = Training()
+    weight = training.model.get_parameter("2.weight")
+    with watched(training, QUIET) as (gw, _):
+        for _ in range(looks):
+            training.step()
+            weight.data.mul_(1.01)
+            assert gw.healthy
+        training.step()
+        weight.data.mul_(1e4)
+        assert not gw.healthy
+        assert f"times as large as when {since}: 2.weight" in gw.status()["unhealthy_because"][0]
+
+
 def test_a_model_that_was_initialised_small_may_grow() -> None:
     """As in word2vec, one factor zero: 50 times as large it is of a usual size; 7,000 times is too much."""
     model = nn.Sequential(nn.Embedding(400, 16), nn.Linear(16, 400, bias=False))
