@@ -151,7 +151,7 @@ class Detector:
     it can be used with; `in_depth_order` whether it makes one series of all its sites, first to last (then
     `Sample.values` holds the sites and scores are `[1]`); `finiteness` whether it judges NaN and Inf: such
     a rule acts before its `for` is met and is evaluated on provisional snapshots too; `takes_logs` whether
-    it has `advance_logs`.
+    it has `advance_logs`; `finishes` whether `done` holds of any samples, not of positive ones alone.
     """
 
     __slots__ = ()
@@ -164,6 +164,7 @@ class Detector:
     finiteness: ClassVar[bool] = False
     in_depth_order: ClassVar[bool] = False
     takes_logs: ClassVar[bool] = False
+    finishes: ClassVar[bool] = False
     scopes: ClassVar[tuple[Scope, ...]] = ("param", "group", "total")
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
@@ -263,7 +264,7 @@ class Detector:
         return None
 
     def done(self, state: State) -> bool:
-        """True if positive samples can neither breach nor teach anything any more: then they are not shown."""
+        """True if positive samples (any, where it `finishes`) can neither breach nor teach; they are not shown."""
         return False
 
     def indifferent(self, state: State, scalar: Callable[[str], float | None]) -> bool:

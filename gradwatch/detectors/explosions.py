@@ -118,7 +118,9 @@ class Exploded(OverThreshold):
             loss, smallest, begun = abs(values.get(LOSS, math.nan)), least, first
             if loss < math.inf and (least == 0 or loss < least):
                 smallest, begun = max(loss, LEAST), first if least else loss
-            if not values.get(self.of, math.nan) / _scale(smallest, begun) <= self.threshold:
+            # `_scale`, without the call: of almost every step.
+            scale = smallest if smallest <= LEARNED * begun else min(smallest, MOST)
+            if not values.get(self.of, math.nan) / max(scale, LEAST) <= self.threshold:
                 break
             least, first, below = smallest, begun, below + 1
         if least == before.loss.item():
@@ -292,6 +294,7 @@ class Diverged(Exceeding):
 
     __pydantic_config__: ClassVar[object] = STRICT
     kind: ClassVar[str] = "diverged"
+    finishes: ClassVar[bool] = True
     scopes: ClassVar[tuple[Scope, ...]] = ("total",)
 
     of: Literal["loss"] = "loss"

@@ -247,8 +247,9 @@ def _numbers(
 
 
 def _may_be_done(bank: Bank) -> bool:
-    """True if all columns of a bank are positive on healthy steps, and its detector may have seen enough of them."""
-    return type(bank.detector).done is not Detector.done and HEALTHY_POSITIVE.issuperset(bank.columns)
+    """True if the detector of a bank may have seen enough: of what is positive on healthy steps, or of anything."""
+    may_be = type(bank.detector).done is not Detector.done
+    return may_be and (bank.detector.finishes or HEALTHY_POSITIVE.issuperset(bank.columns))
 
 
 def _about(found: Iterable[tuple[Rule, Series]], size: int) -> dict[str, BoolArray]:

@@ -279,7 +279,9 @@ class Weights:
         with np.errstate(divide="ignore", over="ignore"):
             worst = float((looked.rms[grown] / allowed[grown]).max())
         renewed = any(self._reference.get(name) != self._first.get(name) for name in self.grown)
-        since = "they were last healthy" if renewed else "watching began"  # no look since is known to be healthy
+        since = (
+            "they were last healthy" if renewed else "watching began"
+        )  # no look since is known to be healthy
         return (
             f"weights are up to {worst:.3g} times as large as when {since}: {_listed(looked.names, grown)}",
         )
