@@ -24,10 +24,10 @@ from torch.optim import Optimizer
 
 from gradwatch.localise.diagnosis.tensor_values import tensors
 from gradwatch.localise.held_calls.inner_model import inner, shared
+from gradwatch.localise.held_calls.kept_row_sums import RowSums, row_sums
 from gradwatch.localise.held_calls.module_buffers import Buffers
 from gradwatch.localise.held_calls.random_generators import NONE, Held
 from gradwatch.localise.held_calls.recorded_call import Call, autocasts, computed_among, held_arguments
-from gradwatch.localise.held_calls.row_sums import RowSums, row_sums
 from gradwatch.localise.held_calls.similar_models import Kind
 from gradwatch.reading.async_copy import capturing
 from gradwatch.runtime.interruption import not_ours
