@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from gradwatch.detectors import register_detector
     from gradwatch.errors import AttachError, GradwatchError, RuleFileError, TrainingStopped
-    from gradwatch.localise.held_calls.batch_hash import batch_hash
+    from gradwatch.localise.held_calls.batch_identity import batch_hash
     from gradwatch.policies import register_policy
     from gradwatch.report.run_reader import load
     from gradwatch.rules.files import load_rules
@@ -43,7 +43,7 @@ _HOME = {
     "RuleFileError": "gradwatch.errors",
     "TrainingStopped": "gradwatch.errors",
     "Watch": "gradwatch.session.watch",
-    "batch_hash": "gradwatch.localise.held_calls.batch_hash",
+    "batch_hash": "gradwatch.localise.held_calls.batch_identity",
     "load": "gradwatch.report.run_reader",
     "load_rules": "gradwatch.rules.files",
     "register_detector": "gradwatch.detectors",

@@ -21,9 +21,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from gradwatch.actions.elementwise_clip import Elementwise, Scale
-from gradwatch.reading import foreach
+from gradwatch.reading import foreach_functions
+from gradwatch.reading.async_copy import on_host
 from gradwatch.reading.batched_norms import CpuReader
-from gradwatch.reading.device_norms import DeviceNorms, clip_factor, on_host
+from gradwatch.reading.foreach_norms import DeviceNorms, clip_factor
 
 
 @dataclass(frozen=True, slots=True)
@@ -147,16 +148,16 @@ def multiply(factors: Mapping[int, Tensor], grads: Sequence[Tensor | None]) -> N
     alone = [(members[0], factor) for factor, members in shared.values() if len(members) == 1]
     for factor, members in shared.values():
         if len(members) > 1:
-            foreach.multiply(members, factor)
+            foreach_functions.multiply(members, factor)
     if alone:
-        foreach.multiply([grad for grad, _ in alone], [factor for _, factor in alone])
+        foreach_functions.multiply([grad for grad, _ in alone], [factor for _, factor in alone])
 
 
 def put(made: Mapping[int, Tensor], grads: Sequence[Tensor | None]) -> None:
     """Write these values into the gradients they were made of."""
     pairs = [(grad, tensor) for k, tensor in made.items() if (grad := grads[k]) is not None]
     if pairs:
-        foreach.overwrite([grad for grad, _ in pairs], [tensor for _, tensor in pairs])
+        foreach_functions.overwrite([grad for grad, _ in pairs], [tensor for _, tensor in pairs])
 
 
 def carried_scale(optimizer: Optimizer | None) -> Scale:

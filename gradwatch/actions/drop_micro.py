@@ -24,7 +24,7 @@ from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.window.window_norms import WindowNorms
 from gradwatch.reading.batched_norms import CpuReader, Detail, inspect
 from gradwatch.reading.cpu_norms import CpuNorms
-from gradwatch.reading.foreach import multiply
+from gradwatch.reading.foreach_functions import multiply
 from gradwatch.reading.layouts import dense
 from gradwatch.runtime import guard
 from gradwatch.taps import backward_end, clip_functions, dispatch_modes

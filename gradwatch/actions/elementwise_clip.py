@@ -27,7 +27,7 @@ from torch import Tensor
 
 from gradwatch.errors import GradwatchError
 from gradwatch.policies import ElementwisePolicy
-from gradwatch.reading import foreach
+from gradwatch.reading import foreach_functions
 from gradwatch.reading.layouts import local
 from gradwatch.records.snapshot import BoolArray
 
@@ -76,7 +76,7 @@ class Elementwise:
                 found[k] = shaped(grad, local(params[k].detach()), policies, factor, scale, finite)
         for bound, members in plain.items():
             chosen = [grad for k in members if (grad := grads[k]) is not None]
-            found.update(zip(members, foreach.clamped(chosen, bound * float(scale)), strict=True))
+            found.update(zip(members, foreach_functions.clamped(chosen, bound * float(scale)), strict=True))
         return found
 
     def _check_dense(self, k: int, grad: Tensor) -> None:

@@ -24,7 +24,7 @@ from gradwatch.actions.skip.skip import StepSkipper
 from gradwatch.actions.zero_and_clip import zero_and_clip
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.policies.norm import clip_coefficient
-from gradwatch.reading.device_norms import DeviceNorms, clip, clip_factor
+from gradwatch.reading.foreach_norms import DeviceNorms, clip, clip_factor
 from gradwatch.reading.gradient_writes import versions_of
 from gradwatch.records.decision import PARTLY, Decision
 

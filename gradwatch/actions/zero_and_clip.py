@@ -12,8 +12,8 @@ from torch import Tensor
 from gradwatch.actions.clip_section import ClipSection, Found, carried_scale, put
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.engine.actions.norms_after_actions import factors_of, uniform_factor
-from gradwatch.reading.device_norms import host_value, start_copy
-from gradwatch.reading.foreach import multiply
+from gradwatch.reading.async_copy import host_value, start_copy
+from gradwatch.reading.foreach_functions import multiply
 from gradwatch.reading.layouts import dense
 from gradwatch.reading.single_norm import exact_norm
 from gradwatch.records.decision import Decision

@@ -1,6 +1,6 @@
 """One optimizer's gradients from step to step: the window that ends at each, and what changed in it since the read.
 
-K parameters of one optimizer, whose gradients `ArrivedGradients` reads.
+K parameters of one optimizer, whose gradients `OptimizerGradients` reads.
 """
 
 from __future__ import annotations
@@ -14,17 +14,18 @@ from numpy.typing import NDArray
 from torch import nn
 from torch.optim import Optimizer
 
-from gradwatch.capture.arrived_gradients import ArrivedGradients
 from gradwatch.capture.loop_faults.uncleared_gradients import UnclearedGradients
+from gradwatch.capture.optimizer_gradients import OptimizerGradients
 from gradwatch.capture.optimizer_parameters import grad_of
 from gradwatch.capture.window.gradient_reader import Grads
 from gradwatch.capture.window.hook_pruning import PrunedCount
 from gradwatch.capture.window.manual_gradients import ManualGradients
 from gradwatch.capture.window.norm_after_user_clip import known_factor
 from gradwatch.capture.window.window_norms import WindowNorms, is_finite, root_of_squares
+from gradwatch.reading.async_copy import CopiedNumber, Number
 from gradwatch.reading.cpu_norms import CpuNorms
-from gradwatch.reading.device_norms import CopiedNumber, DeviceNorms, Number
-from gradwatch.reading.foreach import multiply
+from gradwatch.reading.foreach_functions import multiply
+from gradwatch.reading.foreach_norms import DeviceNorms
 from gradwatch.reading.gradient_writes import (
     Reading,
     State,
@@ -38,7 +39,7 @@ from gradwatch.taps.clip_functions import Clip
 UNTOUCHED = 1  # version of a gradient that compiled autograd made and nothing wrote to since
 
 
-class OptimizerCapture(ArrivedGradients):
+class OptimizerCapture(OptimizerGradients):
     """The parameters of one optimizer and everything read of them since its last step."""
 
     def __init__(

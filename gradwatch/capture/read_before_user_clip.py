@@ -16,7 +16,7 @@ from torch import Tensor
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.read_after_backward import Capture
 from gradwatch.capture.window.norm_after_user_clip import known_scaling
-from gradwatch.reading.device_norms import capturing
+from gradwatch.reading.async_copy import capturing
 from gradwatch.taps.clip_functions import Clip, listen, listen_without_gradients
 
 

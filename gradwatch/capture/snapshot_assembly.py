@@ -14,9 +14,9 @@ from numpy.typing import NDArray
 from gradwatch.capture.columns.histograms import PendingHistograms
 from gradwatch.capture.loop_faults.alteration_onset import common_factor
 from gradwatch.capture.window.window_norms import WindowNorms
+from gradwatch.reading.async_copy import host_value
 from gradwatch.reading.batched_norms import FLOAT32_MAX, Detail
 from gradwatch.reading.cpu_norms import CpuNorms, add_up_all
-from gradwatch.reading.device_norms import host_value
 from gradwatch.reading.row_sums_by_blas import silently
 from gradwatch.records.columns import SCALED_BY
 from gradwatch.records.histogram import Histogram

@@ -42,16 +42,16 @@ def handle_export(arguments: argparse.Namespace) -> int:
     from gradwatch.monitoring.scrape_interval import Pace
     from gradwatch.rules.files import load_rules
 
-    links = Links(arguments.serve_url or Links().serve, arguments.grafana_url or Links().grafana)
     try:
+        links = Links(arguments.serve_url or Links().serve, arguments.grafana_url or Links().grafana)
         pace = Pace(arguments.scrape_interval)
+        places = Places(
+            arguments.alertmanager or Places().alertmanager,
+            arguments.serve or Places().serve,
+            arguments.targets or Places().targets,
+        )
     except ValueError as error:
         raise GradwatchError(str(error)) from None
-    places = Places(
-        arguments.alertmanager or Places().alertmanager,
-        arguments.serve or Places().serve,
-        arguments.targets or Places().targets,
-    )
     options = Options(load_rules(arguments.rules), Path(arguments.rules).name, pace, links, places)
     try:
         written = export(arguments.directory, options, overwrite=arguments.force)

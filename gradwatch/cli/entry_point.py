@@ -15,7 +15,7 @@ from typing import Any
 
 from gradwatch.cli.terminal import complain
 from gradwatch.errors import GradwatchError, RuleFileError
-from gradwatch.runtime import stdout
+from gradwatch.runtime.standard_streams import stdout
 
 COMMANDS = (
     *("run", "top", "init", "rules", "report", "backtest", "tune", "audit", "explain", "replay", "serve"),

@@ -128,7 +128,7 @@ def names_of(arguments: argparse.Namespace) -> Named:
     """Names of the parameters that the options, or the newest run, give; none where there is no run."""
     if arguments.model:
         from gradwatch.capture.parameter_names import named_parameters
-        from gradwatch.cli.rules.read_cost import model_of
+        from gradwatch.cli.rules.check_cost import model_of
 
         named = named_parameters([("", model_of(arguments.model))])  # as a watch calls them, without wrappers
         trained = [name for name, param in named if param.requires_grad]

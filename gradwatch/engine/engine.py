@@ -10,7 +10,7 @@ from gradwatch.engine.bound_engine import BoundEngine, on_gradients
 from gradwatch.engine.clipping.bind_clip_section import clips_only_total, needs_host
 from gradwatch.engine.columns_needed import Needs, needs_of
 from gradwatch.engine.rule_plan import make_plan
-from gradwatch.engine.series import labels
+from gradwatch.engine.selected_parameters import labels
 from gradwatch.engine.unmatched_rules import admit, may_miss, refusals, unmatched
 from gradwatch.engine.unsupported_rules import Refusal
 from gradwatch.records.run_info import RuleInfo

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from gradwatch.engine.columns_needed import OF_UPDATES, Needs
 from gradwatch.engine.rule_plan import Plan
-from gradwatch.engine.series import matching
+from gradwatch.engine.selected_parameters import matching
 from gradwatch.records.columns import CATALOGUE, COSTLY_COLUMNS, MODULE_COLUMNS, OPTIMIZER_STATE
 from gradwatch.records.snapshot import BoolArray
 from gradwatch.rules.rule_set import Histograms, Rule

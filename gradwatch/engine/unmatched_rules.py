@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from gradwatch.engine.clipping.bind_clip_section import clip_groups_without_any, misfits
 from gradwatch.engine.conditions.bind_conditions import never_known
 from gradwatch.engine.rule_plan import idle_reason, staggering_of
-from gradwatch.engine.series import group_masks, labels, series_of
+from gradwatch.engine.selected_parameters import group_masks, labels
+from gradwatch.engine.series import series_of
 from gradwatch.engine.unsupported_rules import Refusal, refuse
 from gradwatch.errors import UnmatchedRulesError
 from gradwatch.records.columns import RANK_COLUMNS

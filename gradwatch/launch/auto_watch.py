@@ -32,10 +32,11 @@ from gradwatch.launch.models_without_optimizer import ModelsWithoutOptimizer
 from gradwatch.launch.noticed_optimizers import NoticedOptimizers
 from gradwatch.launch.selftest_faults import OWN_WATCH
 from gradwatch.launch.selftest_faults import VARIABLE as SELFTEST
-from gradwatch.runtime import guard, stderr
+from gradwatch.runtime import guard
 from gradwatch.runtime.fork_safe_locks import ForkSafeLock
 from gradwatch.runtime.interruption import not_ours
 from gradwatch.runtime.process_identity import group_rank, prints
+from gradwatch.runtime.standard_streams import stderr
 from gradwatch.runtime.warning_filters import filters_kept
 from gradwatch.taps import backward_entry, clip_functions, grad_scaler, step_hooks
 from gradwatch.taps.clip_functions import Clip

@@ -28,8 +28,8 @@ from gradwatch.launch.account_with_children import (
     unnote_printed,
     with_children,
 )
-from gradwatch.runtime import stderr
 from gradwatch.runtime.process_identity import alive, group_rank, here
+from gradwatch.runtime.standard_streams import stderr
 from gradwatch.session.settings import LAUNCHED_IN, quiet_asked, told_by
 
 _reasons: list[str] = []

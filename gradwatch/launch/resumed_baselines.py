@@ -21,9 +21,9 @@ from torch.optim import Optimizer
 
 from gradwatch.checkpoint import health_tracker
 from gradwatch.launch.state_lock import StateLock, command, of_another_command
-from gradwatch.runtime import stderr
 from gradwatch.runtime.atomic_files import write_whole
 from gradwatch.runtime.process_identity import prints
+from gradwatch.runtime.standard_streams import stderr
 
 if TYPE_CHECKING:
     from gradwatch.capture.optimizer_capture import OptimizerCapture

@@ -14,9 +14,9 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from gradwatch.errors import GradwatchError
-from gradwatch.runtime import stderr
 from gradwatch.runtime.interruption import not_ours
 from gradwatch.runtime.process_identity import prints
+from gradwatch.runtime.standard_streams import stderr
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from gradwatch.reading.device_norms import widest
+from gradwatch.reading.foreach_norms import widest
 from gradwatch.taps.dynamo import untraced
 from gradwatch.taps.hook_ids import own_ids
 from gradwatch.taps.swap_tensors import contents, revive

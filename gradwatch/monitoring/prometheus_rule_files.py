@@ -19,6 +19,7 @@ from gradwatch.monitoring.recording_rules import Recording, recordings
 from gradwatch.monitoring.scrape_interval import Pace
 from gradwatch.monitoring.yaml_text import to_yaml
 from gradwatch.rules.rule_set import RuleSet
+from gradwatch.runtime.secret_values import holds_password, without_password
 
 _RANK = "{{ $labels.rank }}"
 _PROCESS = "{{ with $labels.process }}, process {{ . }}{{ end }}"  # the first of a rank has no such label
@@ -26,10 +27,13 @@ _PROCESS = "{{ with $labels.process }}, process {{ . }}{{ end }}"  # the first o
 
 @dataclass(frozen=True, slots=True)
 class Links:
-    """Links of an alert: base URLs of `gradwatch serve` (runbooks) and of Grafana."""
+    """Links of an alert: base URLs of `gradwatch serve` (runbooks) and of Grafana; ValueError for a password in one."""
 
     serve: str = "http://127.0.0.1:29439"
     grafana: str = "http://127.0.0.1:3000"
+
+    def __post_init__(self) -> None:
+        _without_password(self.serve, self.grafana)
 
     def runbook(self, alert: str) -> str:
         """The page that says what to do about an alert."""
@@ -45,12 +49,23 @@ class Links:
 class Places:
     """Addresses for Prometheus: HOST:PORT of Alertmanager and of `gradwatch serve`, and the files
     that training processes write when asked to (`file_sd` of the prometheus sink). By default as in
-    compose.yaml.
+    compose.yaml. ValueError for a password in one.
     """
 
     alertmanager: str = "alertmanager:9093"
     serve: str = "serve:29439"
     targets: str = "/targets/*.json"
+
+    def __post_init__(self) -> None:
+        _without_password(self.alertmanager, self.serve)
+
+
+def _without_password(*addresses: str) -> None:
+    for address in addresses:
+        if holds_password(address):
+            raise ValueError(
+                f"{without_password(address)} has a user or password, which would be exported in clear"
+            )
 
 
 def alert_groups(ruleset: RuleSet, pace: Pace, links: Links) -> dict[str, Any]:

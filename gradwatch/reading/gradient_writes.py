@@ -24,7 +24,7 @@ from torch import Tensor
 
 from gradwatch.reading.batched_norms import sum_of_squares
 from gradwatch.reading.cpu_norms import CpuNorms
-from gradwatch.reading.device_norms import DeviceNorms
+from gradwatch.reading.foreach_norms import DeviceNorms
 from gradwatch.reading.row_sums import UNDERFLOW
 from gradwatch.reading.row_sums_by_blas import norms_of_rows, silently
 

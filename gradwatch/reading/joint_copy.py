@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from gradwatch.reading.device_norms import AsyncCopy, Floats, widest
+from gradwatch.reading.async_copy import AsyncCopy, Floats
+from gradwatch.reading.foreach_norms import widest
 
 
 class Place(NamedTuple):

@@ -7,7 +7,8 @@ it is read (`scale` of `CpuNorms` and `DeviceNorms`).
 
 from __future__ import annotations
 
-from gradwatch.reading.device_norms import DeviceNorms, Number, host_value
+from gradwatch.reading.async_copy import Number, host_value
+from gradwatch.reading.foreach_norms import DeviceNorms
 from gradwatch.reading.gradient_writes import Reading
 
 

@@ -35,9 +35,9 @@ from gradwatch.report.fired_rules import OtherRank, fired_rules
 from gradwatch.report.firing_periods import FiringEnd, FiringPeriods, firing_end
 from gradwatch.report.rule_states import rule_states
 from gradwatch.report.run_report import Cost, RuleState, RunReport
+from gradwatch.report.run_verdict import LONGEST_REASONS, MOST_REASONS, RunFacts, verdict
 from gradwatch.report.track import Track, span
 from gradwatch.report.track_collector import TrackCollector, tracks
-from gradwatch.report.verdict import LONGEST_REASONS, MOST_REASONS, RunFacts, verdict
 from gradwatch.runtime.printable import one_line
 
 MOST_INCIDENTS = 100

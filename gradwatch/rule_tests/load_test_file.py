@@ -10,7 +10,7 @@ from typing import Any, get_args
 import numpy as np
 
 from gradwatch.detectors.detector import Column
-from gradwatch.errors import Problem, RuleFileError
+from gradwatch.errors import RuleFileError
 from gradwatch.records.columns import (
     COUNT_COLUMNS,
     MODULE_COLUMNS,
@@ -28,8 +28,9 @@ from gradwatch.rules.files.extends import locate, read, start
 from gradwatch.rules.files.key_validation import check
 from gradwatch.rules.files.model_base import Model
 from gradwatch.rules.rule_set import RuleSet
-from gradwatch.rules.yaml.nodes import Map, Mark, Node, Problems, Scalar, Seq, quoted, shown
+from gradwatch.rules.yaml.nodes import Map, Mark, Node, Scalar, Seq
 from gradwatch.rules.yaml.parse import parse
+from gradwatch.rules.yaml.problems import Problems, quoted, shown
 
 DERIVED = {"rms": "norm", "norm_applied": "norm and coef", "calls": "norm"}
 """Columns that follow from others, which is what to give."""
@@ -103,11 +104,9 @@ def _rules(document: Map, entry: Document, path: str) -> RuleSet:
         node = document.get("rules")
         first = error.problems[0]
         at = document.mark if node is None else node.mark
-        source = at.source.lines[at.line - 1]
-        problem = Problem(
-            at.source.path, at.line, at.column, first.code, first.message, source, at.width, first.hint
-        )
-        raise RuleFileError((problem,)) from None
+        problems = Problems()
+        problems.add(at, first.code, first.message, first.hint)
+        raise problems.error() from None
 
 
 def _cases(document: Map, ruleset: RuleSet | None, problems: Problems) -> Iterator[Case]:

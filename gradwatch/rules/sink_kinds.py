@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 from gradwatch.records.key_limits import Limits
 from gradwatch.rules.field_types import Count, Globs, NotNegative, Parameters, Positive, Words, key, unset
+from gradwatch.runtime.secret_values import SECRET, SECRET_URL, URL
 
 
 class ParameterOptions(Parameters):
@@ -49,7 +50,7 @@ class LogOptions(Parameters):
 
 
 Name = Annotated[str, Limits(min_length=1, max_length=128)]
-Url = Annotated[str, Limits(pattern=r"^https?://[^\s@]{1,1000}$")]
+Url = Annotated[str, Limits(pattern=URL)]
 
 
 class AlertmanagerOptions(Parameters):
@@ -119,11 +120,6 @@ class MLflowOptions(ParameterOptions):
     every: Count = unset("A point every N steps (10), and whenever a rule changes state or acts.")
 
 
-_VARIABLE = r"\$\{[A-Za-z_][A-Za-z0-9_]{0,127}\}"
-SECRET = rf"^{_VARIABLE}$"
-SECRET_URL = rf"^(https?://[^\s@]{{1,1000}}|{_VARIABLE})$"
-SECRETS = (SECRET, SECRET_URL)
-"""Patterns of what may be a secret: what does not match is not shown."""
 ADDRESS = r"^[^\s@,<>]{1,64}@[^\s@,<>]{1,253}$"
 Secret = Annotated[str, Limits(pattern=SECRET)]
 SecretUrl = Annotated[str, Limits(pattern=SECRET_URL)]

@@ -8,14 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from gradwatch.endpoint.address import Address
-from gradwatch.endpoint.http_protocol import Content, RequestError, plain
+from gradwatch.endpoint.http_protocol import Content, RequestError
+from gradwatch.endpoint.http_server import Endpoint, Limits, Route
 from gradwatch.endpoint.listening_port import listening_socket
 from gradwatch.endpoint.run_reports import PREFIX as REPORTS
 from gradwatch.endpoint.run_reports import RunPlace, ServedReports, path_of
-from gradwatch.endpoint.server import Endpoint, Limits, Route
 from gradwatch.errors import GradwatchError
 from gradwatch.monitoring.export import stack_directory
 from gradwatch.runtime.printable import printable
+from gradwatch.serve.health import ScanHealth
 from gradwatch.serve.responses import metrics, runs, sd
 from gradwatch.serve.run_scanner import Fleet, Member, Scanner
 from gradwatch.serve.runs_page import fleet_page, reading_page, runbook_index, runbook_page
@@ -24,7 +25,6 @@ from gradwatch.sinks.prometheus.file_sd import sweep
 DEFAULT_LISTEN = "127.0.0.1:29439"
 LIMITS = Limits(connections=256, deadline_seconds=15.0, cpu_share=0.5, cpu_burst_seconds=2.0)
 """It has a process of its own: more of everything than an endpoint inside a training job."""
-_LATE_SECONDS = 60.0
 
 
 class Server:
@@ -50,7 +50,7 @@ class Server:
         self._lists = tuple(lists)
         self._on_error = on_error
         self._stop = threading.Event()
-        self._alive = time.monotonic()
+        self._health = ScanHealth(every_seconds)
         self._read = "nothing read yet"
         self._outer_progress = scanner.report_to(self._progress)
         self._answers: Mapping[str, Content] = {}
@@ -102,13 +102,13 @@ class Server:
                 "/runs.json": runs(fleet),
             }
             self._places = places(fleet)
-            self._alive = time.monotonic()
+            self._health.progressed()
         except Exception as error:
             self._failed(error)
 
     def _progress(self, done: int, total: int) -> None:
         """A folder was read: a long first look at thousands of runs is no hang."""
-        self._alive = time.monotonic()
+        self._health.progressed()
         self._read = f"{done:,} of {total:,}"
         self._outer_progress(done, total)
 
@@ -126,7 +126,7 @@ class Server:
         return {
             **{path: _always(content) for path, content in pages.items()},
             **{path: self._latest(path) for path in ("/", "/metrics", "/sd", "/runs.json")},
-            "/healthz": self._health,
+            "/healthz": self._health.answer,
         }
 
     def _latest(self, path: str) -> Route:
@@ -139,12 +139,6 @@ class Server:
             return found
 
         return answer
-
-    def _health(self, hurried: bool) -> Content:
-        late = time.monotonic() - self._alive
-        if late > _LATE_SECONDS + 3 * self._every:
-            raise RequestError(503, f"No run folder could be read for {late:.0f} s.")
-        return plain("ok")
 
 
 def places(fleet: Fleet) -> dict[str, RunPlace]:

@@ -27,7 +27,7 @@ from gradwatch.engine.columns_needed import batches_hashed_every
 from gradwatch.engine.unsupported_rules import Refusal
 from gradwatch.errors import AttachError
 from gradwatch.incidents.bundle.snapshot_rules import refused_snapshots, snapshots
-from gradwatch.reading.device_norms import Number, capturing
+from gradwatch.reading.async_copy import Number, capturing
 from gradwatch.records.event import Event
 from gradwatch.records.run_info import RunInfo
 from gradwatch.records.snapshot import Sites

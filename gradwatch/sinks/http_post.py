@@ -10,17 +10,37 @@ from functools import cache
 from http.client import HTTPException
 from typing import Any
 
+from gradwatch.errors import AttachError
+from gradwatch.runtime.secret_values import from_environment, holds_password, without_password
+
 TIMEOUT_SECONDS = 5.0
 
 
 def checked_url(text: str) -> str:
-    """A base URL without its last slash; ValueError where it is none, or holds a password."""
-    parts = urllib.parse.urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"url: {text!r} is not a URL; write for example http://127.0.0.1:9093")
-    if parts.username is not None or parts.password is not None:
+    """A base URL without its last slash; ValueError, which shows no password, where it is none, or holds one."""
+    if holds_password(text):
         raise ValueError("url: no user or password in a URL, it ends in logs; use a token")
+    try:
+        parts = urllib.parse.urlsplit(text)
+        valid = parts.scheme in ("http", "https") and bool(parts.hostname)
+    except ValueError:  # brackets around no address
+        valid = False
+    if not valid:
+        shown = without_password(text)
+        raise ValueError(f"url: {shown!r} is not a URL; write for example http://127.0.0.1:9093")
     return text.rstrip("/")
+
+
+def url_from_environment(text: str, option: str) -> str:
+    """The URL that `text` is, or names a variable with; AttachError, which does not show it, where it is none."""
+    value = from_environment(text, option)
+    try:
+        return checked_url(value)
+    except ValueError:
+        named = f"{option} is" if text == value else f"{option} is {text}, which is"
+        raise AttachError(
+            f"nothing can be sent: {named} no URL without user and password (https://…)"
+        ) from None
 
 
 def post_json(url: str, document: Any, token_file: str | None = None, bearer: str = "") -> None:

@@ -24,11 +24,12 @@ from gradwatch.records.finding import Finding
 from gradwatch.records.record import Record
 from gradwatch.records.run_info import RunInfo
 from gradwatch.rules.action_kinds import ACTIONS
-from gradwatch.runtime import stderr
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.runtime.json_numbers import json_number
 from gradwatch.runtime.printable import one_line, printable
 from gradwatch.runtime.process_identity import prints
+from gradwatch.runtime.secret_values import without_passwords
+from gradwatch.runtime.standard_streams import stderr
 from gradwatch.sinks.prometheus.metric_values import NO_OPTIMIZER
 from gradwatch.sinks.registry import state_restored
 
@@ -159,10 +160,11 @@ class LogSink:
         """Say that a part of gradwatch failed, or cannot do as asked; `Health` calls this once per component."""
         if not prints():
             return
+        said = without_passwords(str(error))
         if isinstance(error, GradwatchError):  # says something of the training, and how to fix it
-            self._logger.warning("gradwatch notice", component=component, notice=str(error))
+            self._logger.warning("gradwatch notice", component=component, notice=said)
         else:
-            said = f"{type(error).__name__}: {error}"
+            said = f"{type(error).__name__}: {said}"
             self._logger.warning("gradwatch internal error", component=component, error=said)
 
     def conclude(self, account: Account) -> None:

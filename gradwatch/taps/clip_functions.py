@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils import clip_grad
 
-from gradwatch.reading.device_norms import on_host
+from gradwatch.reading.async_copy import on_host
 from gradwatch.runtime import guard
 from gradwatch.taps import dispatch_modes
 from gradwatch.taps.dynamo import untraced_itself

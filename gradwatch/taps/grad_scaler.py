@@ -24,7 +24,7 @@ from torch.amp import GradScaler
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from gradwatch.reading.device_norms import Number, start_copy
+from gradwatch.reading.async_copy import Number, start_copy
 from gradwatch.runtime import guard
 from gradwatch.taps import dispatch_modes, step_hooks
 from gradwatch.taps.dynamo import untraced, untraced_itself

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from gradwatch.records.decision import Decision
-from tests.reading.test_device_norms import WAITING, Operations
+from tests.reading.test_foreach_norms import WAITING, Operations
 from tests.support.recorder import Recorder
 
 X = torch.randn(8, 3, generator=torch.Generator().manual_seed(3))

@@ -24,7 +24,7 @@ from gradwatch.rules.files import load_rules, parse_rules
 from gradwatch.rules.rule_set import Clip, ClipPolicy, Group, RuleSet
 from gradwatch.testing import draw_norms
 from tests.engine.cases import OptimizerRules, make_sites, make_snapshot
-from tests.reading.test_device_norms import WAITING, Operations
+from tests.reading.test_foreach_norms import WAITING, Operations
 from tests.support.kept import Kept
 from tests.support.on_device import gradients_on_device
 

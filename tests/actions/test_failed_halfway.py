@@ -14,7 +14,7 @@ import gradwatch
 from gradwatch.actions import zero_and_clip
 from gradwatch.capture import optimizer_capture as capture
 from gradwatch.errors import TrainingStopped
-from gradwatch.reading import foreach
+from gradwatch.reading import foreach_functions
 from gradwatch.rules.files import parse_rules
 from tests.support.kept import Kept
 
@@ -28,7 +28,7 @@ clip: {total: {method: norm, max_norm: 1.0}}
 
 def multiplies(monkeypatch: pytest.MonkeyPatch, instead: Any) -> None:
     """Have `instead` called wherever gradients are multiplied at the step."""
-    for module in (zero_and_clip, capture, foreach):
+    for module in (zero_and_clip, capture, foreach_functions):
         monkeypatch.setattr(module, "multiply", instead)
 
 
@@ -43,7 +43,7 @@ def test_the_standing_clip_holds_where_a_rules_clip_fails(
     watch = gradwatch.watch(
         model, optimizer, rules=parse_rules(RULES), sinks=[kept], run_dir=tmp_path / "run"
     )
-    multiply, calls = foreach.multiply, []
+    multiply, calls = foreach_functions.multiply, []
 
     def halfway(grads: Any, factors: Any) -> None:
         calls.append(len(grads))
@@ -90,7 +90,7 @@ def test_what_was_changed_halfway_is_put_back_to_the_bit(
             (model(x).sum() * (float("nan") if step and "zero" in action else 100)).backward()
             found = [param.grad.clone() for param in model.parameters() if param.grad is not None]
             if step:
-                real = zero_and_clip.zero_nonfinite if "zero" in action else foreach.multiply
+                real = zero_and_clip.zero_nonfinite if "zero" in action else foreach_functions.multiply
                 calls: list[int] = []
 
                 def halfway(*args: Any, real: Any = real, calls: list[int] = calls) -> None:
@@ -119,7 +119,7 @@ def test_what_fails_before_it_has_changed_anything_is_tried_again(
     torch.manual_seed(0)
     model, kept = nn.Linear(6, 1), Kept()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    multiply, calls = foreach.multiply, []
+    multiply, calls = foreach_functions.multiply, []
 
     def once(grads: Any, factors: Any) -> None:
         calls.append(len(grads))
@@ -149,7 +149,7 @@ def test_a_calm_clip_that_fails_halfway_multiplies_nothing_twice(
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 1))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     rules = parse_rules("version: 1\nextends: [default]\nclip: {total: {method: norm, max_norm: 0.5}}\n")
-    multiply, broken, x = foreach.multiply, [False], torch.randn(4, 6)
+    multiply, broken, x = foreach_functions.multiply, [False], torch.randn(4, 6)
 
     def halfway(grads: Any, factors: Any) -> None:
         if not broken[0]:

@@ -58,7 +58,7 @@ import sys, urllib.request
 from gradwatch.endpoint.http_protocol import Content
 from gradwatch.endpoint.address import Address
 from gradwatch.endpoint.listening_port import listening_socket
-from gradwatch.endpoint.server import Endpoint
+from gradwatch.endpoint.http_server import Endpoint
 with urllib.request.urlopen(sys.argv[1], timeout=30) as response:
     body = Content(response.headers["Content-Type"], response.read())
 served = Endpoint(listening_socket(Address("127.0.0.1", 0)), {"/metrics": lambda hurried: body}, print)

@@ -11,7 +11,7 @@ from torch.func import functional_call, grad, vmap
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import gradwatch
-from gradwatch.capture import arrived_gradients, optimizer_capture
+from gradwatch.capture import optimizer_capture, optimizer_gradients
 from gradwatch.rules.files import parse_rules
 from gradwatch.rules.rule_set import RuleSet
 from tests.support.kept import Kept
@@ -164,7 +164,7 @@ def test_a_gradient_that_lies_where_the_last_one_did_arrives_after_a_swap(
 ) -> None:
     """On a device no norm tells it from the freed one, and a swap of the parameters has silenced the hooks."""
     gradients_on_device(monkeypatch)
-    for module in (arrived_gradients, optimizer_capture):
+    for module in (optimizer_gradients, optimizer_capture):
         monkeypatch.setattr(
             module,
             "id",
@@ -193,7 +193,7 @@ def test_gradients_that_are_not_held_may_be_swapped(
     monkeypatch: pytest.MonkeyPatch, without_optimizer: bool
 ) -> None:
     """Of a large model nothing of ours refers to a gradient, nor stops `Module.to` between backward and step."""
-    monkeypatch.setattr(arrived_gradients, "KEPT", 0)
+    monkeypatch.setattr(optimizer_gradients, "KEPT", 0)
     monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
     given, kept = {}, Kept()
     for watched in (False, True):

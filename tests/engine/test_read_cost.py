@@ -13,7 +13,7 @@ from gradwatch.capture.columns.column_reader import COLUMNS, ColumnReader
 from gradwatch.capture.columns.histograms import HistogramReader, HistogramTurns
 from gradwatch.engine import Engine, read_cost
 from gradwatch.engine.read_cost import column_costs, step_cost
-from gradwatch.engine.series import matching
+from gradwatch.engine.selected_parameters import matching
 from gradwatch.reading import chunked_statistics
 from gradwatch.records.snapshot import Sites
 from gradwatch.rules.files import load_rules, parse_rules

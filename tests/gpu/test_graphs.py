@@ -9,10 +9,10 @@ import warnings
 import pytest
 import torch
 
-from gradwatch.reading import device_norms
+from gradwatch.reading import foreach_norms
 from tests.gpu.training import Training
 from tests.precision.loops import norms_in, watched
-from tests.reading.test_device_norms import X, net
+from tests.reading.test_foreach_norms import X, net
 
 
 def test_a_captured_step_replays() -> None:
@@ -108,4 +108,4 @@ def test_norms_against_float64(dtype: torch.dtype) -> None:
     for magnitude in (1.0, 1e-4, 3e4) + ((1e25, 1e-25) if dtype is not torch.float16 else ()):
         grads = [(torch.randn(n, dtype=torch.float64) * magnitude).to(dtype).cuda() for n in (3, 5000, 2**20)]
         want = [float(grad.double().div(magnitude).norm()) * magnitude for grad in grads]
-        assert device_norms.read(grads).norms().tolist() == pytest.approx(want, rel=1e-5)
+        assert foreach_norms.read(grads).norms().tolist() == pytest.approx(want, rel=1e-5)

@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from tests.gpu.training import OPTIMIZERS, Training
 from tests.precision.loops import watched
-from tests.reading.test_device_norms import X, net
+from tests.reading.test_foreach_norms import X, net
 from tests.support.recorder import Recorder
 
 WAITING_CALLS = ("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize", "cudaMemcpy")

@@ -192,6 +192,15 @@ def test_a_pace_that_hides_everything_is_refused(seconds: int, tmp_path: Path) -
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("option", ["--serve-url", "--grafana-url", "--alertmanager", "--serve"])
+def test_a_password_is_not_exported(option: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """An address with one is refused, and not repeated."""
+    folder = tmp_path / "stack"
+    assert main(["deploy", "export", str(folder), option, "me:hunter@host:9093"]) == 2
+    assert "hunter" not in "".join(capsys.readouterr())
+    assert not folder.exists()
+
+
 def test_a_bad_rule_file_is_shown_where_it_is_wrong(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from gradwatch.capture import parameter_names as site_names
 from gradwatch.capture.columns import activation_reader, module_taps
 from gradwatch.policies.norm import clip_coefficient
-from gradwatch.reading import device_norms, pinned_buffers
+from gradwatch.reading import async_copy, foreach_norms, pinned_buffers
 from gradwatch.reading.pinned_buffers import PinnedPool, Sending
 from gradwatch.rules.files import parse_rules
 from gradwatch.session.pipeline import deferred_steps
 from gradwatch.session.pipeline.deferred_steps import DEPTH
 from tests.precision.loops import ScaledLoop, X, events, exact_norms, net, norms_in, watched
-from tests.reading.test_device_norms import WAITING, Operations
+from tests.reading.test_foreach_norms import WAITING, Operations
 from tests.support.on_device import gradients_on_device
 
 CLIP = "version: 1\nclip: {total: {method: norm, max_norm: 0.7}}\nrules: {}"
@@ -108,7 +108,7 @@ def test_on_meta_every_read_of_a_number_would_raise(monkeypatch: pytest.MonkeyPa
             sent.append(part)
             return ring.send(torch.full(part.shape, 0.5, dtype=part.dtype))
 
-    monkeypatch.setattr(device_norms, "POOL", Wire())
+    monkeypatch.setattr(async_copy, "POOL", Wire())
     monkeypatch.setattr(site_names, "valueless", lambda param: False)
     with torch.device("meta"):
         model, x = net(), torch.randn(4, 3)
@@ -157,7 +157,7 @@ def test_taps_and_local_norms_on_meta(
         def send(self, part: Tensor) -> Sending:
             return ring.send(torch.full(part.shape, 0.5, dtype=part.dtype))
 
-    monkeypatch.setattr(device_norms, "POOL", Wire())
+    monkeypatch.setattr(async_copy, "POOL", Wire())
     monkeypatch.setattr(site_names, "valueless", lambda param: False)
     for reads in (module_taps, activation_reader):
         monkeypatch.setattr(reads, "has_values", lambda tensor: True)
@@ -196,10 +196,10 @@ def test_several_devices_in_one_step(monkeypatch: pytest.MonkeyPatch) -> None:
             seen.append((part.device.type, len(part)))
             return ring.send(torch.full(part.shape, 7.0) if part.device.type == "meta" else part)
 
-    monkeypatch.setattr(device_norms, "POOL", Wire())
+    monkeypatch.setattr(async_copy, "POOL", Wire())
     monkeypatch.setattr(site_names, "valueless", lambda param: False)
     grads = [torch.ones(4), torch.empty(3, device="meta"), None, torch.ones(9), torch.empty(2, device="meta")]
-    reading = device_norms.read(grads)
+    reading = foreach_norms.read(grads)
     assert reading.norms().tolist() == [2.0, 7.0, 0.0, 3.0, 7.0]
     assert seen == [("cpu", 2), ("meta", 2)]
 
@@ -390,7 +390,7 @@ def test_the_device_clips_by_the_same_factor_to_the_bit(total: float) -> None:
     present = [grad for grad in want if grad is not None]
     torch._foreach_mul_(present, torch.tensor(clip_coefficient(total, 0.7)))
     with Operations() as operations:
-        device_norms.clip(grads, torch.tensor(total, dtype=torch.float64), 0.7)
+        foreach_norms.clip(grads, torch.tensor(total, dtype=torch.float64), 0.7)
     assert not [name for name in operations.names if name in WAITING]
     assert all(
         a is b or torch.equal(a, b)

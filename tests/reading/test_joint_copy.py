@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from gradwatch.reading import device_norms
+from gradwatch.reading import async_copy
 from gradwatch.reading.joint_copy import JointCopy
 from gradwatch.reading.pinned_buffers import POOL
 
@@ -52,7 +52,7 @@ def test_one_copy_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
             sent.append(part)
             return POOL.send(part)
 
-    monkeypatch.setattr(device_norms, "POOL", Wire())
+    monkeypatch.setattr(async_copy, "POOL", Wire())
     copy = JointCopy()
     for dtype in DTYPES:
         copy.add([torch.ones((), dtype=dtype)] * 3)

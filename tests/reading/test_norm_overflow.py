@@ -13,7 +13,7 @@ from torch import nn
 import gradwatch
 from gradwatch.policies.norm import clip_coefficient, clip_coefficients
 from gradwatch.policies.norm_bound import SiteBound, factor_of
-from gradwatch.reading.device_norms import clip_factor
+from gradwatch.reading.foreach_norms import clip_factor
 from gradwatch.rules.files import parse_rules
 from tests.support.kept import Kept
 

@@ -15,9 +15,9 @@ import pytest
 
 from gradwatch.cli import main
 from gradwatch.endpoint.address import Address
+from gradwatch.endpoint.http_server import Endpoint
 from gradwatch.endpoint.listening_port import listening_socket
 from gradwatch.endpoint.run_reports import PREFIX, RunPlace, ServedReports
-from gradwatch.endpoint.server import Endpoint
 from gradwatch.records.snapshot import Column
 from gradwatch.report import html_page, json_document, markdown_page, read_run
 from gradwatch.report.run_report import RunReport

@@ -94,7 +94,7 @@ def test_a_server_that_no_longer_looks_is_not_healthy(tmp_path: Path) -> None:
     server._scan()
     route = server._routes()["/healthz"]
     assert route(False).body == b"ok\n"
-    server._alive -= 1000
+    server._health._alive -= 1000
     with pytest.raises(RequestError, match="No run folder could be read"):
         route(False)
     server.close()

@@ -226,6 +226,13 @@ def test_a_forked_child_neither_hangs_nor_sends(told: tuple[Inbox, int], tmp_pat
         ({"url": "127.0.0.1:9093"}, "is not a URL"),
         ({"url": "ftp://host"}, "is not a URL"),
         ({"url": "http://me:secret@host"}, "no user or password"),
+        ({"url": "ftp://me:secret@host"}, "no user or password"),
+        ({"url": "me:secret@host:9093"}, "no user or password"),
+        ({"url": "http://me:sec/ret@host"}, "no user or password"),
+        ({"url": "http://me:secret@[host"}, "no user or password"),
+        ({"url": "http://me:secret@h\u2100st"}, "no user or password"),
+        ({"url": "http://[host"}, "is not a URL"),
+        ({"runbooks": "http://me:secret@host"}, "no user or password"),
         ({"renew_seconds": 0}, "renew_seconds"),
         ({"hold_seconds": -1}, "hold_seconds"),
     ],
@@ -235,6 +242,7 @@ def test_what_is_wrong_is_said_before_training(options: dict[str, Any], says: st
     with pytest.raises(AttachError, match=says) as refused:
         make_sink("alertmanager", options)
     assert "secret" not in str(refused.value)
+    assert "ret@" not in str(refused.value)
 
 
 def test_a_token_is_sent_and_read_anew(tmp_path: Path) -> None:

@@ -339,6 +339,17 @@ def test_an_internal_error_is_one_line() -> None:
     assert entry["error"].startswith("ValueError: evil\\x1b")
 
 
+def test_no_password_is_logged() -> None:
+    """Of a URL in the message of an error, such as a tracker's."""
+    log = Log()
+    log.sink.internal_error("mlflow", ValueError("API request to http://me:hunter@host/api failed"))
+    log.sink.internal_error("mlflow", GradwatchError("cannot reach http://me:hunter@host"))
+    assert [entry.get("error", entry.get("notice")) for entry in log.entries] == [
+        "ValueError: API request to http://*********@host/api failed",
+        "cannot reach http://*********@host",
+    ]
+
+
 def test_a_notice_is_no_error() -> None:
     """What is said of the training, and is no fault of gradwatch's, stands in a field of its own."""
     log = Log()

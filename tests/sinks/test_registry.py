@@ -92,9 +92,9 @@ def test_nothing_is_imported_before_it_is_asked_for() -> None:
     """The registry loads no server, structlog or prometheus_client; the endpoint needs only the first."""
     check = (
         "import sys, gradwatch.sinks\n"
-        "heavy = {'structlog', 'prometheus_client', 'torch', 'gradwatch.endpoint.server'}\n"
+        "heavy = {'structlog', 'prometheus_client', 'torch', 'gradwatch.endpoint.http_server'}\n"
         "assert not heavy & set(sys.modules), heavy & set(sys.modules)\n"
         "sink = gradwatch.sinks.make_sink('prometheus')\n"
-        "assert not (heavy - {'gradwatch.endpoint.server'}) & set(sys.modules)\n"
+        "assert not (heavy - {'gradwatch.endpoint.http_server'}) & set(sys.modules)\n"
     )
     subprocess.run([sys.executable, "-c", check], check=True)

@@ -7,7 +7,7 @@ import torch
 
 from gradwatch.capture.columns import loss as losses
 from gradwatch.capture.optimizer_capture import OptimizerCapture
-from gradwatch.reading import device_norms
+from gradwatch.reading import async_copy
 from gradwatch.session.boundary import optimizer_step
 
 
@@ -33,5 +33,5 @@ def gradients_on_device(patch: pytest.MonkeyPatch) -> None:
         raising=False,
     )
     losses_on_device(patch)
-    for module in (device_norms, optimizer_step):
+    for module in (async_copy, optimizer_step):
         patch.setattr(module, "on_host", lambda tensor: False)

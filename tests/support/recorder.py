@@ -11,7 +11,7 @@ from torch import nn
 
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.snapshot_assembly import Extras, assemble
-from gradwatch.reading.device_norms import host_value
+from gradwatch.reading.async_copy import host_value
 from gradwatch.records.decision import Decision
 from gradwatch.records.snapshot import Snapshot
 from gradwatch.rules.rule_set import RuleSet

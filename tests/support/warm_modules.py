@@ -26,7 +26,7 @@ WATCHED = (
     "gradwatch.sinks.journal",
     "gradwatch.sinks.log",
     "gradwatch.sinks.prometheus.sink",
-    "gradwatch.endpoint.server",
+    "gradwatch.endpoint.http_server",
     "gradwatch.journal.process_account",
     "gradwatch.rules.files.load",
 )

@@ -20,7 +20,8 @@ from gradwatch.actions.backward.pre_clip_norms import Acted
 from gradwatch.actions.elementwise_clip import Elementwise, shaped
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.policies.norm_bound import LARGEST, Bound, SiteBound, at_site, factor_of
-from gradwatch.reading.device_norms import capturing, widest
+from gradwatch.reading.async_copy import capturing
+from gradwatch.reading.foreach_norms import widest
 from gradwatch.reading.layouts import dense
 from gradwatch.reading.read_plan import SMALL
 from gradwatch.reading.row_sums import UNDERFLOW

@@ -18,7 +18,8 @@ from torch import Tensor
 
 from gradwatch.actions.backward.clip_state import SCALED, SEVERAL_RANKS, WHY, factor_on_device
 from gradwatch.policies.norm_bound import Bound, at_site, factor_of
-from gradwatch.reading.device_norms import capturing, widest
+from gradwatch.reading.async_copy import capturing
+from gradwatch.reading.foreach_norms import widest
 from gradwatch.reading.layouts import dense
 from gradwatch.reading.single_norm import exact_norm
 

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from gradwatch.capture.window.window_norms import WindowNorms
+from gradwatch.reading.async_copy import AsyncCopy
 from gradwatch.reading.cpu_norms import CpuNorms
-from gradwatch.reading.device_norms import AsyncCopy, DeviceNorms
+from gradwatch.reading.foreach_norms import DeviceNorms
 
 Acted = float | Tensor
 """The norm a hook found before it multiplied; a 0-dim tensor on a device, loss scale included."""

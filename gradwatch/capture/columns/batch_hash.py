@@ -18,7 +18,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradwatch.reading.device_norms import NO_FLOAT64, Number, on_host, one_number
+from gradwatch.reading.async_copy import Number, on_host, one_number
+from gradwatch.reading.foreach_norms import NO_FLOAT64
 from gradwatch.taps.muted_forwards import batched
 
 AT_ONCE = 1 << 22

@@ -26,7 +26,7 @@ from gradwatch.capture.columns.pending_columns import (
 from gradwatch.capture.columns.update_ratio import WEIGHT_COLUMNS, WeightReader
 from gradwatch.engine.columns_needed import OF_UPDATES, Needs
 from gradwatch.engine.staggered_reads import ByResidue, Staggering
-from gradwatch.reading.device_norms import Number
+from gradwatch.reading.async_copy import Number
 from gradwatch.records.snapshot import BoolArray
 
 AWAITING = 64  # steps whose verdict may be due; more than those that wait to be judged

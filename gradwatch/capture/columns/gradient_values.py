@@ -9,9 +9,10 @@ import torch
 from torch import Tensor
 
 from gradwatch.capture.columns.pending_columns import Numbers, PendingColumns, PendingValues
-from gradwatch.reading import foreach
+from gradwatch.reading import foreach_functions
+from gradwatch.reading.async_copy import Floats, Number, on_host
 from gradwatch.reading.chunked_statistics import mean_and_std, zeros, zeros_and_extremes
-from gradwatch.reading.device_norms import Floats, Number, device_mean_and_std, on_host
+from gradwatch.reading.foreach_norms import device_mean_and_std
 from gradwatch.reading.layouts import dense, flat
 
 _EXTREMES, _MOMENTS = frozenset({"max_abs", "min", "max"}), frozenset({"mean", "std"})
@@ -36,7 +37,7 @@ def read_gradient_values(
         tensor = None if grad is None else dense(grad)
         if tensor is None or not tensor.numel():  # a shard may be empty though the gradient is not
             continue
-        if names == ["zero_fraction"] and foreach.is_small(tensor):
+        if names == ["zero_fraction"] and foreach_functions.is_small(tensor):
             small.setdefault(tensor.dtype, {})[k] = tensor
             continue
         if "zero_fraction" in names and not on_host(tensor):
@@ -45,7 +46,7 @@ def read_gradient_values(
             numbers[name].put(k, number)
     for group in small.values():
         for (k, tensor), nonzero in zip(
-            group.items(), foreach.host_norms(list(group.values()), 0), strict=True
+            group.items(), foreach_functions.host_norms(list(group.values()), 0), strict=True
         ):
             numbers["zero_fraction"].put(k, (tensor.numel() - nonzero) / tensor.numel())
     for name, each in numbers.items():

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwatch.reading import chunked_statistics
-from gradwatch.reading.device_norms import Number, host_value, is_ready, on_host
+from gradwatch.reading.async_copy import Number, host_value, is_ready, on_host
 from gradwatch.reading.layouts import dense, flat
 from gradwatch.reading.pinned_buffers import POOL, Sending
 from gradwatch.records.histogram import Histogram, by_exponent

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gradwatch.reading.device_norms import (
+from gradwatch.reading.async_copy import (
     AsyncCopy,
     CopiedNumber,
     Number,
@@ -23,8 +23,8 @@ from gradwatch.reading.device_norms import (
     host_value,
     on_host,
     one_number,
-    widest,
 )
+from gradwatch.reading.foreach_norms import widest
 from gradwatch.reading.layouts import local
 from gradwatch.reading.training_threads import TrainingThreads
 from gradwatch.taps import backward_end, backward_entry

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from gradwatch.reading import chunked_statistics
-from gradwatch.reading.device_norms import NO_FLOAT64, on_host
+from gradwatch.reading.async_copy import on_host
+from gradwatch.reading.foreach_norms import NO_FLOAT64
 from gradwatch.reading.layouts import dense, flat
 
 AT_ONCE = 1 << 22

@@ -13,7 +13,8 @@ from torch.utils.hooks import RemovableHandle, unserializable_hook
 
 from gradwatch.capture.columns.pending_columns import PendingColumns
 from gradwatch.engine.columns_needed import EVERY_STEP
-from gradwatch.reading.device_norms import AsyncCopy, Number, capturing, widest
+from gradwatch.reading.async_copy import AsyncCopy, Number, capturing
+from gradwatch.reading.foreach_norms import widest
 from gradwatch.reading.layouts import alias, dense
 from gradwatch.reading.row_sums import ROW, UNDERFLOW
 from gradwatch.reading.single_norm import exact_norm

@@ -19,7 +19,7 @@ from gradwatch.capture.columns.moment_cosine import cosines
 from gradwatch.capture.columns.pending_columns import Numbers, PendingColumns
 from gradwatch.capture.columns.update_ratio import norms_by_position
 from gradwatch.reading import chunked_statistics
-from gradwatch.reading.device_norms import on_host
+from gradwatch.reading.async_copy import on_host
 from gradwatch.reading.layouts import dense, flat
 
 FIRST, SECOND = ("exp_avg", "momentum_buffer"), ("exp_avg_sq", "square_avg")

@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradwatch.reading.device_norms import Floats, Number, host_value, is_ready
+from gradwatch.reading.async_copy import Floats, Number, host_value, is_ready
 from gradwatch.reading.joint_copy import JointCopy, Place
 from gradwatch.records.snapshot import BoolArray, Column
 

@@ -16,8 +16,9 @@ from torch.nn.parameter import is_lazy
 from gradwatch.capture.columns.pending_columns import NO_SITES_OVERDUE, Numbers, OverdueSites, PendingColumns
 from gradwatch.engine.columns_needed import Needs
 from gradwatch.engine.staggered_reads import Staggering
-from gradwatch.reading import chunked_statistics, foreach
-from gradwatch.reading.device_norms import on_host, widest
+from gradwatch.reading import chunked_statistics, foreach_functions
+from gradwatch.reading.async_copy import on_host
+from gradwatch.reading.foreach_norms import widest
 from gradwatch.reading.layouts import dense, flat
 from gradwatch.taps.module_tree import WITH_RUNNING_STATISTICS
 
@@ -74,6 +75,6 @@ def _of_host(name: str, buffer: Tensor) -> float:
 
 def _of_device(name: str, vector: Tensor) -> Tensor:
     if name == "running_mean_norm":
-        return foreach.norms([vector], 2, dtype=widest(vector.device))[0]
+        return foreach_functions.norms([vector], 2, dtype=widest(vector.device))[0]
     low, high = torch.aminmax(vector)
     return (low if name == "running_var_min" else high).to(torch.promote_types(vector.dtype, torch.float32))

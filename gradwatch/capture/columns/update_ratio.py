@@ -15,8 +15,9 @@ from torch.nn import Parameter
 
 from gradwatch.capture.columns.pending_columns import MovedParameters, Numbers, PendingColumns, PendingValues
 from gradwatch.engine.columns_needed import OF_UPDATES
-from gradwatch.reading import chunked_statistics, foreach
-from gradwatch.reading.device_norms import Floats, device_mean_and_std, on_host, widest
+from gradwatch.reading import chunked_statistics, foreach_functions
+from gradwatch.reading.async_copy import Floats, on_host
+from gradwatch.reading.foreach_norms import device_mean_and_std, widest
 from gradwatch.reading.layouts import dense, flat
 
 WEIGHT_MOMENTS = frozenset({"weight_mean", "weight_std"})
@@ -139,12 +140,12 @@ class WeightReader:
             parts = self._memory_of(kind, sum(sizes)).split(sizes)
             together: list[tuple[Tensor, Tensor]] = []
             for tensor, part in zip(group.values(), parts, strict=True):
-                if kind[0].type != "cpu" or foreach.is_small(part):
+                if kind[0].type != "cpu" or foreach_functions.is_small(part):
                     together.append((part, _vector(tensor)))
                 else:
                     chunked_statistics.copy(tensor, part)
             if together:
-                foreach.overwrite(*map(list, zip(*together, strict=True)))
+                foreach_functions.overwrite(*map(list, zip(*together, strict=True)))
             copies.update(zip(group, parts, strict=True))
         self._kept = KeptWeights(step, moved, copies, strides)
 
@@ -204,12 +205,12 @@ Three = tuple[float | Tensor, float | Tensor, float | Tensor]
 def _changes(params: Sequence[Tensor], copies: dict[int, Tensor]) -> dict[int, Three]:
     """Norms of the change, of the copy and of the weight, by position."""
     found: dict[int, Three] = {}
-    together = [k for k, copy in copies.items() if not on_host(copy) or foreach.is_small(copy)]
+    together = [k for k, copy in copies.items() if not on_host(copy) or foreach_functions.is_small(copy)]
     for k in copies.keys() - set(together):
         found[k] = chunked_statistics.norms_of_change(_local(params[k]), copies[k])
     for kind, group in _by_kind(together, copies).items():
         new, old = [_vector(params[k]) for k in group], [copies[k] for k in group]
-        tensors = [*foreach.differences(new, old), *old, *new]
+        tensors = [*foreach_functions.differences(new, old), *old, *new]
         numbers = _norms_of(kind, tensors)
         size = len(group)
         each = numbers[:size], numbers[size : 2 * size], numbers[2 * size :]
@@ -221,7 +222,7 @@ def norms_by_position(tensors: Sequence[Tensor], positions: Sequence[int]) -> di
     """Norms of tensors, by position; small ones of a kind are read together."""
     found: dict[int, float | Tensor] = {}
     parts = {k: dense(tensor) for k, tensor in zip(positions, tensors, strict=True)}
-    together = [k for k, part in parts.items() if not on_host(part) or foreach.is_small(part)]
+    together = [k for k, part in parts.items() if not on_host(part) or foreach_functions.is_small(part)]
     for k in parts.keys() - set(together):
         found[k] = chunked_statistics.norm(parts[k])
     for kind, group in _by_kind(together, parts).items():
@@ -232,8 +233,8 @@ def norms_by_position(tensors: Sequence[Tensor], positions: Sequence[int]) -> di
 def _norms_of(kind: Kind, tensors: Sequence[Tensor]) -> Sequence[float | Tensor]:
     """The norms of tensors of one kind: numbers of the CPU's, 0-dim tensors of a device's."""
     if kind[0].type == "cpu":
-        return foreach.host_norms(tensors, 2)
-    return foreach.norms(tensors, 2, dtype=widest(kind[0]))
+        return foreach_functions.host_norms(tensors, 2)
+    return foreach_functions.norms(tensors, 2, dtype=widest(kind[0]))
 
 
 def _by_kind(positions: Sequence[int], tensors: dict[int, Tensor]) -> dict[Kind, list[int]]:

@@ -15,8 +15,8 @@ from torch import Tensor
 from gradwatch.capture.loop_faults.alteration_onset import AlteredGradients
 from gradwatch.capture.loop_faults.uncleared_gradients import UnclearedGradients
 from gradwatch.capture.loop_faults.user_clips import UserClips
-from gradwatch.capture.window.arrivals import ArrivalCounts
-from gradwatch.reading.device_norms import Number
+from gradwatch.capture.window.arrival_counts import ArrivalCounts
+from gradwatch.reading.async_copy import Number
 from gradwatch.reading.gradient_writes import State
 from gradwatch.records.columns import CLIP_RATIO, CLIPPED_SCALE, DISCARDED, IDLE_CLIPS, UNCLEARED
 from gradwatch.taps.clip_functions import Clip

@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from gradwatch.capture.window.arrivals import ArrivalCounts
-from gradwatch.reading.device_norms import Number, host_value, is_ready, on_host, one_number
+from gradwatch.capture.window.arrival_counts import ArrivalCounts
+from gradwatch.reading.async_copy import Number, host_value, is_ready, on_host, one_number
 from gradwatch.reading.gradient_writes import versions_of
 
 SAMPLED = 3  # gradients of which an element is compared

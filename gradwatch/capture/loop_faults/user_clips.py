@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from gradwatch.reading.device_norms import Number, on_host, one_number
+from gradwatch.reading.async_copy import Number, on_host, one_number
 from gradwatch.taps.clip_functions import Clip
 
 COMPENSATED = 100.0

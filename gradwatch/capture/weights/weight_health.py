@@ -24,7 +24,7 @@ from torch import Tensor
 
 from gradwatch.capture.weights.unoptimized_weights import UnoptimizedWeights
 from gradwatch.checkpoint.health_tracker import NO_GROWTH, Growth
-from gradwatch.reading import device_norms
+from gradwatch.reading import async_copy, foreach_norms
 from gradwatch.reading.batched_norms import CpuReader, inspect
 from gradwatch.reading.layouts import dense
 from gradwatch.runtime.fork_safe_locks import ForkSafeLock
@@ -246,12 +246,12 @@ class Weights:
             ]  # in one read: on a device nothing else is launched
             sizes = [(name, _size(part)) for name, part in held]  # not the parts: a look may outlive them
             looked = partial(_looked, sizes, tuple(name for name, _ in beside))
-            if all(map(device_norms.on_host, parts)):
+            if all(map(async_copy.on_host, parts)):
                 norms = self._on_host(parts) if parts else np.zeros(0)
                 return (lambda: True), lambda: looked(norms)
             size = sum(part.numel() * part.element_size() for part in parts)
             self._next = time.perf_counter() + max(LEAST_SECONDS, size / BYTES_PER_SECOND)
-            reading = device_norms.read(parts)
+            reading = foreach_norms.read(parts)
             return reading.ready, lambda: looked(reading.norms())
 
     def _on_host(self, parts: list[Tensor]) -> NDArray[np.float64]:
@@ -301,7 +301,7 @@ def readable(named: list[tuple[str, Tensor]]) -> bool:
     """True if there are numbers behind these parameters, and reading them would disturb nothing."""
     if any(param.device.type == "meta" or not _stored(param) for _, param in named):
         return False
-    return all(device_norms.on_host(param) for _, param in named) or not device_norms.capturing()
+    return all(async_copy.on_host(param) for _, param in named) or not async_copy.capturing()
 
 
 def _stored(param: Tensor) -> bool:

@@ -17,10 +17,11 @@ from torch import Tensor
 
 from gradwatch.capture.window.norm_after_user_clip import KnownScaling, factor_since
 from gradwatch.capture.window.window_norms import root_of_squares
-from gradwatch.reading import device_norms
+from gradwatch.reading import foreach_norms
+from gradwatch.reading.async_copy import Number, host_value
 from gradwatch.reading.batched_norms import NEAR, CpuReader
 from gradwatch.reading.cpu_norms import CpuNorms
-from gradwatch.reading.device_norms import DeviceNorms, Number, host_value
+from gradwatch.reading.foreach_norms import DeviceNorms
 from gradwatch.reading.gradient_writes import Reading, WriteProbes, versions_of
 from gradwatch.reading.row_sums import UNDERFLOW
 from gradwatch.reading.single_norm import norm_of
@@ -77,7 +78,7 @@ class GradientReader:
         From a device the `loss` is sent together with them.
         """
         if not self._on_cpu:
-            return device_norms.read(grads, scale, loss)
+            return foreach_norms.read(grads, scale, loss)
         rest = [None if k in known else grad for k, grad in enumerate(grads)] if known else grads
         left = scale if type(scale) is float else host_value(scale)
         rows, usual = self._reader.read(rest), self.recent_total_norm
@@ -118,7 +119,7 @@ class GradientReader:
     def changed(self, grads: Grads, now: Seen, at_read: Seen, raw: Reading, scale: Number) -> Reading:
         """Norms of gradients that were written to since the read; the few that differ are read one by one."""
         if isinstance(raw, DeviceNorms):
-            return device_norms.read(grads, scale)
+            return foreach_norms.read(grads, scale)
         pairs = zip(now[0], at_read[0], now[1], at_read[1], strict=True)
         changed = [k for k, (a, b, c, d) in enumerate(pairs) if a != b or c != d]
         left = host_value(scale)

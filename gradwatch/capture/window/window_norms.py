@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwatch.capture.window.hook_pruning import PrunedCount
+from gradwatch.reading.async_copy import CopiedNumber, Number, is_ready
 from gradwatch.reading.batched_norms import Detail
 from gradwatch.reading.cpu_norms import CpuNorms
-from gradwatch.reading.device_norms import CopiedNumber, Number, is_ready
 from gradwatch.reading.gradient_writes import Reading
 from gradwatch.reading.loss_scale_removal import unscaled
 from gradwatch.records.snapshot import Sites

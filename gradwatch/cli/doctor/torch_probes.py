@@ -94,9 +94,9 @@ def step_hooks() -> str:
 def batched_norm() -> str:
     """One call gives the L2 norm of each tensor and carries NaN and Inf through."""
     tensors = [torch.full((4,), 2.0), torch.tensor([float("nan"), 1.0]), torch.tensor([float("inf"), 1.0])]
-    from gradwatch.reading import foreach
+    from gradwatch.reading import foreach_functions
 
-    norms = [float(norm) for norm in foreach.norms(tensors)]
+    norms = [float(norm) for norm in foreach_functions.norms(tensors)]
     expect(norms[0] == 4.0 and norms[1] != norms[1] and norms[2] == float("inf"), f"gave {norms}")
     return "exact on a known vector; NaN and Inf come through"
 
@@ -105,9 +105,9 @@ def version_counter() -> str:
     """A tensor's version changes when it is written in place: how a user's clipping is noticed."""
     grad = torch.ones(4)
     before = grad._version
-    from gradwatch.reading import foreach
+    from gradwatch.reading import foreach_functions
 
-    foreach.multiply([grad], 0.5)
+    foreach_functions.multiply([grad], 0.5)
     expect(grad._version != before, "an in-place multiplication left it as it was")
     return "sees a clip of the gradients"
 

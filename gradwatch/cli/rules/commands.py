@@ -100,7 +100,7 @@ def handle_check(arguments: argparse.Namespace) -> int:
 
     Raises GradwatchError for wrong options.
     """
-    from gradwatch.cli.rules.read_cost import lines_of, model_of
+    from gradwatch.cli.rules.check_cost import lines_of, model_of
 
     if arguments.model and not arguments.cost:
         raise GradwatchError("--model MODULE:FUNCTION needs --cost: it is the model whose reads are counted")
@@ -135,7 +135,7 @@ def handle_check(arguments: argparse.Namespace) -> int:
 def check_one(path: str, cost: bool = False, model: nn.Module | None = None) -> dict[str, Any]:
     """Contents of one rule file: its rules and digest, or its problems; notes on rules and sinks; what it costs."""
     from gradwatch.cli.preflight import load
-    from gradwatch.cli.rules.read_cost import cost_of
+    from gradwatch.cli.rules.check_cost import cost_of
     from gradwatch.session.settings import DEFAULT_SINKS
 
     report: dict[str, Any] = {

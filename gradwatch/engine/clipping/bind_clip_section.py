@@ -11,7 +11,7 @@ import numpy as np
 
 from gradwatch.engine.clipping.bound_policy import BoundPolicy, Index
 from gradwatch.engine.clipping.clip_section_factors import NO_CLIPPING, Clipping
-from gradwatch.engine.series import group_masks
+from gradwatch.engine.selected_parameters import group_masks
 from gradwatch.errors import GradwatchError
 from gradwatch.policies import AnyPolicy, ElementwisePolicy, Policy, find_policy
 from gradwatch.records.snapshot import BoolArray, Sites

@@ -19,8 +19,8 @@ from gradwatch.launch.fault_injection.faulty_gradients import FaultyGradients, p
 from gradwatch.launch.fault_injection.followed_optimizer import FollowedOptimizer
 from gradwatch.launch.fault_injection.loss_scale import LossScale
 from gradwatch.launch.fault_injection.result_files import plan_of_process, write_document
-from gradwatch.launch.fault_injection.saved_state import SavedState
 from gradwatch.launch.fault_injection.served_firings import newly_served, served_firings
+from gradwatch.launch.fault_injection.state_before_fault import SavedState
 from gradwatch.launch.selftest_faults import FAULTS, Document, Fault, Plan, Result
 from gradwatch.runtime.interruption import not_ours
 from gradwatch.taps.hook_ids import own_ids

@@ -1,6 +1,6 @@
 """One output of a call as training saw it and as the call run again gave it: the same, bit for bit, or by how much not.
 
-Of a small one a copy was kept, of a large one the sums of its rows (`gradwatch.localise.held_calls.row_sums`).
+Of a small one a copy was kept, of a large one the sums of its rows (`gradwatch.localise.held_calls.kept_row_sums`).
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.localise.diagnosis.tensor_values import describe, readable
+from gradwatch.localise.held_calls.kept_row_sums import RowSums, row_sums, rows_of
 from gradwatch.localise.held_calls.recorded_call import Call
-from gradwatch.localise.held_calls.row_sums import RowSums, row_sums, rows_of
 from gradwatch.records.finding import Operand
 
 ROUNDING = 0.1

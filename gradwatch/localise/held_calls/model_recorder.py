@@ -24,12 +24,12 @@ from torch.optim import Optimizer
 
 from gradwatch.localise.diagnosis.tensor_values import tensors
 from gradwatch.localise.held_calls.inner_model import inner, shared
+from gradwatch.localise.held_calls.kept_row_sums import RowSums, row_sums
 from gradwatch.localise.held_calls.module_buffers import Buffers
 from gradwatch.localise.held_calls.random_generators import NONE, Held
 from gradwatch.localise.held_calls.recorded_call import Call, autocasts, computed_among, held_arguments
-from gradwatch.localise.held_calls.row_sums import RowSums, row_sums
 from gradwatch.localise.held_calls.similar_models import Kind
-from gradwatch.reading.device_norms import capturing
+from gradwatch.reading.async_copy import capturing
 from gradwatch.runtime.interruption import not_ours
 from gradwatch.taps import backward_end, dispatch_modes, module_calls, module_tree
 from gradwatch.taps.dispatch_modes import dispatching, functions

@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from gradwatch.localise.diagnosis.tensor_values import tensors
+from gradwatch.localise.held_calls.kept_row_sums import RowSums
 from gradwatch.localise.held_calls.random_generators import Generators
-from gradwatch.localise.held_calls.row_sums import RowSums
 from gradwatch.taps.nested_containers import tensors_replaced
 
 CPU_ONLY, CPU_AND_CUDA = ("cpu",), ("cpu", "cuda")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from gradwatch.localise.diagnosis.tensor_values import readable, tensors
-from gradwatch.localise.held_calls.batch_hash import count_of, fingerprint
+from gradwatch.localise.held_calls.batch_identity import count_of, fingerprint
 from gradwatch.localise.held_calls.inner_model import inner
 from gradwatch.localise.held_calls.module_attributes import Refused
 from gradwatch.localise.held_calls.recorded_call import Call

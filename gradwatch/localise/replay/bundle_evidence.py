@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from gradwatch.incidents.bundle.incident_json import CallDocument, GeneratorStates, LeftOut, ModelDocument
 from gradwatch.localise.diagnosis.python_frames import frame_of
 from gradwatch.localise.diagnosis.tensor_values import tensors
-from gradwatch.localise.held_calls.batch_hash import fingerprint
+from gradwatch.localise.held_calls.batch_identity import fingerprint
 from gradwatch.localise.held_calls.inner_model import inner, shared
 from gradwatch.localise.held_calls.module_attributes import Refused
 from gradwatch.localise.held_calls.random_generators import CPU, NUMPY, PYTHON, Generators, of_cuda

@@ -31,7 +31,7 @@ from gradwatch.localise.diagnosis.diagnose import diagnose
 from gradwatch.localise.diagnosis.module_gain import Profile
 from gradwatch.localise.diagnosis.python_frames import OURS, TORCH
 from gradwatch.localise.diagnosis.tensor_values import finite, tensors
-from gradwatch.localise.held_calls.batch_hash import fingerprint
+from gradwatch.localise.held_calls.batch_identity import fingerprint
 from gradwatch.localise.held_calls.inner_model import inner
 from gradwatch.localise.held_calls.module_attributes import Refused
 from gradwatch.localise.held_calls.random_generators import CPU, NUMPY, PYTHON, Generators, Source, of_cuda

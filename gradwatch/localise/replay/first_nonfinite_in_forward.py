@@ -20,7 +20,7 @@ from gradwatch.localise.diagnosis import python_frames
 from gradwatch.localise.diagnosis.interpreted_lines import InterpretedLines
 from gradwatch.localise.diagnosis.operation_names import CONTRACTIONS, NOT_READ, of_kernel, read_by
 from gradwatch.localise.diagnosis.tensor_values import State, describe, readable, state, tensors
-from gradwatch.reading.device_norms import capturing
+from gradwatch.reading.async_copy import capturing
 from gradwatch.records.finding import Frame, Operand
 from gradwatch.runtime import guard
 from gradwatch.runtime.interruption import not_ours

@@ -18,6 +18,7 @@ from gradwatch.report.live.parameter_ranking import LEAST_USUAL, worst_first
 from gradwatch.report.live.view_from_journal import NORMS_KEPT, STEPS_KEPT
 from gradwatch.report.live.view_records import Firing, Happened, LiveView, OptimizerLine, ParameterLine
 from gradwatch.runtime.printable import one_line, printable
+from gradwatch.runtime.secret_values import holds_password, without_password
 
 MOST_BYTES = 1 << 24
 TIMEOUT_SECONDS = 5.0
@@ -59,6 +60,10 @@ class MetricsSource:
     """
 
     def __init__(self, url: str) -> None:
+        if holds_password(url):
+            raise GradwatchError(
+                f"{without_password(url)} has a user or password, which gradwatch does not send; write http://HOST:PORT"
+            )
         try:
             parts = urlsplit(url)
         except ValueError as error:

@@ -6,7 +6,8 @@ from __future__ import annotations
 
 import re
 
-from gradwatch.rules.yaml.nodes import Map, Node, Problems, Scalar, quoted
+from gradwatch.rules.yaml.nodes import Map, Node, Scalar
+from gradwatch.rules.yaml.problems import Problems, quoted
 
 PLACEHOLDERS = (
     "param",

@@ -10,7 +10,8 @@ from gradwatch.rules.files import words_of_other_tools
 from gradwatch.rules.files.key_validation import check
 from gradwatch.rules.files.pydantic_models import ClipEntry, policy_model
 from gradwatch.rules.rule_set import Clip, ClipPolicy
-from gradwatch.rules.yaml.nodes import Map, Mark, Node, Problems, Scalar, quoted, shown, without
+from gradwatch.rules.yaml.nodes import Map, Mark, Node, Scalar, without
+from gradwatch.rules.yaml.problems import Problems, quoted, shown
 
 
 def clip(node: Node | None, groups: frozenset[str], problems: Problems) -> Clip | None:

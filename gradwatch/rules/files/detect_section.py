@@ -14,7 +14,8 @@ from gradwatch.rules.files import words_of_other_tools
 from gradwatch.rules.files.key_validation import check, keys_of
 from gradwatch.rules.files.pydantic_models import RuleEntry, detector_model
 from gradwatch.rules.key_descriptions import described
-from gradwatch.rules.yaml.nodes import Map, Mark, Problems, Scalar, quoted, shown, without
+from gradwatch.rules.yaml.nodes import Map, Mark, Scalar, without
+from gradwatch.rules.yaml.problems import Problems, quoted, shown
 from gradwatch.runtime.interruption import not_ours
 
 _IN_RULE = dict.fromkeys(keys_of(RuleEntry), "a key of the rule: write it beside `detect:`")

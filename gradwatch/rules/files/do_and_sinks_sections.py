@@ -12,7 +12,8 @@ from gradwatch.rules.files.key_validation import check
 from gradwatch.rules.files.model_base import parameters_model
 from gradwatch.rules.rule_set import Action, SinkSpec
 from gradwatch.rules.sink_kinds import SINKS
-from gradwatch.rules.yaml.nodes import Map, Mark, Node, Problems, Scalar, Seq, data, quoted, shown
+from gradwatch.rules.yaml.nodes import Map, Mark, Node, Scalar, Seq, data
+from gradwatch.rules.yaml.problems import Problems, quoted, shown
 
 SINK_GROUP = "gradwatch.sinks"
 

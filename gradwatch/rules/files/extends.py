@@ -9,8 +9,9 @@ import stat
 
 from gradwatch.rules.files.pydantic_models import MOST_FILES
 from gradwatch.rules.packs import SUFFIX, pack_names, pack_path
-from gradwatch.rules.yaml.nodes import Map, Mark, Problems, Scalar, Seq, Source, quoted
+from gradwatch.rules.yaml.nodes import Map, Mark, Scalar, Seq, Source
 from gradwatch.rules.yaml.parse import decode, parse
+from gradwatch.rules.yaml.problems import Problems, quoted
 from gradwatch.rules.yaml.size_limits import MAX_BYTES
 
 

@@ -24,7 +24,8 @@ from gradwatch.rules.files.pydantic_models import (
     RuleEntry,
 )
 from gradwatch.rules.files.when_section import when_section
-from gradwatch.rules.yaml.nodes import Map, Node, Problems, Scalar, Seq, quoted, shown
+from gradwatch.rules.yaml.nodes import Map, Node, Scalar, Seq
+from gradwatch.rules.yaml.problems import Problems, quoted, shown
 
 _IN_RULE = dict.fromkeys(keys_of(RuleEntry), "a key of a rule: write it below the rule's id in `rules:`")
 

@@ -10,21 +10,13 @@ from typing import Any, TypeVar
 from pydantic import BaseModel, ValidationError
 
 from gradwatch.records.columns import is_observed
+from gradwatch.records.key_limits import Limits
 from gradwatch.rules.files import words_of_other_tools
-from gradwatch.rules.sink_kinds import ADDRESS, SECRET, SECRET_URL, SECRETS
-from gradwatch.rules.yaml.nodes import (
-    MAX_SUGGESTIONS,
-    Map,
-    Mark,
-    Node,
-    Problems,
-    Scalar,
-    Seq,
-    data,
-    quoted,
-    shown,
-)
+from gradwatch.rules.sink_kinds import ADDRESS
+from gradwatch.rules.yaml.nodes import Map, Mark, Node, Scalar, Seq, data
+from gradwatch.rules.yaml.problems import MAX_SUGGESTIONS, Problems, quoted, shown
 from gradwatch.rules.yaml.scalars import advice
+from gradwatch.runtime import secret_values
 
 M = TypeVar("M", bound=BaseModel)
 
@@ -62,8 +54,9 @@ _PATTERNS = {
     "annotations": "a name of letters, digits and _, starting with a letter",
     "server": "HOST:PORT, such as smtp.example.org:587",
     ADDRESS: "an e-mail address",
-    SECRET: "${NAME}: an environment variable, for a secret has no place in a rule file",
-    SECRET_URL: "a URL without user and password, or ${NAME}: an environment variable that holds it",
+    secret_values.SECRET: "${NAME}: an environment variable, for a secret has no place in a rule file",
+    secret_values.SECRET_URL: "a URL without user and password, or ${NAME}: an environment variable that holds it",
+    secret_values.URL: "a URL without user and password, such as http://127.0.0.1:9093",
 }
 """What is wanted, by the name of the key or by the pattern."""
 
@@ -199,6 +192,9 @@ class _Report:
     def _unknown(self, place: tuple[Any, ...], name: str) -> None:
         known = keys_of(self.model)
         message = f"unknown key {quoted(name)} in {self.where}"
+        node = self._find(place)
+        if isinstance(node, Scalar) and any(self._pattern(key) in secret_values.PATTERNS for key in known):
+            self.problems.hide(node.mark)  # it may be the value of one of these
         if name in self.elsewhere:
             self.problems.add(self._key_mark(place), "GW101", message, self.elsewhere[name])
             return
@@ -223,9 +219,24 @@ class _Report:
             return
         mark = node.mark if isinstance(node, Scalar) and node.value is not None else self._key_mark(place)
         named = next((str(part) for part in reversed(place) if isinstance(part, str)), name)
+        pattern = self._pattern(str(place[0])) if place else ""
+        secret = pattern in secret_values.PATTERNS or (
+            pattern == secret_values.URL and "@" in str(data(node))
+        )
+        if secret:
+            self.problems.hide(node.mark)
+            if isinstance(node, Scalar) and node.value is not None:
+                message = f"{quoted(named)} must be {_PATTERNS[pattern]}"
+                self.problems.add(mark, "GW106", message)
+                return
         code, message, hint = _describe(error, node, named, self.problems)
-        secret = error.get("ctx", {}).get("pattern") in SECRETS
-        self.problems.add(mark, code, message, hint + further, secret)
+        self.problems.add(mark, code, message, hint + further)
+
+    def _pattern(self, key: str) -> str:
+        """The pattern that the value of a key has to match; "" where there is none."""
+        field = self.model.model_fields.get(key)
+        limits = [one for one in (field.metadata if field else ()) if isinstance(one, Limits)]
+        return next((one.pattern for limit in limits for one in limit if hasattr(one, "pattern")), "")
 
 
 def _apt(group: list[Any], node: Node | None) -> Any:
@@ -260,8 +271,7 @@ def _describe(error: Any, node: Node, name: str, problems: Problems) -> tuple[st
     if kind == "string_pattern_mismatch":
         pattern = str(context["pattern"])
         wanted = _PATTERNS.get(name) or _PATTERNS.get(pattern, f"text that matches {pattern}")
-        found = "" if pattern in SECRETS else f", not {shown(node)}"
-        return "GW106", f"{label} must be {wanted}{found}", ""
+        return "GW106", f"{label} must be {wanted}, not {shown(node)}", ""
     return "GW105", f"{label}: {str(error['msg'])[:200]}", ""
 
 

@@ -22,7 +22,8 @@ from gradwatch.rules.files.rule_building import Resolver, groups
 from gradwatch.rules.files.rules_digest import digest
 from gradwatch.rules.impossible_actions import ImpossibleAction, impossible_actions
 from gradwatch.rules.rule_set import Histograms, Modules, RuleSet
-from gradwatch.rules.yaml.nodes import Map, Mark, Node, Problems, Scalar, Seq, data
+from gradwatch.rules.yaml.nodes import Map, Mark, Node, Scalar, Seq, data
+from gradwatch.rules.yaml.problems import Problems
 
 Refuse = Callable[[RuleSet], Iterable[tuple[str, str]]]
 """(place, reason) of what else is to be refused: a place is "RULE.do", or "sinks.N" for the sink at position N."""

@@ -20,7 +20,8 @@ from gradwatch.rules.files.pydantic_models import Defaults, GroupEntry, RuleEntr
 from gradwatch.rules.files.rule_references import UNLESS, check_named_rules
 from gradwatch.rules.files.when_section import check_circle, named, when_section
 from gradwatch.rules.rule_set import COSTLY_EVERY, Action, Group, Rule, is_costly, whole_optimizer
-from gradwatch.rules.yaml.nodes import Map, Mark, Node, Problems, Scalar, Seq, quoted
+from gradwatch.rules.yaml.nodes import Map, Mark, Node, Scalar, Seq
+from gradwatch.rules.yaml.problems import Problems, quoted
 
 BUILT_IN: Mapping[str, Any] = {
     "every": 1,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from gradwatch.rules.yaml.nodes import Map, Problems, Scalar, Seq, quoted
+from gradwatch.rules.yaml.nodes import Map, Scalar, Seq
+from gradwatch.rules.yaml.problems import Problems, quoted
 
 INHIBITED, UNLESS = "inhibited_by", "unless"
 KEYS = {INHIBITED: "GW218", UNLESS: "GW219"}

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Mapping
 from gradwatch.rules.condition import JOINS, Condition, Join, When, circle
 from gradwatch.rules.files.key_validation import check, keys_of
 from gradwatch.rules.files.pydantic_models import ConditionEntry
-from gradwatch.rules.yaml.nodes import Map, Mark, Node, Problems, Scalar, Seq, quoted, shown
+from gradwatch.rules.yaml.nodes import Map, Mark, Node, Scalar, Seq
+from gradwatch.rules.yaml.problems import Problems, quoted, shown
 
 FORM = "all: […], any: […] or not: …, of ids of rules or further such maps"
 

@@ -6,7 +6,8 @@ from enum import Enum
 from typing import Any
 
 from gradwatch.rules.yaml.line_and_column import mark_of_event
-from gradwatch.rules.yaml.nodes import Map, Mark, Node, Problems, Scalar, Seq, Source, quoted
+from gradwatch.rules.yaml.nodes import Map, Mark, Node, Scalar, Seq, Source
+from gradwatch.rules.yaml.problems import Problems, quoted
 from gradwatch.rules.yaml.scalars import resolve
 from gradwatch.rules.yaml.size_limits import FORBIDDEN, MAX_DEPTH, MAX_NODES, too_large
 from gradwatch.runtime.warning_filters import filters_kept

@@ -14,7 +14,8 @@ from typing import Any
 
 from gradwatch.rules.yaml.line_and_column import LineReader, mark_at, mark_of_error, mark_of_reader
 from gradwatch.rules.yaml.node_builder import NodeBuilder
-from gradwatch.rules.yaml.nodes import Map, Mark, Node, Problems, Scalar, Source, shown
+from gradwatch.rules.yaml.nodes import Map, Mark, Node, Scalar, Source
+from gradwatch.rules.yaml.problems import Problems, shown
 from gradwatch.rules.yaml.size_limits import MAX_BYTES, MAX_DEPTH, too_large, within_limits
 from gradwatch.runtime.interruption import not_ours
 from gradwatch.runtime.warning_filters import filters_kept

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 from gradwatch.rules.yaml.line_and_column import mark_at
-from gradwatch.rules.yaml.nodes import Mark, Problems, Source
+from gradwatch.rules.yaml.nodes import Mark, Source
+from gradwatch.rules.yaml.problems import Problems
 
 MAX_BYTES = 32 * 1024
 MAX_LINES = 1_200

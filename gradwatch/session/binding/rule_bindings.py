@@ -26,7 +26,7 @@ from gradwatch.engine import BoundEngine, Engine
 from gradwatch.engine.actions.backward_clips import at_step
 from gradwatch.engine.changed_parameters import changed_parameters
 from gradwatch.engine.engine_state import EngineState
-from gradwatch.engine.series import matching
+from gradwatch.engine.selected_parameters import matching
 from gradwatch.errors import AttachError
 from gradwatch.records.columns import RANK_COLUMNS
 from gradwatch.records.snapshot import Sites

@@ -23,7 +23,7 @@ from gradwatch.capture.read_after_backward import Capture
 from gradwatch.capture.window.window_norms import WindowNorms
 from gradwatch.distributed.ranks import Ranks
 from gradwatch.errors import TrainingStopped
-from gradwatch.reading.device_norms import capturing, host_value, on_host, start_copy
+from gradwatch.reading.async_copy import capturing, host_value, on_host, start_copy
 from gradwatch.records.decision import Decision
 from gradwatch.runtime import guard
 from gradwatch.runtime.process_identity import here

@@ -20,9 +20,10 @@ from torch.optim import Optimizer
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.read_after_backward import Capture
 from gradwatch.capture.window.window_norms import WindowNorms
+from gradwatch.reading.async_copy import AsyncCopy, host_value
 from gradwatch.reading.batched_norms import Detail
 from gradwatch.reading.cpu_norms import CpuNorms
-from gradwatch.reading.device_norms import AsyncCopy, DeviceNorms, host_value
+from gradwatch.reading.foreach_norms import DeviceNorms
 from gradwatch.reading.gradient_writes import Reading
 from gradwatch.reading.layouts import dense
 from gradwatch.reading.single_norm import exact_norm

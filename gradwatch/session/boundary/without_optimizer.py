@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from gradwatch.capture.columns.loss import Root
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.read_after_backward import Capture
-from gradwatch.reading.device_norms import Number
+from gradwatch.reading.async_copy import Number
 from gradwatch.session.binding.bind_optimizer import Binder
 from gradwatch.session.boundary.replaced_parameters import ReplacedParameters
 from gradwatch.session.boundary.weight_change_probe import PROBED, Probed, other_than, probe, probe_at

@@ -19,7 +19,7 @@ from gradwatch.capture.snapshot_assembly import Extras
 from gradwatch.capture.window.window_norms import WindowNorms
 from gradwatch.distributed.rank_membership import Exchange
 from gradwatch.errors import AttachError
-from gradwatch.reading.device_norms import Number, host_value, is_ready, start_copy
+from gradwatch.reading.async_copy import Number, host_value, is_ready, start_copy
 from gradwatch.records.columns import BATCH_HASH, OBSERVED_ONLY, RESERVED_NAMES
 from gradwatch.session.binding.optimizer_rules import ORDINARY, Clock, OptimizerRules
 from gradwatch.session.optimizer_context import OptimizerContext

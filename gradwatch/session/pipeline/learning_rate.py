@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from gradwatch.reading.device_norms import Number, host_value, on_host, start_copy
+from gradwatch.reading.async_copy import Number, host_value, on_host, start_copy
 
 
 def learning_rate(optimizer: Optimizer) -> Number | None:

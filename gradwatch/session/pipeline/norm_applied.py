@@ -9,7 +9,7 @@ from gradwatch.actions.clip_section import Found, carried_scale
 from gradwatch.actions.zero_and_clip import left_by_zeroing
 from gradwatch.engine.actions.norms_after_actions import factors_of, reshaped, unclipped, with_clip_order
 from gradwatch.errors import GradwatchError
-from gradwatch.reading.device_norms import host_value, start_copy
+from gradwatch.reading.async_copy import host_value, start_copy
 from gradwatch.records.decision import Decision
 from gradwatch.records.snapshot import Snapshot
 from gradwatch.session.active_or_paused import Activity

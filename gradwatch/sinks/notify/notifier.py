@@ -3,27 +3,22 @@
 from __future__ import annotations
 
 import math
-import os
-import re
 import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from gradwatch.errors import AttachError
 from gradwatch.records.event import Severity
 from gradwatch.records.record import Record
 from gradwatch.records.run_info import RunInfo
 from gradwatch.runtime.background_worker import Job, background_worker
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.runtime.process_identity import prints
-from gradwatch.sinks.http_post import checked_url
 from gradwatch.sinks.notify.alerts import Alerts
 from gradwatch.sinks.notify.message import Message, message
 
 _CLOSE_SECONDS = 2.0
-_VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,34 +143,3 @@ class Notifier(ABC):
             if self._since is None and self._alerts.news():
                 self._since = now
             return None if self._since is None else self._schedule.every_seconds
-
-
-def from_environment(text: str, option: str, words: bool = False) -> str:
-    """`text`, or, where it is `${NAME}`, the value of that environment variable.
-
-    Raises AttachError, which never shows a value, where it has none, or, without `words`, is not one printable word.
-    """
-    variable = _VARIABLE.fullmatch(text)
-    if variable is None:
-        return text
-    value = os.environ.get(variable[1], "").strip()
-    if not value:
-        raise AttachError(
-            f"nothing can be sent: {option} is {text}, and the environment variable {variable[1]} is not set"
-        )
-    if not words and (" " in value or not (value.isascii() and value.isprintable())):
-        raise AttachError(
-            f"nothing can be sent: {option} is {text}, and the value of {variable[1]} is not one printable word"
-        )
-    return value
-
-
-def url_of(text: str, option: str) -> str:
-    """The URL that `text` is, or names a variable with; AttachError, which does not show it, where it is none."""
-    value = from_environment(text, option)
-    try:
-        return checked_url(value)
-    except ValueError:
-        raise AttachError(
-            f"nothing can be sent: {option} is {text}, which is no URL without user and password (https://…)"
-        ) from None

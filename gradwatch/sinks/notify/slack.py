@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from gradwatch.sinks.http_post import post_json
+from gradwatch.sinks.http_post import post_json, url_from_environment
 from gradwatch.sinks.notify.message import Message
-from gradwatch.sinks.notify.notifier import Notifier, Schedule, url_of
+from gradwatch.sinks.notify.notifier import Notifier, Schedule
 
 LONGEST_TEXT = 3000
 """Characters of one text block in Slack."""
@@ -30,7 +30,7 @@ class SlackSink(Notifier):
 
     def prepare(self) -> None:
         """Look up the address."""
-        self._target = url_of(self._url, "url")
+        self._target = url_from_environment(self._url, "url")
 
     def send(self, message: Message) -> None:
         """POST it; OSError unless the answer is 2xx. A notification shows `text`, the channel the blocks."""

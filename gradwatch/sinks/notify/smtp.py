@@ -13,9 +13,10 @@ from email.message import EmailMessage
 from email.utils import formatdate, make_msgid
 from typing import Any, Literal
 
+from gradwatch.runtime.secret_values import from_environment
 from gradwatch.sinks import http_post
 from gradwatch.sinks.notify.message import Message
-from gradwatch.sinks.notify.notifier import Notifier, Schedule, from_environment
+from gradwatch.sinks.notify.notifier import Notifier, Schedule
 
 _NAME = "localhost"  # in the greeting: to look this machine up may take a resolver's timeout
 TLS = Literal["starttls", "tls", "none"]

@@ -6,9 +6,10 @@ import string
 from collections.abc import Mapping
 from typing import Any
 
-from gradwatch.sinks.http_post import post_json
+from gradwatch.runtime.secret_values import from_environment
+from gradwatch.sinks.http_post import post_json, url_from_environment
 from gradwatch.sinks.notify.message import Message
-from gradwatch.sinks.notify.notifier import Notifier, Schedule, from_environment, url_of
+from gradwatch.sinks.notify.notifier import Notifier, Schedule
 
 ALERTS = "$alerts"
 
@@ -36,7 +37,7 @@ class WebhookSink(Notifier):
 
     def prepare(self) -> None:
         """Look up the address and the token."""
-        self._target = url_of(self._url, "url")
+        self._target = url_from_environment(self._url, "url")
         self._bearer = from_environment(self._token, "token") if self._token else ""
 
     def send(self, message: Message) -> None:

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 
 from gradwatch.endpoint.address import DEFAULT_LISTEN, Address, parse_listen, rank_address
 from gradwatch.endpoint.http_protocol import Content, plain
+from gradwatch.endpoint.http_server import Endpoint, Limits
 from gradwatch.endpoint.listening_port import listening_socket, remove_endpoint, write_endpoint
 from gradwatch.endpoint.run_reports import PREFIX as REPORTS
 from gradwatch.endpoint.run_reports import RunPlace, ServedReports, path_of
-from gradwatch.endpoint.server import Endpoint, Limits
 from gradwatch.records.record import Record
 from gradwatch.records.run_info import RunInfo
 from gradwatch.runtime.internal_errors import Health

@@ -17,7 +17,7 @@ import gradwatch
 from gradwatch.engine.actions.norms_after_actions import unclipped, with_clip_order
 from gradwatch.records.decision import Decision
 from gradwatch.rules.files import parse_rules
-from tests.reading.test_device_norms import WAITING, Operations
+from tests.reading.test_foreach_norms import WAITING, Operations
 from tests.support.backward_jobs import BASELINE, CONSTANT, METHODS, POLICY, Job, X, same
 from tests.support.examples import examples
 from tests.support.kept import Kept

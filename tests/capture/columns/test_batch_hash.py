@@ -16,10 +16,10 @@ from torch import Tensor, nn
 import gradwatch
 from gradwatch.capture.columns import batch_hash as hashing
 from gradwatch.capture.columns.batch_hash import batch_hash
-from gradwatch.reading.device_norms import host_value
+from gradwatch.reading.async_copy import host_value
 from gradwatch.rules.files import parse_rules
 from gradwatch.session.watch import session_of
-from tests.reading.test_device_norms import WAITING, Operations
+from tests.reading.test_foreach_norms import WAITING, Operations
 from tests.support.kept import Kept
 
 AGAIN = "version: 1\nrules:\n  again: {detect: {kind: same_batch}}\n"

@@ -19,13 +19,13 @@ from gradwatch.capture.columns.histograms import HistogramReader, HistogramTurns
 from gradwatch.engine import staggered_reads
 from gradwatch.engine.columns_needed import Needs
 from gradwatch.reading import chunked_statistics
-from gradwatch.reading.device_norms import start_copy
+from gradwatch.reading.async_copy import start_copy
 from gradwatch.records.histogram import BINS, LOWEST, Histogram
 from gradwatch.records.record import Record
 from gradwatch.rules.files import parse_rules
 from gradwatch.session.watch import session_of
 from gradwatch.taps import module_calls
-from tests.reading.test_device_norms import WAITING, Operations
+from tests.reading.test_foreach_norms import WAITING, Operations
 from tests.support import odd_activations
 from tests.support.kept import Kept
 from tests.support.module_calls import ModuleCalls

@@ -21,7 +21,7 @@ from gradwatch.engine import staggered_reads
 from gradwatch.records.record import Record
 from gradwatch.rules.files import parse_rules
 from gradwatch.session.watch import session_of
-from tests.reading.test_device_norms import WAITING, Operations
+from tests.reading.test_foreach_norms import WAITING, Operations
 from tests.support.kept import Kept
 
 STEPS, CADENCES = 13, (1, 2, 3, 10)

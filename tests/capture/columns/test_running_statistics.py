@@ -20,7 +20,7 @@ from gradwatch.engine.staggered_reads import Staggering
 from gradwatch.records.record import Record
 from gradwatch.rules.files import parse_rules
 from gradwatch.session.watch import session_of
-from tests.reading.test_device_norms import WAITING, Operations
+from tests.reading.test_foreach_norms import WAITING, Operations
 from tests.support.kept import Kept
 
 CADENCES = (1, 2, 3, 10)

@@ -19,10 +19,10 @@ import gradwatch
 from gradwatch.capture.weights import unoptimized_weights, weight_health
 from gradwatch.capture.weights.weight_health import FACTOR, UNREADABLE, Weights
 from gradwatch.checkpoint import read_tag
-from gradwatch.reading import device_norms
+from gradwatch.reading import async_copy, foreach_norms
 from gradwatch.rules.files import parse_rules
 from gradwatch.sinks.log import LogSink
-from tests.reading.test_device_norms import WAITING, Operations
+from tests.reading.test_foreach_norms import WAITING, Operations
 from tests.support.acting_cases import Training, run_folder, watched
 from tests.support.examples import examples
 from tests.support.kept import Kept
@@ -404,8 +404,8 @@ def test_from_a_device_a_look_comes_late_and_nothing_waits(monkeypatch: pytest.M
     ]
     there, statistics = [False], [("mean", torch.full((4,), math.inf)), ("var", torch.ones(4))]
     weights = Weights(lambda: named, statistics=lambda: statistics)
-    monkeypatch.setattr(device_norms, "on_host", lambda tensor: False)
-    monkeypatch.setattr(device_norms.DeviceNorms, "ready", lambda reading: there[0])
+    monkeypatch.setattr(async_copy, "on_host", lambda tensor: False)
+    monkeypatch.setattr(foreach_norms.DeviceNorms, "ready", lambda reading: there[0])
     with Operations(looks=True) as operations:
         weights.meet()
         with torch.no_grad():

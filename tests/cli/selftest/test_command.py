@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 import gradwatch
-from gradwatch.launch.fault_injection.saved_state import SavedState
+from gradwatch.launch.fault_injection.state_before_fault import SavedState
 from tests.sinks.notify.receiver import receiving
 from tests.support import warm
 from tests.support.launch_cases import GRADWATCH

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 import gradwatch
 from gradwatch.localise.diagnosis.output_comparison import LargeOutput
+from gradwatch.localise.held_calls.kept_row_sums import MOST_ROWS, row_sums, rows_of
 from gradwatch.localise.held_calls.random_generators import NONE
 from gradwatch.localise.held_calls.recorded_call import Call
-from gradwatch.localise.held_calls.row_sums import MOST_ROWS, row_sums, rows_of
 from gradwatch.records.finding import Finding
 from gradwatch.rules.files import parse_rules
 from tests.localise.replay import faulty_processor

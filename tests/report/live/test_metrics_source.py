@@ -60,6 +60,16 @@ def test_what_is_no_process_of_ours_is_refused() -> None:
             MetricsSource(f"http://127.0.0.1:{port}")
 
 
+@pytest.mark.parametrize(
+    "url", ["http://me:hunter@host:1", "http://me:hunter@[host", "http://me:hun/hunter@h"]
+)
+def test_a_password_is_not_repeated(url: str) -> None:
+    """Also where the address is wrong in other ways."""
+    with pytest.raises(GradwatchError, match="has a user or password") as refused:
+        MetricsSource(url)
+    assert "hun" not in str(refused.value)
+
+
 def test_serve_is_told_from_a_process(tmp_path: Path) -> None:
     """`gradwatch serve` has many runs: what can be typed instead is said."""
     (tmp_path / "run-1").mkdir()  # where the sink says its address

@@ -192,6 +192,14 @@ def test_no_secret_is_shown(name: str, value: str, tmp_path: Path, monkeypatch: 
     assert f"${{{name}}}" in str(refused.value)
 
 
+@pytest.mark.parametrize("url", ["http://me:SECRET@host", "ftp://SECRET", "hooks.slack.com/services/SECRET"])
+def test_nor_one_that_is_given_itself(url: str, tmp_path: Path) -> None:
+    """In place of the name of a variable."""
+    with pytest.raises(AttachError, match="url is no URL") as refused:
+        WebhookSink(url).open(make_run(tmp_path), Health())
+    assert "SECRET" not in str(refused.value)
+
+
 def test_a_ladder_that_ends_in_a_stop_is_told(tmp_path: Path) -> None:
     """Also where the rule was reported before, and where it was too slight to be."""
     with receiving() as got:

@@ -24,7 +24,7 @@ from prometheus_client import CollectorRegistry, Counter, generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 
 from gradwatch.endpoint.address import Address, rank_address
-from gradwatch.endpoint.server import THREAD_NAME
+from gradwatch.endpoint.http_server import THREAD_NAME
 from gradwatch.errors import AttachError
 from gradwatch.records.run_info import RuleInfo
 from gradwatch.runtime.internal_errors import Health

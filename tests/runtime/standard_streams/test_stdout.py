@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from gradwatch.runtime import stdout
+from gradwatch.runtime.standard_streams import stdout
 
 
 def printed(command_fails: bool, runs_script: bool, monkeypatch: pytest.MonkeyPatch) -> bytes:

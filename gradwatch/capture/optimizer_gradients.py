@@ -18,12 +18,12 @@ from gradwatch.capture.loop_faults.loop_events import LoopEvents
 from gradwatch.capture.loop_faults.uncleared_gradients import UnclearedGradients
 from gradwatch.capture.optimizer_parameters import OptimizerParameters, grad_of
 from gradwatch.capture.window.accumulation_steps import AccumulationSchedule
-from gradwatch.capture.window.arrivals import ArrivalCounts
+from gradwatch.capture.window.arrival_counts import ArrivalCounts
 from gradwatch.capture.window.gradient_reader import NOTHING, GradientReader, Grads
 from gradwatch.capture.window.hook_pruning import HookPruning
 from gradwatch.capture.window.norm_after_user_clip import KnownScaling
+from gradwatch.reading.async_copy import Number
 from gradwatch.reading.cpu_norms import CpuNorms
-from gradwatch.reading.device_norms import Number
 from gradwatch.reading.gradient_writes import (
     Reading,
     State,
@@ -44,7 +44,7 @@ GONE = -2  # in place of an id
 KEPT = 1 << 24  # elements of a capture whose gradients may be held until the step, on the host
 
 
-class ArrivedGradients(OptimizerParameters):
+class OptimizerGradients(OptimizerParameters):
     """Gradients of K parameters since the last step: how often they arrived, and their norms as they were read last.
 
     That they were last read at the step boundary, `norms_at_step` and `state_at_step`, is set by `OptimizerCapture`.
@@ -59,7 +59,7 @@ class ArrivedGradients(OptimizerParameters):
         *,
         inside_backward: bool,
         without_optimizer: bool,
-        like: ArrivedGradients | None,
+        like: OptimizerGradients | None,
         uncleared: list[UnclearedGradients] | None,
     ) -> None:
         super().__init__(
@@ -287,7 +287,7 @@ class ArrivedGradients(OptimizerParameters):
             self._read_at = self.arrivals.count
             self.known_scalings.clear()
 
-    def go_on_from(self, before: ArrivedGradients) -> None:
+    def go_on_from(self, before: OptimizerGradients) -> None:
         """Close the open window of another capture of the same optimizer, whose parameters have become others.
 
         What joined has not been read at the end of the backward. It is read now, and is what the backward made, where

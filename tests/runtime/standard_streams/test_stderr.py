@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from gradwatch.runtime import stderr
+from gradwatch.runtime.standard_streams import stderr
 
 
 def test_a_broken_pipe_keeps_nothing_that_would_fail_again_at_exit() -> None:

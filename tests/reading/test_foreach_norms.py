@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradwatch
 from gradwatch.capture.weights.weight_health import Weights
-from gradwatch.reading import device_norms
+from gradwatch.reading import async_copy, foreach_norms
 from gradwatch.reading.pinned_buffers import PinnedPool
 from gradwatch.taps import dispatch_modes
 from tests.support.on_device import gradients_on_device, losses_on_device
@@ -169,7 +169,7 @@ def test_a_number_that_is_sent_together_with_norms_is_none_of_them(
 ) -> None:
     """Norms by position, total and verdict are those of the gradients; the number has a scale of its own."""
     grads = [torch.full((4,), 3.0), None, torch.full((9,), 1.0 if bad is None else bad)]
-    reading = device_norms.read(grads, 2.0, loss)
+    reading = foreach_norms.read(grads, 2.0, loss)
     last = 1.5 if bad is None else bad
     assert reading.norms().tolist() == pytest.approx([3.0, 0.0, last], nan_ok=True)
     assert {k: float(norm) for k, norm in reading.each().items()} == pytest.approx(
@@ -184,8 +184,8 @@ def test_a_number_that_is_sent_together_with_norms_is_none_of_them(
         assert reading.loss is None
     else:
         assert reading.loss is not None
-        assert device_norms.host_value(reading.loss) == 5.0
-        assert device_norms.host_value(reading.divided(2.0).loss.divided(4.0)) == 1.25  # type: ignore[union-attr]
+        assert async_copy.host_value(reading.loss) == 5.0
+        assert async_copy.host_value(reading.divided(2.0).loss.divided(4.0)) == 1.25  # type: ignore[union-attr]
         assert reading.divided(2.0).norms().tolist() == pytest.approx([1.5, 0.0, last / 2], nan_ok=True)
 
 

@@ -19,8 +19,8 @@ import pytest
 
 from gradwatch.endpoint.address import Address
 from gradwatch.endpoint.http_protocol import Content, plain
+from gradwatch.endpoint.http_server import LOST, THREAD_NAME, Allowance, Endpoint, Limits, Route
 from gradwatch.endpoint.listening_port import listening_socket
-from gradwatch.endpoint.server import LOST, THREAD_NAME, Allowance, Endpoint, Limits, Route
 from tests.support.sink_records import sockets
 
 BODY = b"gradwatch_steps_total 7\n"
@@ -332,7 +332,7 @@ FEW_FILES = """
     from gradwatch.endpoint.http_protocol import plain
     from gradwatch.endpoint.address import Address
     from gradwatch.endpoint.listening_port import listening_socket
-    from gradwatch.endpoint.server import Endpoint
+    from gradwatch.endpoint.http_server import Endpoint
     served = Endpoint(listening_socket(Address("127.0.0.1", 0)), {"/": lambda hurried: plain("ok")}, print)
     served.start()
     print(served.address.port, flush=True)
@@ -452,7 +452,7 @@ def test_descriptors_that_the_script_has_taken_are_left_alone(
 ) -> None:
     """As a daemon does, it closes ours and opens files: nothing is read from, written to or closed by us; said once."""
     if noticed:
-        monkeypatch.setattr("gradwatch.endpoint.server.LOOK_SECONDS", 0.01)
+        monkeypatch.setattr("gradwatch.endpoint.http_server.LOOK_SECONDS", 0.01)
     errors: list[BaseException] = []
     with endpoint(errors=errors) as served, connect(served):
         assert wait_until(lambda: bool(served._connections))
@@ -488,7 +488,7 @@ FORKING = """
     from gradwatch.endpoint.http_protocol import plain
     from gradwatch.endpoint.address import Address
     from gradwatch.endpoint.listening_port import listening_socket
-    from gradwatch.endpoint.server import Endpoint, Limits
+    from gradwatch.endpoint.http_server import Endpoint, Limits
     from tests.support.sink_records import sockets
     routes, limits = {"/": lambda hurried: plain("ok")}, Limits(cpu_share=1.0, cpu_burst_seconds=10.0)
     served = Endpoint(listening_socket(Address("127.0.0.1", 0)), routes, print, limits)

@@ -10,8 +10,8 @@ from gradwatch.journal.audit import Fired
 from gradwatch.records.record import CheckpointHealth
 from gradwatch.report.firing_periods import FiringEnd
 from gradwatch.report.run_report import RuleState
+from gradwatch.report.run_verdict import RunFacts, verdict
 from gradwatch.report.track import COUNTS, Axis, Parameters, Track
-from gradwatch.report.verdict import RunFacts, verdict
 
 ALL_SEEN = Account(Taken(steps=9, backwards=9), Watched(steps=9, backwards=9), ended="finished")
 

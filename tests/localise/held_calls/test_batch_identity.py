@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset
 import gradwatch
 from gradwatch.incidents import explanation
 from gradwatch.journal import read_journal
-from gradwatch.localise.held_calls import batch_hash as hashing
+from gradwatch.localise.held_calls import batch_identity as hashing
 from gradwatch.records.finding import Batch, Finding
 from gradwatch.session.watch import session_of
 from gradwatch.sinks.journal import JournalSink

@@ -1,4 +1,4 @@
-"""Gradients that arrived since the last step, how often, and whether they are still there.
+"""Number of times that a gradient arrived at each parameter since the last step: 0 is none, and no gradient of zeros.
 
 K parameters of one optimizer. What a backward left counts until it is cleared: a batch given up, or a
 critic that the generator's loss went through, leaves arrivals whose gradients the next step never sees.

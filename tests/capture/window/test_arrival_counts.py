@@ -8,7 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwatch.capture.window.arrivals import ArrivalCounts
+from gradwatch.capture.window.arrival_counts import ArrivalCounts
 
 POSITIONS = {7: 0, 3: 1, 11: 2, 4: 3}
 """Slots of the parameters of one optimizer; those of others are 1 and 2."""

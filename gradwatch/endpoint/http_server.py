@@ -1,4 +1,4 @@
-"""The endpoint: one daemon thread, one selector, no thread per connection, a bound on everything.
+"""The HTTP server of a process: one daemon thread, one selector, no thread per connection, a bound on everything.
 
 It lives in a training process, so its worst case matters more than its best. A flood waits in the kernel's
 queue; slow and silent peers are evicted, the oldest first; and the thread as a whole may use only a small

@@ -1,0 +1,1 @@
+"""Lines on stdout and stderr that cannot take everything: closed, a broken pipe, a full disk."""
