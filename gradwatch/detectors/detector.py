@@ -96,7 +96,8 @@ def _no_column(of: str) -> str:
     return of
 
 
-ObservedColumn = Annotated[str, Limits(pattern=rf"^{re.escape(OBSERVED)}\S{{1,64}}$", check=_no_column)]
+OBSERVED_PATTERN = rf"^{re.escape(OBSERVED)}\S{{1,64}}$"
+ObservedColumn = Annotated[str, Limits(pattern=OBSERVED_PATTERN, check=_no_column)]
 """A value that the script gives to `observe`: its name after `observed.`, one value per step."""
 
 NormColumn = Literal[

@@ -46,7 +46,9 @@ class Plateau(Detector):
 
     m += a·(x - m) with a = max(1 - 2^(-1/half_life), 1/(n + 1)). Where m < best - by·abs(best) it is the new best (with
     `better: higher` m > best + by·abs(best)): so a slow fall adds up until it counts, and one lucky batch does not.
-    The score is the number of samples since then. Samples that are not finite are none.
+    The score is the number of samples since then. Samples that are not finite are none. Nothing is counted during the
+    warm-up, whose last sample is the first best: it fires at the (`warmup` + `steps`)-th sample at the earliest, the
+    step `warmup` + `steps` - 1 where every step has a value.
     """
 
     __pydantic_config__: ClassVar[object] = STRICT

@@ -56,7 +56,10 @@ class Localise(Parameters):
 
 
 class SnapshotTo(Parameters):
-    """Keep a bundle of the incident in the run's folder: page, norms, generators, gradients, the batch if asked."""
+    """Keep a bundle of the incident in the run's folder: page, norms, generators, gradients, the batch if asked.
+
+    It needs `pip install 'gradwatch[bundle]'`; `gradwatch rules check` says where that is missing.
+    """
 
     keep: Count = key(3, description="Bundles of this rank in a run's folder, beyond which none is added.")
     batch: bool = key(
@@ -77,8 +80,30 @@ class Escalate(Parameters):
     to: Literal["clip", "skip_step", "localise", "stop"] = key(description="The stronger action.")
 
 
-class Bare(Parameters):
-    """An action without parameters."""
+class ZeroNonfinite(Parameters):
+    """Set elements that are NaN or Inf to 0, in the gradients that breach, and keep the step.
+
+    Only in a rule about NaN and Inf; all other elements stay as they are. Not under a GradScaler, which has to see the
+    overflow to lower its scale: there it is reported as not carried out.
+    """
+
+
+class Stop(Parameters):
+    """End the training: `TrainingStopped` is raised at the step that breaches, before the optimizer changes any weight.
+
+    On every rank at the same step, after the step was recorded and reported. `gradwatch run` then ends with exit status
+    86; a script that catches it may save a checkpoint first. To stop only where it goes on: `escalate`, or `then: stop`
+    of `skip_step`.
+    """
+
+
+class DropMicro(Parameters):
+    """Leave out the micro-batch whose gradients are NaN or Inf, and keep the step with the others.
+
+    For gradient accumulation, in a rule of `kind: nonfinite`: what the others gave is multiplied by k / (k - d), where
+    d of k backwards were left out. Not under a GradScaler, and not where gradients are reduced over ranks or sharded:
+    there it is switched off, with a warning that names `skip_step`.
+    """
 
 
 class ActionKind(NamedTuple):
@@ -100,12 +125,12 @@ ACTIONS: dict[str, ActionKind] = {
     "skip_step": ActionKind(SkipStep, every_step=True),
     "clip": ActionKind(ClipTo, changes_gradients=True, every_step=True),
     "rescale": ActionKind(Rescale, changes_gradients=True, later="rescale (from the next step on)"),
-    "zero_nonfinite": ActionKind(Bare, changes_gradients=True, every_step=True),
+    "zero_nonfinite": ActionKind(ZeroNonfinite, changes_gradients=True, every_step=True),
     "localise": ActionKind(Localise),
     "snapshot": ActionKind(SnapshotTo),
-    "stop": ActionKind(Bare),
+    "stop": ActionKind(Stop),
     "escalate": ActionKind(Escalate, repeated=True),
-    "drop_micro": ActionKind(Bare, every_step=True),
+    "drop_micro": ActionKind(DropMicro, every_step=True),
 }
 """By the name in a rule file."""
 

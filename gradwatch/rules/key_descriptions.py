@@ -69,7 +69,10 @@ _OF_KIND: Mapping[tuple[str, str], str] = {
     ("block_rms", "threshold"): "The largest root mean square of a gradient's elements after clipping.",
     ("plateau", "better"): "Whether a lower or a higher value is the better one.",
     ("plateau", "by"): "The part of the best mean by which a new one has to be better, to count.",
-    ("plateau", "steps"): "Samples without a new best from which it fires.",
+    (
+        "plateau",
+        "steps",
+    ): "Samples without a new best from which it fires, from the end of the warm-up on: `warmup` + `steps` in all.",
     ("converged", "above"): "The factor below the largest level from which it fires.",
     (
         "depth_ratio",

@@ -199,7 +199,8 @@ _ENTRIES = (
         "`warmup` and `half_life` belong to detectors that learn a baseline; this kind compares with a"
         " constant.",
         "detect: {kind: nonfinite}\nwarmup: 200",
-        "Delete the key; `for:` delays the alert of any kind.",
+        "Delete the key. `from_step: N` begins to judge at step N; `for: N` is no start delay, but waits for N samples"
+        " in a row that breach.",
     ),
     Code(
         "GW208",

@@ -72,7 +72,8 @@ class ClipPolicy:
 class Clip:
     """Standing clip policies: `total` over all parameters, `groups` by group name.
 
-    A parameter has the policy of the first of these groups; the stricter of that and the total's holds.
+    A parameter has the policy of the first of these groups that matches it, in the order of `RuleSet.groups`; the
+    stricter of that and the total's holds.
 
     `at` "step" applies them at the optimizer step, "backward" through the tensor hook's return value
     (local to one process; `local` True forces it where gradients are sharded or accumulated).

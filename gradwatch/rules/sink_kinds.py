@@ -31,6 +31,17 @@ class PrometheusOptions(ParameterOptions):
     stall_seconds: Positive = unset("The least time without a step after which the run counts as stalled.")
 
 
+_LEAST_CAP = 1 << 20
+
+
+def _no_cap_or_enough(max_bytes: int) -> int:
+    if 0 < max_bytes < _LEAST_CAP:
+        from pydantic_core import PydanticCustomError  # not at the top: see detectors/limits.py
+
+        raise PydanticCustomError("must_be", "0 (no cap), or at least {least}", {"least": f"{_LEAST_CAP:,}"})
+    return max_bytes
+
+
 class JournalOptions(Parameters):
     """The crash-safe recording of the run."""
 
@@ -40,7 +51,9 @@ class JournalOptions(Parameters):
     params: Literal["sampled", "full"] = unset(
         "Per-parameter norms sampled to keep the cap, or at every step."
     )
-    max_bytes: Annotated[int, Limits(ge=1 << 20, le=1 << 46)] = unset("Cap on a run's journal, in bytes.")
+    max_bytes: Annotated[int, Limits(ge=0, le=1 << 46, check=_no_cap_or_enough)] = unset(
+        "Cap on a run's journal, in bytes, 1,048,576 at least; 0 = no cap."
+    )
 
 
 class LogOptions(Parameters):
@@ -77,7 +90,13 @@ class TextfileOptions(Parameters):
 
 
 class PushgatewayOptions(Parameters):
-    """The outcome of the run, pushed once when it ends."""
+    """The outcome of the run, pushed once, when it ends.
+
+    A Pushgateway is for what outlives a batch job, and keeps it until it is deleted: by Prometheus' own guidance
+    (https://prometheus.io/docs/practices/pushing) nothing else is pushed, so there is no interval. A run that goes on
+    is watched at the endpoint that Prometheus scrapes (`prometheus`), by `textfile` where no port may be open, or by
+    `otlp`. What an earlier attempt of the run left is deleted at the start; a killed process pushes nothing.
+    """
 
     url: Url = unset("Base URL of the Pushgateway, e.g. http://127.0.0.1:9091.")
     job: Annotated[str, Limits(min_length=1, max_length=100)] = unset("The job label; gradwatch.")

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwatch.detectors import Plateau, Sample, State, breaches
+from gradwatch.rules.key_descriptions import described
 
 values = st.one_of(st.floats(-1e3, 1e3), st.sampled_from([math.nan, math.inf, 0.0]))
 
@@ -60,6 +61,15 @@ def test_higher_may_be_the_better_one() -> None:
     rising = np.minimum(0.1 + 0.001 * np.arange(2000), 0.9)
     assert (first(rising, steps=300, better="higher") or 0) > 1000
     assert first(rising, steps=300) == 300 + 19
+
+
+@pytest.mark.parametrize(("warmup", "steps"), [(1, 5), (20, 30)])
+def test_the_count_begins_when_the_warm_up_ends(warmup: int, steps: int) -> None:
+    """A value that never changes is found at the (warmup + steps)-th sample, as the kind's page and key say."""
+    assert first(np.ones(100), steps=steps, warmup=warmup) == warmup + steps - 1
+    said = " ".join((Plateau.__doc__ or "").split())
+    assert "at the (`warmup` + `steps`)-th sample at the earliest" in said
+    assert "`warmup` + `steps` in all" in described(Plateau)["steps"]
 
 
 def test_what_is_not_finite_or_missing_is_no_sample() -> None:

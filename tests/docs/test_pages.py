@@ -14,6 +14,7 @@ from torch import nn
 
 import gradwatch
 from gradwatch.cli.entry_point import build_parser
+from gradwatch.rules.files import parse_rules
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "gradwatch" / "docs"
@@ -112,6 +113,15 @@ def test_rule_files_are_valid(path: Path, tmp_path: Path) -> None:
         file = tmp_path / f"{number}.gradwatch.yaml"
         file.write_text(text)
         assert gradwatch.load_rules(file).rules
+
+
+@page
+def test_sections_within_sentences_are_valid(path: Path) -> None:
+    """A section of a rule file that a sentence spells out in full is accepted as it stands."""
+    prose = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
+    for code in re.findall(r"`((?:sinks|modules|histograms): [^`…]+)`", prose):
+        if "..." not in code and not re.search(r"\b[A-Z]{3,}\b", code):
+            parse_rules(f"version: 1\n{code}\n", path.name)
 
 
 @page

@@ -70,8 +70,10 @@ is wrong, and `gradwatch rules list --rules FILE` shows all rules as they are in
 {merged}
 
 A parameter may match several groups. The first is its label, in metrics and logs; a rule with `groups:` judges every
-parameter that matches one of them; of the groups that `clip:` names, the first that matches a parameter clips it: give
-an exception its own group, before the one for the rest.
+parameter that matches one of them; of the groups that `clip:` names, the first that matches a parameter clips it.
+First is what stands first under `groups:` of the file, whatever the order under `clip: groups:`; groups of a later
+file stand before those of the files that it extends. Give an exception its own group, before the one for the rest.
+`gradwatch rules list --resolved` shows clip groups in that order.
 
 Of several clip policies that apply to a parameter (`total`, its group's, a rule's `clip`) the strictest wins, once: one
 for a group does not take its parameters out of the total.

@@ -170,7 +170,7 @@ def _entry(cls: type[Any], model: Any) -> dict[str, Any]:
 
 
 def _type(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
-    """A JSON Schema type in words: `number > 0`, `nan | inf`, `list of text`."""
+    """A JSON Schema type in words: `number > 0`, `nan | inf`, `list of text`, `observed.NAME`."""
     if "$ref" in schema:
         return _type(definitions.get(schema["$ref"].rsplit("/", 1)[-1], {}), definitions)
     if "anyOf" in schema:
@@ -178,6 +178,8 @@ def _type(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
         return " | ".join(dict.fromkeys(words))
     if "enum" in schema or "const" in schema:
         return " | ".join(map(str, schema.get("enum", [schema.get("const")])))
+    if "pattern" in schema and schema["pattern"] == _observed_pattern():
+        return "observed.NAME"
     kind = schema.get("type", "any")
     if kind == "array":
         return f"list of {_type(schema.get('items', {}), definitions)}"
@@ -193,6 +195,12 @@ def _type(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> str:
         )
         if key in schema
     )
+
+
+def _observed_pattern() -> str:
+    from gradwatch.detectors.detector import OBSERVED_PATTERN  # not at the top: it needs numpy
+
+    return OBSERVED_PATTERN
 
 
 def _first_sentence(text: str) -> str:

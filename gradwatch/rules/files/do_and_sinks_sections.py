@@ -105,9 +105,8 @@ def sinks(node: Node | None, problems: Problems) -> tuple[SinkSpec, ...]:
         if model is None:
             result.append(SinkSpec(name, data(options)))
             continue
-        valid = check(
-            options, parameters_model(model), problems, mark, f"sink '{name}'", words_of_other_tools.SINK_KEYS
-        )
+        advice = words_of_other_tools.sink_keys(name)
+        valid = check(options, parameters_model(model), problems, mark, f"sink '{name}'", advice)
         if valid is not None:
             result.append(SinkSpec(name, valid.model_dump(exclude_unset=True)))
     return tuple(result)

@@ -268,6 +268,8 @@ def _describe(error: Any, node: Node, name: str, problems: Problems) -> tuple[st
         return "GW105", f"{label} is too long: at most {context['max_length']:,}", ""
     if kind == "measured":
         return "GW208", f"{label} cannot be {shown(node)}: {error['msg']}", ""
+    if kind == "must_be":
+        return "GW105", f"{label} must be {error['msg']}, not {shown(node)}", ""
     if kind == "string_pattern_mismatch":
         pattern = str(context["pattern"])
         wanted = _PATTERNS.get(name) or _PATTERNS.get(pattern, f"text that matches {pattern}")

@@ -78,7 +78,9 @@ class Timing(Model):
         "tensors, each parameter at a step of its own out of every so many. Left out: 1; 10 for a rule without "
         "`do` on such a column (see gradwatch/docs/columns.md)."
     )
-    warmup: Count = unset("Samples of a series before it may fire; only kinds with a baseline.")
+    warmup: Count = unset(
+        "Samples of a series before it may fire, or (`plateau`) before it begins to count; only kinds with a baseline."
+    )
     half_life: Count = unset("Half-life of the baseline in samples; only kinds with a baseline.")
     for_: Count = unset(
         "Breaching samples before it fires; an action on NaN or Inf does not wait. Actions are for the steps that "
@@ -171,7 +173,9 @@ class ClipEntry(Model):
     """Standing clipping policies."""
 
     total: dict[str, Any] = unset("Over all parameters.")
-    groups: dict[str, Any] = unset("By group name; a parameter has the policy of the first of them.")
+    groups: dict[str, Any] = unset(
+        "By group name; a parameter has the policy of the first that matches it, in the order of `groups:` of the file."
+    )
     at: ClipAt = unset("step (right everywhere), or backward (through the hook's return value).")
     local: bool = unset("Force `at: backward` where gradients are sharded or accumulated.")
 

@@ -32,7 +32,12 @@ BUILT_IN: Mapping[str, Any] = {
     "on_error": "pass",
 }
 """What applies where neither the rule nor `defaults` nor the kind says anything."""
-_BASELINE_KEYS = ("warmup", "half_life")
+WITHOUT_BASELINE: Mapping[str, str] = {
+    "warmup": "delete the key; `from_step: N` begins to judge at step N",
+    "half_life": "delete the key",
+}
+"""Advice on keys that belong to kinds with a baseline, where a kind has none."""
+_BASELINE_KEYS = tuple(WITHOUT_BASELINE)
 
 
 def groups(document: Map, problems: Problems) -> tuple[Group, ...]:
@@ -245,7 +250,7 @@ class Resolver:
         if key in node.entries:
             if not has:
                 message = f"the detector '{cls.kind}' has no baseline, so it takes no {quoted(key)}"
-                self.problems.add(node.key_mark(key), "GW207", message, "delete the key")
+                self.problems.add(node.key_mark(key), "GW207", message, WITHOUT_BASELINE[key])
             return getattr(entry, field)
         if has and key in self.defaults_node.entries:
             self.origins[f"{rule_id}.{key}"] = str(self.defaults_node.key_mark(key))

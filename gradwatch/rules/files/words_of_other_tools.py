@@ -141,6 +141,15 @@ SINK_KEYS: Mapping[str, str] = _each(
 )
 """For parameters of a sink."""
 
+_KEYS_OF_SINK: Mapping[str, Mapping[str, str]] = {
+    "pushgateway": _each(
+        "every every_seconds interval interval_seconds push_interval frequency",
+        say="it pushes once, when the run ends, as a Pushgateway is meant for; to watch a run that goes on, have "
+        "Prometheus scrape it (`prometheus: {listen: HOST:PORT}`), or use textfile or otlp, which take `every_seconds`",
+    ),
+}
+"""For parameters of one sink."""
+
 MATCH_KEYS: Mapping[str, str] = _each(
     "group groups param params parameters name names layer layers module modules rule rules",
     say="overrides are for some runs, by the run's name; for some parameters write a rule with `groups:`",
@@ -203,7 +212,9 @@ DETECT_KEYS: Mapping[str, tuple[str, ...]] = {
 
 COLUMNS: Mapping[str, str] = {
     **_each(
-        "loss", "`kind: loss_spike` for the loss against its own past; `above` and `below` take `of: loss`"
+        "loss",
+        "`kind: loss_spike` for the loss against its own past, `kind: loss_nonfinite` for a NaN or Inf of it; `above` "
+        "and `below` take `of: loss`",
     ),
     **_each("lr learning_rate", "`kind: lr_jump`; `above` and `below` take `of: lr`"),
     **_each("grad gradient gradients grad_norm gradient_norm", "norm (of each parameter) or total_norm"),
@@ -212,6 +223,11 @@ COLUMNS: Mapping[str, str] = {
     **_each("activation activations", "activation_std and others, of modules"),
 }
 """For `of:` where the detector does not take the word."""
+
+
+def sink_keys(name: str) -> Mapping[str, str]:
+    """Advice by word on parameters of the sink of this name."""
+    return {**SINK_KEYS, **_KEYS_OF_SINK.get(name, {})}
 
 
 def detect_keys(sentences: Mapping[str, str]) -> Mapping[str, str]:

@@ -40,6 +40,26 @@ def test_everything_is_listed_and_described(topic: str) -> None:
             assert one["type"] != "any", (name, key)
 
 
+def test_actions_without_keys_say_what_they_do() -> None:
+    """Each action begins with a sentence of its own, those that take no keys too."""
+    first = {name: entry["does"].partition(".")[0] for name, entry in entries_of("actions").items()}
+    assert len(set(first.values())) == len(first)
+    assert "NaN or Inf to 0" in first["zero_nonfinite"]
+    assert "TrainingStopped" in first["stop"]
+    assert "micro-batch" in first["drop_micro"]
+
+
+def test_observed_values_are_named_among_the_columns() -> None:
+    """The values of `of:` are words that can be written there: `observed.NAME`, not "text"."""
+    columns = {
+        name: entry["keys"]["of"]["type"]
+        for name, entry in entries_of("kinds").items()
+        if "of" in entry["keys"]
+    }
+    assert not [name for name, words in columns.items() if "text" in words.split(" | ")]
+    assert columns["plateau"] == "loss | observed.NAME"
+
+
 def test_no_sentence_is_left_of_a_key_that_is_gone() -> None:
     """Each described key belongs to a kind or a policy; so does each that a kind has for itself."""
     keys = {

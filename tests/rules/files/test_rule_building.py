@@ -23,6 +23,7 @@ from gradwatch.rules.files import canonical, json_schema, load_rules, parse_rule
 from gradwatch.rules.files.annotations import PLACEHOLDERS
 from gradwatch.rules.files.rule_building import BUILT_IN
 from gradwatch.rules.packs import pack_names
+from gradwatch.rules.problem_codes import CODES
 from gradwatch.rules.rule_set import (
     NOT_BUILT,
     Action,
@@ -87,6 +88,15 @@ def test_default_warmup_is_ignored_without_a_baseline() -> None:
     """`defaults: {warmup}` does not reach a kind that has none, so it cannot delay a NaN."""
     rules = parse_rules("version: 1\ndefaults: {warmup: 500}\nrules: {r: {detect: {kind: nonfinite}}}")
     assert rules.rule("r").warmup == 0
+
+
+def test_a_start_delay_is_from_step() -> None:
+    """Where a kind has no warm-up, advice and explanation name the key that delays its start, and not `for`."""
+    with pytest.raises(RuleFileError) as refused:
+        parse_rules("version: 1\nrules: {r: {detect: {kind: nonfinite}, warmup: 200}}\n")
+    assert "`from_step: N` begins to judge at step N" in str(refused.value)
+    assert "`from_step: N` begins to judge at step N" in CODES["GW207"].fix
+    assert "is no start delay" in CODES["GW207"].fix
 
 
 def test_everything_a_rule_can_say() -> None:

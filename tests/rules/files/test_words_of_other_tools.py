@@ -51,6 +51,9 @@ IN_PLACE = {
     START
     + "    detect: {kind: nonfinite}\n    slack: {}\n": "write `sinks: [prometheus, journal, log, slack]` beside",
     START + "    detect: {kind: nonfinite}\n    clip: 1.0\n": "write do: [{clip: {to: 1.0}}] for",
+    START + "    detect: {kind: nonfinite, of: loss}\n": "`kind: loss_nonfinite` for a NaN or Inf of it",
+    "version: 1\nsinks: [pushgateway: {every_seconds: 15}]\n": "once, when the run ends",
+    "version: 1\nsinks: [pushgateway: {interval: 15}]\n": "have Prometheus scrape it",
 }
 
 
