@@ -5,6 +5,8 @@ Every set of names that depends on a property of columns is made from it.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from typing import Final, Literal, NamedTuple
 
 Of = Literal["parameter", "module", "rank", "step"]
@@ -293,6 +295,25 @@ CATALOGUE: tuple[ColumnInfo, ...] = (
 
 OBSERVED = "observed."
 """What stands before the name of an observed value in `of:`, so that no misspelt column is taken for one."""
+
+
+_NEVER_NEGATIVE = (
+    *("‖g‖", "‖g‖/√n", "|g|", "‖w‖", "‖Δw‖", "‖Δw‖/‖w‖", "‖m‖", "v", "‖a‖"),
+    *("backwards", "elements", "parameters", "clips"),
+)
+_RANGES: Mapping[str, tuple[float, float]] = {
+    "0 to 1": (0.0, 1.0),
+    "0 or 1": (0.0, 1.0),
+    "−1 to 1": (-1.0, 1.0),
+    **dict.fromkeys(_NEVER_NEGATIVE, (0.0, math.inf)),
+}
+"""The least and the largest number of a column, by its unit."""
+_UNITS = {one.name: one.unit for one in CATALOGUE if not (one.unit == "0 or 1" and one.grouped == "sum")}
+
+
+def range_of(column: str) -> tuple[float, float]:
+    """The least and the largest number that a column can hold, whatever is trained; infinite if that is not known."""
+    return _RANGES.get(_UNITS.get(column, ""), (-math.inf, math.inf))
 
 
 def _of(of: Of) -> frozenset[str]:

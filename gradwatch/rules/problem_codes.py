@@ -205,8 +205,8 @@ _ENTRIES = (
     Code(
         "GW208",
         "values that contradict each other",
-        "Each value is allowed, but not together: a clear level beyond the threshold, 5 in 3, an empty"
-        " interval, a batch to be kept in 0 bytes.",
+        "Each value is allowed, but not together: a clear level beyond the threshold, a threshold that the column"
+        " cannot cross (a fraction above 20), 5 in 3, an empty interval, a batch to be kept in 0 bytes.",
         "detect: {kind: above, threshold: 10, clear_below: 20}",
         "Change one of the values.",
     ),

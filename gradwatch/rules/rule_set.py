@@ -183,7 +183,8 @@ class RuleSet:
     `groups` and `rules` are in file order; `rules` holds disabled ones too (`enabled` False). `inactive` maps
     the id of a rule that cannot run in this version to the reason; such a rule is not in `rules`. `sinks`
     None = the file does not say. `digest` is the sha256 of the canonical resolved form. `origins` maps
-    "rule-id.key" (and "rule-id.detect.key") to "file:line", or to "default" where nothing was written.
+    "rule-id.key" (and "rule-id.detect.key") to "file:line", or to "default" where nothing was written; "group:NAME",
+    "clip:total", "clip:groups.NAME" and "sinks:NAME" to where these stand.
     """
 
     version: int = 1

@@ -57,6 +57,23 @@ def test_refused_as_expected(name: str, monkeypatch: pytest.MonkeyPatch) -> None
     assert f"{refused.value}\n" == expected
 
 
+def test_a_column_may_be_measured_only() -> None:
+    """A threshold far beyond all that a column can hold is meant so; one just beyond is a mistake."""
+    text = "version: 1\nrules: {{r: {{detect: {{kind: {}, of: {}, threshold: {}}}}}}}\n"
+    for kind, of, threshold in (
+        ("above", "zero_fraction", "1e9"),
+        ("below", "norm", "-1e9"),
+        ("above", "norm", 1e5),
+    ):
+        assert codes_of(text.format(kind, of, threshold)) == []
+    for kind, of, inside, beyond in (
+        ("above", "zero_fraction", 0.99, 1),
+        ("below", "moment_cosine", -0.99, -1),
+    ):
+        assert codes_of(text.format(kind, of, inside)) == []
+        assert codes_of(text.format(kind, of, beyond)) == ["GW208"]
+
+
 def test_carets_stand_under_what_is_wrong() -> None:
     """Line, column and width of a problem cut exactly the offending word out of the source."""
     text = rule("sevrity: info\nfor: ten")

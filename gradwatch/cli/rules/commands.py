@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-from collections.abc import Collection, Mapping
-from dataclasses import asdict, fields, is_dataclass
+from collections.abc import Mapping
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
-from gradwatch.cli.rules import formatting, reference, unit_tests
+from gradwatch.cli.rules import formatting, listing, reference, unit_tests
 from gradwatch.cli.terminal import complain, framed, paint, table
 from gradwatch.errors import GradwatchError, RuleFileError
 from gradwatch.runtime.printable import plural
@@ -17,18 +16,6 @@ from gradwatch.runtime.spelling import did_you_mean
 
 if TYPE_CHECKING:
     from torch import nn
-
-    from gradwatch.rules.rule_set import Rule, RuleSet
-
-
-STAGGERED_RULES = (
-    "each parameter or module is judged every {} steps, in turns (`every: 1`: all at each step): {}"
-)
-
-MISSING_SINKS = (
-    "no {}: `sinks:` takes the place of the default list, prometheus (/metrics), journal (all that report, explain "
-    "and audit read) and log; name what is to stay"
-)
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -69,23 +56,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     explain.add_argument("--json", action="store_true", help="print JSON")
     explain.set_defaults(handler=handle_explain)
 
-    listing = verbs.add_parser(
-        "list",
-        help="the rules of a file and what it resolves to",
-        description="List the rules of a file after `extends:` and defaults: what each detects, on which column, "
-        "after how many samples it fires, and what it does.",
-    )
-    listing.add_argument(
-        "--rules", metavar="FILE", default="default", help="rule file or pack (default: default)"
-    )
-    listing.add_argument(
-        "--resolved", action="store_true", help="every setting of every rule, defaults filled in"
-    )
-    listing.add_argument(
-        "--origin", action="store_true", help="the same, with the file and line that set each"
-    )
-    listing.add_argument("--json", action="store_true", help="print JSON")
-    listing.set_defaults(handler=handle_list)
+    listing.add_parser(verbs)
 
     schema = verbs.add_parser(
         "schema",
@@ -117,8 +88,9 @@ def handle_check(arguments: argparse.Namespace) -> int:
             for problem in report["problems"]:
                 complain(f"{framed(problem)}\n")
             if not report["problems"]:
-                counted = plural(report["enabled"], "rule")
-                print(f"{paint('ok', 'green')}  {report['path']}: {counted}, digest {report['digest'][:12]}")
+                print(
+                    f"{paint('ok', 'green')}  {report['path']}: {counted(report)}, digest {report['digest'][:12]}"
+                )
             for note in report["notes"]:
                 print(f"{paint('note', 'yellow')}  {note}")
             if "cost" in report:
@@ -133,15 +105,18 @@ def handle_check(arguments: argparse.Namespace) -> int:
 
 
 def check_one(path: str, cost: bool = False, model: nn.Module | None = None) -> dict[str, Any]:
-    """Contents of one rule file: its rules and digest, or its problems; notes on rules and sinks; what it costs."""
+    """Contents of one rule file: how much of what it has, and its digest, or its problems; notes; what it costs."""
     from gradwatch.cli.preflight import load
     from gradwatch.cli.rules.check_cost import cost_of
-    from gradwatch.session.settings import DEFAULT_SINKS
+    from gradwatch.cli.rules.check_notes import notes_on
 
     report: dict[str, Any] = {
         "path": path,
         "ok": True,
         "enabled": 0,
+        "clips_total": False,
+        "clip_groups": 0,
+        "sinks": None,
         "digest": "",
         "notes": [],
         "problems": [],
@@ -150,18 +125,26 @@ def check_one(path: str, cost: bool = False, model: nn.Module | None = None) -> 
         ruleset = load(path)
     except RuleFileError as error:
         return report | {"ok": False, "problems": list(error.problems)}
-    staggered: dict[int, list[str]] = {}
-    for rule in ruleset.rules:
-        if rule.enabled and rule.staggered:
-            staggered.setdefault(rule.every, []).append(rule.id)
-    notes = [STAGGERED_RULES.format(every, ", ".join(ids)) for every, ids in sorted(staggered.items())]
-    if ruleset.sinks is not None:
-        listed = {spec.kind for spec in ruleset.sinks}
-        missing = [name for name in DEFAULT_SINKS if name not in listed]
-        notes += [MISSING_SINKS.format(", no ".join(missing))] if missing else []
     enabled = sum(rule.enabled for rule in ruleset.rules)
-    report |= {"enabled": enabled, "digest": ruleset.digest, "notes": notes}
+    clip = ruleset.clip
+    report |= {
+        "enabled": enabled,
+        "clips_total": clip is not None and clip.total is not None,
+        "clip_groups": 0 if clip is None else len(clip.groups),
+        "sinks": None if ruleset.sinks is None else len(ruleset.sinks),
+        "digest": ruleset.digest,
+        "notes": notes_on(ruleset),
+    }
     return report | {"cost": cost_of(ruleset, model)} if cost else report
+
+
+def counted(report: Mapping[str, Any]) -> str:
+    """The numbers of rules, clip policies and sinks of a file, in words."""
+    words = [plural(report["enabled"], "rule")]
+    words += ["a clip of the total"] if report["clips_total"] else []
+    words += [plural(report["clip_groups"], "clip group")] if report["clip_groups"] else []
+    words += [] if report["sinks"] is None else [plural(report["sinks"], "sink")]
+    return ", ".join(words)
 
 
 def handle_explain(arguments: argparse.Namespace) -> int:
@@ -198,97 +181,6 @@ def explained(code: str, entry: Any) -> str:
         str(getattr(entry, each.name)).strip() for each in fields(entry) if each.name not in ("code", "title")
     ]
     return "\n\n".join(part for part in parts if part)
-
-
-def handle_list(arguments: argparse.Namespace) -> int:
-    """Print the rules; RuleFileError (exit 2) where the file is refused."""
-    from gradwatch.rules.files import load_rules
-
-    ruleset = load_rules(arguments.rules)
-    if arguments.json:
-        print(json.dumps(document(ruleset, arguments.origin), indent=2, default=str))
-    elif arguments.resolved or arguments.origin:
-        print("\n\n".join(resolved(rule, ruleset, arguments.origin) for rule in ruleset.rules))
-        print_inactive(ruleset)
-    else:
-        header = ("rule", "detects", "of", "for", "scope", "severity", "does")
-        print(table(header, [summary(rule) for rule in ruleset.rules]))
-        print_inactive(ruleset)
-    return 0
-
-
-def summary(rule: Rule) -> tuple[str, ...]:
-    """One line of the listing."""
-    styles = {"critical": "red", "warning": "yellow", "info": "cyan"}
-    does = ", ".join(action.name for action in rule.do) or "alert"
-    does = "off" if not rule.enabled else f"would {does}" if rule.mode == "shadow" else does
-    column = str(getattr(rule.detect, "of", "–")) + (f" (every {rule.every})" if rule.every > 1 else "")
-    severity = paint(rule.severity, styles[rule.severity])
-    return rule.id, rule.kind, column, str(rule.for_), rule.scope, severity, does
-
-
-def resolved(rule: Rule, ruleset: RuleSet, origin: bool) -> str:
-    """Every setting of one rule, one to a line, with where it was set if asked for."""
-    rows = []
-    for key, value in settings(rule).items():
-        setting = json.dumps(value, default=str, ensure_ascii=False)
-        if origin:
-            setting += "  " + paint(placed(ruleset.origins.get(f"{rule.id}.{key}", "default")), "dim")
-        rows.append((key, setting))
-    return f"{paint(rule.id, 'bold')}\n{table((), rows, indent='  ')}"
-
-
-def settings(rule: Rule) -> dict[str, Any]:
-    """A rule as the file would spell it in full: `detect.*` flattened, `for` without its underscore."""
-    from gradwatch.rules.condition import OF_DETECTOR, When  # not at the top: it needs numpy
-
-    if isinstance(rule.detect, When):
-        return {"when": rule.detect.spelled()} | _beside(rule, OF_DETECTOR)
-    flat: dict[str, Any] = {"detect.kind": rule.kind}
-    own = (
-        {each.name for each in fields(rule.detect)} - {"warmup", "half_life"}
-        if is_dataclass(rule.detect)
-        else set()
-    )
-    flat |= {f"detect.{name}": getattr(rule.detect, name) for name in sorted(own)}
-    return flat | _beside(rule, ("detect",))
-
-
-def _beside(rule: Rule, without: Collection[str]) -> dict[str, Any]:
-    """The settings of a rule beside what it judges."""
-    flat: dict[str, Any] = {}
-    for each in fields(rule):
-        if each.name != "id" and each.name not in without:
-            value = getattr(rule, each.name)
-            if each.name == "do":
-                value = [
-                    {action.name: dict(action.params)} if action.params else action.name for action in value
-                ]
-            flat[each.name.rstrip("_")] = dict(value) if isinstance(value, Mapping) else value
-    return flat
-
-
-def placed(origin: str) -> str:
-    """An origin as one would type it: relative to here where that is shorter."""
-    path, colon, line = origin.rpartition(":")
-    if not colon:
-        return origin
-    near = os.path.relpath(path)
-    return f"{near if len(near) < len(path) else path}:{line}"
-
-
-def document(ruleset: RuleSet, origin: bool) -> dict[str, Any]:
-    """The rule set for a machine."""
-    rules = {rule.id: settings(rule) for rule in ruleset.rules}
-    report = {"digest": ruleset.digest, "rules": rules, "inactive": dict(ruleset.inactive)}
-    return report | ({"origins": dict(ruleset.origins)} if origin else {})
-
-
-def print_inactive(ruleset: RuleSet) -> None:
-    """Rules that cannot run here, with the reason."""
-    if ruleset.inactive:
-        print(f"\n{paint('inactive', 'bold')}")
-        print("\n".join(f"  {rule}: {reason}" for rule, reason in ruleset.inactive.items()))
 
 
 def handle_schema(arguments: argparse.Namespace) -> int:

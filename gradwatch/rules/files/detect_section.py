@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from pydantic import BaseModel, ValidationError
+
 import gradwatch.detectors  # noqa: F401  (registers the built-in kinds)
 from gradwatch.detectors.detector import DETECTORS, KNOWN_NOT_BUILT, Detector, find_detector, rule_keys
 from gradwatch.rules.condition import When
 from gradwatch.rules.files import words_of_other_tools
-from gradwatch.rules.files.key_validation import check, keys_of
+from gradwatch.rules.files.key_validation import check, keys_of, right_keys
 from gradwatch.rules.files.pydantic_models import RuleEntry, detector_model
 from gradwatch.rules.key_descriptions import described
-from gradwatch.rules.yaml.nodes import Map, Mark, Scalar, without
+from gradwatch.rules.threshold_ranges import out_of_reach
+from gradwatch.rules.yaml.nodes import Map, Mark, Scalar, data, without
 from gradwatch.rules.yaml.problems import Problems, quoted, shown
 from gradwatch.runtime.interruption import not_ours
 
@@ -29,11 +33,15 @@ _IN_GROUP = dict.fromkeys(
 class Found:
     """A detector's class and validated values; `cls` None: not to be had in this version, `reason` says
     why.
+
+    `right` False: some values are wrong, which was reported; `values` then has the others, and stand-ins for those that
+    are required.
     """
 
     cls: type[Detector] | None
     values: dict[str, Any]
     reason: str = ""
+    right: bool = True
 
 
 def find_kind(node: Map, at: Mark, where: str, problems: Problems) -> Found | None:
@@ -55,10 +63,27 @@ def find_kind(node: Map, at: Mark, where: str, problems: Problems) -> Found | No
         return None
     wanted = detector_model(cls)
     advice = {**_IN_GROUP, **words_of_other_tools.detect_keys(described(cls)), **_IN_RULE}
-    model = check(without(node, "kind"), wanted, problems, at, f"detect '{kind.text}'", advice)
+    keys = without(node, "kind")
+    model = check(keys, wanted, problems, at, f"detect '{kind.text}'", advice)
+    right = model is not None
+    model = model or _completed(keys, wanted)
     if model is None:
         return None
-    return Found(cls, {name: getattr(model, name) for name in type(model).model_fields})
+    return Found(cls, {name: getattr(model, name) for name in type(model).model_fields}, right=right)
+
+
+PLACEHOLDER = 1.0
+"""A value for a required key that is wrong."""
+
+
+def _completed(keys: Map, wanted: type[BaseModel]) -> BaseModel | None:
+    """The keys that are right, with stand-ins for what is required; None where a number cannot stand for that."""
+    required = [name for name, info in wanted.model_fields.items() if info.is_required()]
+    values = dict.fromkeys(required, PLACEHOLDER) | data(right_keys(keys, wanted))
+    try:
+        return wanted.model_validate_json(json.dumps(values))
+    except ValidationError:
+        return None
 
 
 def _kind(kind: Scalar, problems: Problems) -> type[Detector] | None:
@@ -88,9 +113,10 @@ def build_detector(
     other.
     """
     assert found.cls is not None
+    problems = problems if found.right else Problems()  # what stands in may contradict the others
     own = {name: value for name, value in rule_values.items() if name in rule_keys(found.cls)}
     try:
-        return found.cls(**found.values, **own)
+        detector = found.cls(**found.values, **own)
     except Exception as error:  # whatever __post_init__ of a third-party kind may raise
         if not_ours(error):
             raise
@@ -99,3 +125,9 @@ def build_detector(
         mark = node.key_mark(named) if named else at
         problems.add(mark, "GW208", message)
         return None
+    reason = out_of_reach(detector)
+    threshold = node.get("threshold")
+    if reason is not None and threshold is not None:
+        problems.add(threshold.mark, "GW208", *reason)
+        return None
+    return detector

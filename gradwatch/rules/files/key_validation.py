@@ -88,6 +88,24 @@ def check(
     return result
 
 
+def right_keys(node: Map, model: type[BaseModel]) -> Map:
+    """A copy of the map without the keys that a model does not know, or whose values it refuses."""
+    try:
+        model.model_validate_json(json.dumps(data(node)))
+    except ValidationError as error:
+        wrong = {str(one["loc"][0]) for one in error.errors(include_url=False) if one["loc"]}
+        return Map(node.mark, {key: entry for key, entry in node.entries.items() if key not in wrong})
+    return node
+
+
+def right_part(node: Map, model: type[M]) -> M:
+    """The map as a `model` that requires no key, of the keys that are right: to check what does not depend on others.
+
+    Nothing is reported: `check` does that.
+    """
+    return model.model_validate_json(json.dumps(data(right_keys(node, model))))
+
+
 FLOAT32 = (2.0**-126, (2 - 2.0**-23) * 2.0**127)
 """Smallest and largest positive normal number."""
 

@@ -125,7 +125,7 @@ def _resolve(document: Map, problems: Problems) -> RuleSet:
         modules=_modules(document.get("modules")),
         histograms=_histograms(document, problems),
         sinks=None if listed is None else sinks(listed, problems),
-        origins=resolver.origins | _origins_of_groups(section),
+        origins=resolver.origins | _origins_of_sections(document),
         inactive=resolver.inactive,
     )
 
@@ -148,10 +148,21 @@ def _mark_of(place: str, document: Map) -> Mark:
     return node.key_mark(key) if isinstance(node, Map) else document.key_mark(place)
 
 
-def _origins_of_groups(section: Node | None) -> dict[str, str]:
-    """Position of each group, by "group:" and its name, which is no rule's id."""
+def _origins_of_sections(document: Map) -> dict[str, str]:
+    """Position of each group, clip policy and sink, by keys that are no rule's id: they hold a colon."""
+    clips = document.get("clip")
+    found = _keys_of(document.get("groups"), "group:")
+    if isinstance(clips, Map):
+        found |= _keys_of(clips.get("groups"), "clip:groups.")
+        found["clip:total"] = clips.key_mark("total")
+    named = named_items(document.get("sinks"), "sink", Problems())
+    found |= {f"sinks:{name}": mark for name, mark, _ in named}
+    return {key: str(mark) for key, mark in found.items()}
+
+
+def _keys_of(section: Node | None, prefix: str) -> dict[str, Mark]:
     entries = section.entries if isinstance(section, Map) else {}
-    return {f"group:{name}": str(entry.key) for name, entry in entries.items()}
+    return {f"{prefix}{name}": entry.key for name, entry in entries.items()}
 
 
 def _modules(node: Node | None) -> Modules | None:

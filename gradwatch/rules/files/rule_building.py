@@ -15,7 +15,7 @@ from gradwatch.rules.files.annotations import check_annotations, check_labels
 from gradwatch.rules.files.clip_section import unknown_group
 from gradwatch.rules.files.detect_section import Found, build_detector, find_kind
 from gradwatch.rules.files.do_and_sinks_sections import actions
-from gradwatch.rules.files.key_validation import check, keys_of
+from gradwatch.rules.files.key_validation import check, keys_of, right_part
 from gradwatch.rules.files.pydantic_models import Defaults, GroupEntry, RuleEntry
 from gradwatch.rules.files.rule_references import UNLESS, check_named_rules
 from gradwatch.rules.files.when_section import check_circle, named, when_section
@@ -72,9 +72,10 @@ class Resolver:
         self.inactive: dict[str, str] = {}
         section = document.get("rules")
         self.section = section if isinstance(section, Map) else Map(document.mark)
-        defaults = document.get("defaults")
-        self.defaults_node = defaults if isinstance(defaults, Map) else Map(document.mark)
-        self.defaults = check(self.defaults_node, Defaults, problems, self.defaults_node.mark, "`defaults`")
+        node = document.get("defaults")
+        self.defaults_node = node if isinstance(node, Map) else Map(document.mark)
+        defaults = check(self.defaults_node, Defaults, problems, self.defaults_node.mark, "`defaults`")
+        self.defaults = defaults or right_part(self.defaults_node, Defaults)
 
     def all(self) -> tuple[Rule, ...]:
         """Every rule that can be had; what is wrong is reported and left out."""
@@ -84,16 +85,20 @@ class Resolver:
         return found
 
     def one(self, rule_id: str) -> Rule | None:
-        """One rule, or None (wrong, or inactive in this version)."""
+        """One rule, or None (wrong, or inactive in this version).
+
+        Of keys that are wrong the rest is checked as if they were left out, so that all is reported at once.
+        """
         mark, node = self.section.entries[rule_id]
         if not isinstance(node, Map):
             return None
         entry = check(node, RuleEntry, self.problems, mark, f"rule {quoted(rule_id)}")
+        entry = entry or right_part(node, RuleEntry)
         if isinstance(node.get("when"), Map):
             return self._joining(rule_id, node, mark, entry)
         found = self._detect(rule_id, node, mark)
         do = self._lists(node)
-        if entry is None or found is None or self.defaults is None:
+        if found is None:
             return None
         if found.cls is None:
             self._not_built(rule_id, node, entry, found)
@@ -188,7 +193,7 @@ class Resolver:
 
     # -- conditions --------------------------------------------------------------------------------------
 
-    def _joining(self, rule_id: str, node: Map, mark: Mark, entry: RuleEntry | None) -> Rule | None:
+    def _joining(self, rule_id: str, node: Map, mark: Mark, entry: RuleEntry) -> Rule | None:
         """A rule with a condition on others, or None (wrong, or inactive)."""
         before, do = len(self.problems), self._lists(node)
         section = node.get("when")
@@ -201,8 +206,8 @@ class Resolver:
                 self.problems.add(node.key_mark(key), "GW208", message, "keep one of them")
         when = when_section(section, node.key_mark("when"), f"rule {quoted(rule_id)}", self.problems)
         check_circle(rule_id, section, self._conditions, self.problems)
-        off = self._named_off(rule_id, section, optional=bool(entry and entry.optional))
-        if entry is None or when is None or self.defaults is None:
+        off = self._named_off(rule_id, section, optional=bool(entry.optional))
+        if when is None:
             return None
         self.origins |= {f"{rule_id}.{key}": "default" for key in keys_of(Defaults)}
         keys = [key for key in keys_of(Defaults) if key not in OF_DETECTOR]
@@ -251,10 +256,11 @@ class Resolver:
             if not has:
                 message = f"the detector '{cls.kind}' has no baseline, so it takes no {quoted(key)}"
                 self.problems.add(node.key_mark(key), "GW207", message, WITHOUT_BASELINE[key])
-            return getattr(entry, field)
-        if has and key in self.defaults_node.entries:
+            if (value := getattr(entry, field)) is not None:
+                return value
+        elif has and (value := getattr(self.defaults, field)) is not None:
             self.origins[f"{rule_id}.{key}"] = str(self.defaults_node.key_mark(key))
-            return getattr(self.defaults, field)
+            return value
         self.origins[f"{rule_id}.{key}"] = "default"
         if key == "for":
             return cls.default_for
