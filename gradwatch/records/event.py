@@ -20,8 +20,9 @@ class Event:
 
     One per rule and transition, however many sites are involved: `sites` names the worst five (largest score
     first), `count` says how many there are, `first_cause` is the first of them in backward order (the
-    deepest). `value` and `score` belong to `sites[0]`; `threshold` is what `score` was compared with, and `yardstick`
-    the kind of detector that did so where the rule has two ("" = it has one).
+    deepest); of a rule with `when:` they are those of the rules it joins that fire at this step, and `value` counts the
+    rules that hold. Else `value` and `score` belong to `sites[0]`; `threshold` is what `score` was compared with, and
+    `yardstick` the kind of detector that did so where the rule has two ("" = it has one).
     `incident` identifies the firing period (same id from firing to resolved, also over a re-fire within
     `cooldown`); `notify` is False where that re-fire must not alert again, and where it is `inhibited`: part of the
     incident of another rule, which reports it.

@@ -57,6 +57,22 @@ def test_check_refuses_what_run_refuses(
         assert f"bad.gradwatch.yaml{place}" in said
 
 
+def test_a_bundle_without_its_library_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`rules check` names what to install, at the rule that asks for `snapshot`; where it is there, nothing is said."""
+    path = tmp_path / "bundles.gradwatch.yaml"
+    path.write_text("version: 1\nrules:\n  r:\n    detect: {kind: nonfinite}\n    do: [snapshot]\n")
+    monkeypatch.setattr("gradwatch.runtime.optional_dependencies._installed", lambda module: True)
+    assert main(["rules", "check", str(path)]) == 0
+    monkeypatch.setattr("gradwatch.runtime.optional_dependencies._installed", lambda module: False)
+    assert main(["rules", "check", str(path)]) == 1
+    said = capsys.readouterr().err
+    assert "GW215" in said
+    assert "bundles.gradwatch.yaml:5:" in said
+    assert "pip install 'gradwatch[bundle]'" in said
+
+
 def test_a_file_for_a_folder_and_a_bad_address(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

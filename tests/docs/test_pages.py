@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import gradwatch
+from gradwatch.cli import main
 from gradwatch.cli.entry_point import build_parser
 from gradwatch.rules.files import parse_rules
 
@@ -113,6 +114,36 @@ def test_rule_files_are_valid(path: Path, tmp_path: Path) -> None:
         file = tmp_path / f"{number}.gradwatch.yaml"
         file.write_text(text)
         assert gradwatch.load_rules(file).rules
+
+
+def test_the_test_of_a_rule_file_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The rule file of rules.md and its tests, as they stand there, by the command below them; a worse rule fails."""
+    monkeypatch.chdir(tmp_path)
+    text = (DOCS / "rules.md").read_text(encoding="utf-8")
+    section = text[text.index("## Tests of rules") : text.index("## In an editor")]
+    (rules,), (tests,) = fences(section, "yaml"), fences(section, "yml")
+    (command,) = fences(section, "bash")
+    (tmp_path / "mine.test.yaml").write_text(tests)
+    for file, status in ((rules, 0), (rules.replace("threshold: 10", "threshold: 30"), 1)):
+        (tmp_path / "mine.gradwatch.yaml").write_text(file)
+        assert main(command.split()[1:]) == status
+    assert "1 of 3 tests failed" in capsys.readouterr().out
+
+
+@page
+def test_the_number_of_rules_is_that_of_the_default_pack(path: Path) -> None:
+    """Where an account, or a picture, says how many rules there are."""
+    found = re.findall(r"(?:no data for \d+ of|^) (\d+) rules\b", path.read_text(encoding="utf-8"), re.M)
+    assert set(found) <= {str(sum(rule.enabled for rule in gradwatch.load_rules("default").rules))}
+
+
+def test_pages_that_say_how_many_rules_there_are_were_found() -> None:
+    """So that the test of that number is one."""
+    for path in (ROOT / "README.md", DOCS / "concepts.md", DOCS / "using.md"):
+        text = path.read_text(encoding="utf-8")
+        assert re.search(r"(?:no data for \d+ of|^) \d+ rules\b", text, re.M), path.name
 
 
 @page

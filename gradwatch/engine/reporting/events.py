@@ -38,6 +38,21 @@ class Notice(NamedTuple):
     notify: bool = True
 
 
+class Joined(NamedTuple):
+    """Of a rule with a condition: the ids of the rules that hold, in words, and what those that fire are about.
+
+    `sites` are the parameters (or groups), the worst of each rule first, `first_cause` the deepest of them, or the one
+    that moved a total most.
+    """
+
+    rules: str = ""
+    sites: tuple[str, ...] = ()
+    first_cause: str = ""
+
+
+NOTHING_JOINED = Joined()
+
+
 def build_event(
     rule: Rule,
     series: Series,
@@ -46,17 +61,18 @@ def build_event(
     snapshot: Snapshot,
     rank: int,
     moved: str = "",
-    others: str = "",
+    joined: Joined = NOTHING_JOINED,
 ) -> Event:
     """The Event of one transition: the five worst series by score, their number, and the deepest one as first cause.
 
-    `moved` is the parameter that moved a total most, "" = none; it is then the first cause. `others` are the ids of the
-    rules that hold, for an Event of a rule with a condition.
+    `moved` is the parameter that moved a total most, "" = none; it is then the first cause. An Event of a rule with a
+    condition has the sites of those `joined`.
     """
     order = worst_first(rule.detect, scored, series.depths, notice.involved)
     worst = int(order[0]) if len(order) else 0
     yardstick, score = exceeded_by(rule.detect, scored, worst)
     named = tuple(series.names[k] for k in order[:NAMED] if series.names[k])
+    first = (_on_rank(series, worst, snapshot) or _deepest(series, order)) if named else moved
     event = Event(
         kind=notice.kind,
         rule=rule.id,
@@ -65,9 +81,9 @@ def build_event(
         optimizer=snapshot.optimizer,
         step=snapshot.step,
         incident=notice.incident,
-        sites=named,
-        count=len(order) if named else 0,
-        first_cause=(_on_rank(series, worst, snapshot) or _deepest(series, order)) if named else moved,
+        sites=named or joined.sites[:NAMED],
+        count=len(order) if named else len(joined.sites),
+        first_cause=first or joined.first_cause,
         value=float(scored.values[worst]) if len(scored.values) > worst else float("nan"),
         score=score,
         threshold=float(yardstick.fires_at),
@@ -78,7 +94,7 @@ def build_event(
         inhibited=bool(notice.incident)
         and not notice.incident.startswith(f"{rule.id}-{snapshot.optimizer}-"),
     )
-    facts = _facts(event, series, worst, snapshot, rank, moved, others)
+    facts = _facts(event, series, worst, snapshot, rank, moved or joined.first_cause, joined.rules)
     facts["beyond"] = yardstick.in_words(score)
     summary = rule.annotations.get("summary", "{kind} on {where}")
     description = rule.annotations.get("description", "")
@@ -129,7 +145,7 @@ def _facts(
         "param": (_on_rank(series, worst, snapshot) or "no parameter")
         if of_rank
         else name or moved or NOT_ONE,
-        "where": name or others or series.column,
+        "where": others or name or series.column,
         "group": group,
         "kind": event.detector,
         "rule": event.rule,

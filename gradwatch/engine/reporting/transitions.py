@@ -8,13 +8,17 @@ from __future__ import annotations
 from functools import partial
 from typing import TYPE_CHECKING
 
+import numpy as np
+from numpy.typing import NDArray
+
 from gradwatch.engine.actions.escalation import alarm_due, climbed, ordered
 from gradwatch.engine.firing import NEVER, FiringState, Moved, at_rest
 from gradwatch.engine.reporting.culprit import culprit, may_have_moved
-from gradwatch.engine.reporting.events import Notice, build_event
+from gradwatch.engine.reporting.events import NOTHING_JOINED, Joined, Notice, build_event
 from gradwatch.engine.reporting.incident_inhibition import inhibitor, most, released
 from gradwatch.engine.rule_plan import RulePlan
 from gradwatch.engine.scores import Scored, worst_first
+from gradwatch.records.columns import RANK_COLUMNS
 from gradwatch.records.event import EventKind, Severity
 from gradwatch.records.snapshot import BoolArray
 
@@ -90,18 +94,37 @@ def _emit(
     actions = ordered(one, acted, () if due is None else due.climbed)
     notice = Notice(kind, incident, involved, severity, actions, notify)
     moved = _moved_most(judged, number)
-    others = _rules_that_hold(judged, one)
+    joined = _joined(judged, one)
     judged.events.append(
-        build_event(one.rule, one.shown, scored, notice, judged.snapshot, judged.rank, moved, others)
+        build_event(one.rule, one.shown, scored, notice, judged.snapshot, judged.rank, moved, joined)
     )
 
 
-def _rules_that_hold(judged: Step, one: RulePlan) -> str:
-    """The ids of the rules that hold, of a rule with a condition; "" of any other."""
-    conditions = (each for each in judged.plan.conditions if judged.plan.rules[each.number] is one)
-    return ", ".join(
-        rule for each in conditions for rule in each.rules_that_hold(judged.tracks, judged.snapshot.step)
-    )
+def _joined(judged: Step, one: RulePlan) -> Joined:
+    """The rules that hold, of a rule with a condition, and what those that are firing now are about."""
+    condition = next((each for each in judged.plan.conditions if judged.plan.rules[each.number] is one), None)
+    if condition is None:
+        return NOTHING_JOINED
+    depths: dict[str, int] = {}
+    moved = ""
+    for number in sorted(condition.of):
+        other, firing = judged.plan.rules[number], judged.tracks[number].firing
+        if firing.any() and other.series.column not in RANK_COLUMNS:
+            named = (
+                (other.shown.names[k], int(other.shown.depths[k])) for k in _worst(judged, other, firing)
+            )
+            depths = {name: depth for name, depth in named if name} | depths
+            moved = moved or _moved_most(judged, number)
+    rules = ", ".join(condition.rules_that_hold(judged.tracks, judged.snapshot.step))
+    return Joined(rules, tuple(depths), max(depths, key=depths.__getitem__) if depths else moved)
+
+
+def _worst(judged: Step, one: RulePlan, firing: BoolArray) -> NDArray[np.intp]:
+    """The series of a rule that are firing, the worst first; in order where they were not judged at this step."""
+    scored = judged.scored(one, idle=False)
+    if len(scored.score) != len(firing):
+        return np.flatnonzero(firing)
+    return worst_first(one.detector, scored, one.shown.depths, firing)
 
 
 def _moved_most(judged: Step, number: int) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -61,6 +62,21 @@ def test_an_event_names_the_rules_that_hold() -> None:
     event = judged(joining("joined", any_of("high", "wide")), steps="01", wide="00").events[-1]
     assert (event.detector, event.value, event.score, event.threshold) == ("when", 1.0, 1.0, 1.0)
     assert event.summary == "when on high"
+
+
+def test_an_event_names_the_parameters_of_its_rules() -> None:
+    """The worst first; the deepest is the first cause; rules on the whole add none, and annotations may name one."""
+    large = rule("large", Above(of="norm", threshold=5.0))
+    total = rule("total", Above(of="total_norm", threshold=5.0))
+    one = replace(
+        joining("joined", all_of("large", "total")), annotations={"summary": "{param} and {count} on {where}"}
+    )
+    rules = OptimizerRules(bound([large, total, one], size=3))
+    rules.step(0, [1.0, 1.0, 1.0])
+    rules.step(1, [9.0, 1.0, 10.0])
+    own, event = (next(each for each in rules.events if each.rule == name) for name in ("large", "joined"))
+    assert (event.sites, event.count, event.first_cause) == (own.sites, 2, own.first_cause)
+    assert event.summary == f"{own.sites[0]} and 2 on large, total"
 
 
 @pytest.mark.parametrize(
