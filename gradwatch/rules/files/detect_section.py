@@ -23,6 +23,8 @@ from gradwatch.rules.yaml.problems import Problems, quoted, shown
 from gradwatch.runtime.interruption import not_ours
 
 _IN_RULE = dict.fromkeys(keys_of(RuleEntry), "a key of the rule: write it beside `detect:`")
+ANY_NUMBER = 1.0
+"""In the place of a required key that is wrong, where the rest of a rule is checked."""
 _IN_GROUP = dict.fromkeys(
     ("params", "min_ndim"),
     "a key of a group: `groups: {mine: {params: [...]}}` beside `rules:`, and `groups: [mine]`",
@@ -34,8 +36,8 @@ class Found:
     """A detector's class and validated values; `cls` None: not to be had in this version, `reason` says
     why.
 
-    `right` False: some values are wrong, which was reported; `values` then has the others, and stand-ins for those that
-    are required.
+    `right` False: some values are wrong, which was reported; `values` then has the others, and any number for those
+    that are required.
     """
 
     cls: type[Detector] | None
@@ -72,14 +74,10 @@ def find_kind(node: Map, at: Mark, where: str, problems: Problems) -> Found | No
     return Found(cls, {name: getattr(model, name) for name in type(model).model_fields}, right=right)
 
 
-PLACEHOLDER = 1.0
-"""A value for a required key that is wrong."""
-
-
 def _completed(keys: Map, wanted: type[BaseModel]) -> BaseModel | None:
-    """The keys that are right, with stand-ins for what is required; None where a number cannot stand for that."""
+    """The keys that are right, and any number for those that are required; None where these take no number."""
     required = [name for name, info in wanted.model_fields.items() if info.is_required()]
-    values = dict.fromkeys(required, PLACEHOLDER) | data(right_keys(keys, wanted))
+    values = dict.fromkeys(required, ANY_NUMBER) | data(right_keys(keys, wanted))
     try:
         return wanted.model_validate_json(json.dumps(values))
     except ValidationError:
