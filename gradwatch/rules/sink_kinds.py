@@ -36,7 +36,7 @@ _LEAST_CAP = 1 << 20
 
 def _no_cap_or_enough(max_bytes: int) -> int:
     if 0 < max_bytes < _LEAST_CAP:
-        from pydantic_core import PydanticCustomError  # not at the top: see detectors/limits.py
+        from pydantic_core import PydanticCustomError  # not at the top: see records/key_limits.py
 
         raise PydanticCustomError("must_be", "0 (no cap), or at least {least}", {"least": f"{_LEAST_CAP:,}"})
     return max_bytes

@@ -8,10 +8,10 @@ from typing import Any, get_type_hints
 from urllib.parse import urlsplit
 
 from gradwatch.rules.rule_set import SinkSpec
+from gradwatch.runtime.secret_values import SECRET, without_passwords
 
 MASK = "***"
 _SECRET_NAME = re.compile(r"token|passw|secret|credential|auth|(^|_)key", re.I)
-_VARIABLE = re.compile(r"\$\{[^{}]*\}")
 
 
 def shown_options(spec: SinkSpec) -> dict[str, Any]:
@@ -35,11 +35,12 @@ def _shown(name: str, value: Any, secret_address: bool) -> Any:
         return {key: _shown(str(key), each, secret_address) for key, each in value.items()}
     if isinstance(value, list | tuple):
         return [_shown(name, each, secret_address) for each in value]
-    if not isinstance(value, str) or _VARIABLE.fullmatch(value):
+    if not isinstance(value, str) or re.fullmatch(SECRET, value):
         return value
     if _SECRET_NAME.search(name) and not name.endswith("_file"):
         return MASK
-    return _address(value) if secret_address and re.match(r"[a-z][a-z0-9+.-]*://", value, re.I) else value
+    secret = secret_address and re.match(r"[a-z][a-z0-9+.-]*://", value, re.I)
+    return _address(value) if secret else without_passwords(value)
 
 
 def _address(url: str) -> str:
