@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gradwatch.engine.clipping.bind_clip_section import clip_groups_without_any
-from gradwatch.engine.series import labels
+from gradwatch.engine.selected_parameters import labels
 from gradwatch.records.snapshot import Sites
 from gradwatch.rules.clip_order import clip_groups, never_reached
 from gradwatch.rules.files import parse_rules
