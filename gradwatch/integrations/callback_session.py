@@ -57,7 +57,7 @@ class Session:
         """
         self.close()
         same = self._model is not None and self._model() is model
-        state = self._loaded or (self.state_dict() if same else {})
+        state = self._loaded or (self._state() if same else {})
         self.gw = gw = watch(model, list(optimizers), **self.options)
         self._model, self._open, self._loaded = weakref.ref(model), True, {}
         self.load(state)
@@ -76,10 +76,15 @@ class Session:
 
     def state_dict(self) -> dict[str, Any]:
         """The state of the present or last watch, for a checkpoint: numbers, strings, lists and dicts."""
+        if self.gw is not None:
+            session_of(self.gw).take_state()
+        return self._state()
+
+    def _state(self) -> dict[str, Any]:
         if self.gw is None:
             return {}
         try:
-            return self.gw.state_dict()
+            return session_of(self.gw).state_dict()
         except Exception as error:
             session_of(self.gw).failed("checkpoint", error)
             return {}

@@ -15,6 +15,8 @@ header and little-endian arrays), and each payload one entry:
     norms_   in its stead, where several     the same of at most 64 steps that have the same columns, firing
       block  are written at once             rules and reason, and no histograms; reads back as `norms` of each
     events   each step with a transition     the rule events of the step
+    saved    in the second after the state   some of these states, with the health of the weights then; again
+             of an optimizer is taken        when a later look at the weights knows more of it; counts of all
     lost     after a gap                     how many records were not written, and why
     end      last, on an orderly close       number of records
 
@@ -35,6 +37,7 @@ from gradwatch.journal.entries import (
     EventsEntry,
     LostEntry,
     RunEntry,
+    SavedStatesEntry,
     SitesEntry,
 )
 from gradwatch.journal.norms_entry import NormsEntry
@@ -51,6 +54,7 @@ __all__ = [
     "NormsEntry",
     "RecordedStep",
     "RunEntry",
+    "SavedStatesEntry",
     "SitesEntry",
     "StepRow",
     "StepsEntry",

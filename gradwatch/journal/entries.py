@@ -21,6 +21,7 @@ from gradwatch.journal.payload import Array, Payload, decode_payload, encode_pay
 from gradwatch.records.event import Event
 from gradwatch.records.finding import Finding
 from gradwatch.records.run_info import RunInfo
+from gradwatch.records.saved_state import SavedState
 from gradwatch.records.snapshot import Sites
 from gradwatch.runtime.json_numbers import json_number
 
@@ -153,6 +154,32 @@ def event_document(event: Event) -> dict[str, Any]:
 
 
 @dataclass(frozen=True, slots=True)
+class SavedStatesEntry:
+    """States that the script took of its optimizers, `taken` in all so far, of which `healthy` are known to be healthy.
+
+    `states` are some of them. Of several that have one `number` the last counts: more was known of it by then.
+    """
+
+    taken: int
+    healthy: int
+    states: tuple[SavedState, ...]
+
+    def encode(self) -> bytes:
+        """The payload of this entry, about 100 bytes a state."""
+        head = {
+            "taken": self.taken,
+            "healthy": self.healthy,
+            "states": list(map(state_document, self.states)),
+        }
+        return encode_payload("saved", head, {})
+
+
+def state_document(state: SavedState) -> dict[str, Any]:
+    """A saved state as JSON has it."""
+    return asdict(state) | {"wall_time": json_number(state.wall_time)}
+
+
+@dataclass(frozen=True, slots=True)
 class LostEntry:
     """Losses before this point: counts since the last such entry.
 
@@ -207,14 +234,22 @@ class EndEntry:
         return encode_payload("end", asdict(self), {})
 
 
-Entry = RunEntry | SitesEntry | StepsEntry | NormsEntry | EventsEntry | LostEntry | EndEntry
+Entry = (
+    RunEntry | SitesEntry | StepsEntry | NormsEntry | EventsEntry | SavedStatesEntry | LostEntry | EndEntry
+)
 
 _ARRAYS: dict[str, Callable[[Payload], Entry]] = {
     "sites": _decode_sites,
     "steps": decode_steps,
     "norms": decode_norms,
 }
-_DOCUMENTS = {"run": RunEntry, "events": EventsEntry, "lost": LostEntry, "end": EndEntry}
+_DOCUMENTS = {
+    "run": RunEntry,
+    "events": EventsEntry,
+    "saved": SavedStatesEntry,
+    "lost": LostEntry,
+    "end": EndEntry,
+}
 
 
 def decode_entries(data: bytes) -> Sequence[Entry]:

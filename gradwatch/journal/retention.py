@@ -26,9 +26,9 @@ _UNLIMITED_SEGMENT = 64 << 20
 _MOST_FILES = 64
 _SAMPLES, _NORMS, _SCALARS, _ALL = 1, 2, 3, 4
 _KINDS = {
-    _SAMPLES: {"run", "sites", "steps", "norms", NORMS_BLOCK, "events", "lost", "end"},
-    _NORMS: {"run", "sites", "steps", "events", "lost", "end"},
-    _SCALARS: {"run", "events", "lost", "end"},
+    _SAMPLES: {"run", "sites", "steps", "norms", NORMS_BLOCK, "events", "saved", "lost", "end"},
+    _NORMS: {"run", "sites", "steps", "events", "saved", "lost", "end"},
+    _SCALARS: {"run", "events", "saved", "lost", "end"},
 }
 
 

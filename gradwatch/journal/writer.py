@@ -15,8 +15,16 @@ from typing import TypeVar
 
 import numpy as np
 
+from gradwatch.checkpoint.saved_states import SavedStates
 from gradwatch.journal.columnar_steps import GroupNorms, StepRow, StepsEntry, step_row
-from gradwatch.journal.entries import EndEntry, EventsEntry, LostEntry, RunEntry, encode_sites
+from gradwatch.journal.entries import (
+    EndEntry,
+    EventsEntry,
+    LostEntry,
+    RunEntry,
+    SavedStatesEntry,
+    encode_sites,
+)
 from gradwatch.journal.files import JournalFiles
 from gradwatch.journal.health_tag_writer import HealthTagWriter
 from gradwatch.journal.norms_batch import StepNorms, encode_norms, put_together, steps_at_once, to_write
@@ -25,6 +33,7 @@ from gradwatch.journal.retention import Retention
 from gradwatch.records.event import Event
 from gradwatch.records.record import CheckpointHealth, Record
 from gradwatch.records.run_info import RunInfo
+from gradwatch.records.saved_state import SavedState, TakenState
 from gradwatch.records.snapshot import Sites, Snapshot
 from gradwatch.runtime.backoff import Backoff
 
@@ -93,10 +102,15 @@ class Recorder:
         self._pause = pause
         self._columns = {rule.id: rule.of for rule in run.rules}
         self._tag = HealthTagWriter(run)
+        self._taken: deque[TakenState] = deque(maxlen=_MOST_WAITING)  # by the thread that trains
+        self._saved = SavedStates()
+        self._unwritten: dict[int, SavedState] = {}  # saved states, by number
+        self._weights: CheckpointHealth | None = None  # by the look after the last Record
         self._tracks: dict[int, _Track] = {}
         self._waiting: deque[_Waiting] = deque()
         self._lost = LostEntry()
         self._rows_since = self._synced_at = time.monotonic()
+        self._saved_at = -_ROWS_SECONDS
         self._rows_wait = 0.0  # the first rows are written at once: the process may be killed early
         self._backoff, self._events_backoff = Backoff(*_BACKOFF_SECONDS), Backoff(*_BACKOFF_SECONDS)
         self._urgent = self._failing = False
@@ -110,6 +124,11 @@ class Recorder:
     def judge_weights(self, health: CheckpointHealth) -> None:
         """Have the checkpoint tag end with this: the weights were looked at once more."""
         self._tag.end_with(health)
+        self._weights = health
+
+    def take_state(self, taken: TakenState) -> None:
+        """Take in a state of the script's, from any thread, before any Record of a later step."""
+        self._taken.append(taken)
 
     def begin(self) -> None:
         """Make the first file, which says who records: a process that is killed at once has left that much."""
@@ -118,6 +137,7 @@ class Recorder:
     def record(self, batch: Sequence[Record]) -> None:
         """Take in Records, in order; their events first, acknowledged on return if the disk works."""
         self._tag.add(batch)
+        self._add_saved(batch)
         for record in batch:
             if record.verdict.events or record.findings:
                 self._guarded(self._add_events, record)
@@ -141,6 +161,25 @@ class Recorder:
             events = len(record.verdict.events) if take == self._add_events else 0
             self.lose(LostEntry(scalars=not events, events=events, first_step=step, last_step=step))
 
+    def _add_saved(self, batch: Sequence[Record]) -> None:
+        try:
+            while self._taken:
+                self._saved.take(self._taken.popleft())
+            self._saved.add(batch)
+        except Exception as error:
+            self._failed(error)
+
+    def _write_saved(self, last: bool = False) -> None:
+        """Write the saved states that are to be kept; those that the disk refuses wait, the latest of very many."""
+        saved, unwritten = self._saved, self._unwritten
+        unwritten |= {state.number: state for state in saved.take_kept(last)}
+        if unwritten and self._write(
+            [SavedStatesEntry(saved.taken, saved.healthy, tuple(unwritten.values())).encode()]
+        ):
+            unwritten.clear()
+        while len(unwritten) > _MOST_WAITING:
+            del unwritten[next(iter(unwritten))]
+
     def lose(self, lost: LostEntry) -> None:
         """Count what will not be written."""
         self._lost |= lost
@@ -153,6 +192,9 @@ class Recorder:
             self._events_backoff.succeeded()
         if durable or now - self._rows_since >= self._rows_wait:
             self._write_rows()
+        if durable or now - self._saved_at >= _ROWS_SECONDS:
+            self._saved_at = now
+            self._write_saved()
         if durable and self._lost:
             self._write([])
         if durable or self._urgent or now - self._synced_at >= _SYNC_SECONDS:
@@ -174,7 +216,10 @@ class Recorder:
     def close(self) -> None:
         """Write everything, say that this is the end, cut the reserve off."""
         self._tag.close()
+        self._add_saved(())
+        self._saved.end(self._weights)
         self.commit(durable=True)
+        self._write_saved(last=True)
         self._write([replace(self.end, steps=self._records).encode()])
         try:
             self.files.close()

@@ -41,7 +41,9 @@ def _run(report: RunReport) -> dict[str, Any]:
             for one in report.periods
         ],
         "last_healthy": None if health is None or health.healthy else health.last_healthy_step,
-        "tracks": [_track(one) for one in report.tracks],
+        "tracks": [
+            {**_track(one), "saved": report.saved.of(one.attempt, one.optimizer)} for one in report.tracks
+        ],
     }
 
 

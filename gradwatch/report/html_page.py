@@ -79,6 +79,8 @@ def _parts(report: RunReport) -> Iterator[str]:
             '<section><h2>Parameters</h2>\n<div class="parameters"></div></section>\n'
         )
     yield f'<section id="incidents"><h2>Incidents</h2>\n{sections.incidents(report)}</section>\n'
+    if report.saved.taken:
+        yield f"<section><h2>Saved states</h2>\n{sections.saved(report)}</section>\n"
     yield f"<section><h2>Rules</h2>\n{sections.rules(report)}</section>\n"
     yield f"<section><h2>What gradwatch did</h2>\n{sections.actions(report)}</section>\n"
     yield f"<section><h2>What gradwatch cost</h2>\n{sections.cost(report.cost)}</section>\n"

@@ -12,10 +12,12 @@ from gradwatch.report.chart_data import facts
 from gradwatch.report.explained import Explained
 from gradwatch.report.incident_html import incident_html
 from gradwatch.report.run_report import Cost, RuleState, RunReport
+from gradwatch.report.saved_states import last_of_each, place, sentence
 from gradwatch.runtime.printable import LONGEST_LABEL, one_line, printable
 from gradwatch.runtime.readable_numbers import duration
 
 OPEN_INCIDENTS = 2
+MOST_SAVED = 10
 LONGEST_SENTENCE = 2000
 LONGEST_FACT = 2 * LONGEST_LABEL
 _STATES = {
@@ -108,6 +110,20 @@ def _incidents(report: RunReport) -> Iterator[str]:
 
 def _critical(one: Explained) -> bool:
     return one.incident.event is not None and one.incident.event.severity == "critical"
+
+
+def saved(report: RunReport) -> str:
+    """The states that the script took: a sentence, the last ones and the last healthy ones."""
+    shown = last_of_each(report.saved, MOST_SAVED)
+    rows = (
+        (place(report.saved, one), one.condition, text("; ".join(one.state.reasons)) or "–") for one in shown
+    )
+    said = sentence(report.saved)
+    return (
+        f"<p>{said[:1].upper()}{said[1:]}. A state is saved where <code>optimizer.state_dict()</code> or "
+        "<code>gw.state_dict()</code> is called; whether a file was made of it is not known.</p>\n"
+        + table(("after step", "weights", "why"), rows)
+    )
 
 
 def rules(report: RunReport) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 from gradwatch.report.chart_data import facts, table
 from gradwatch.report.explained import document as incident
 from gradwatch.report.run_report import Cost, RuleState, RunReport
+from gradwatch.report.saved_states import document as saved_states
 from gradwatch.report.track import Curve, Track
 from gradwatch.runtime.json_numbers import json_ready
 
@@ -48,6 +49,7 @@ def document(report: RunReport) -> dict[str, Any]:
         "rules": [_rule(one) for one in report.rules],
         "actions": [line.to_dict(report.steps) for line in report.actions],
         "cost": _cost(report.cost),
+        "saved_states": saved_states(report.saved),
         "checkpoint": None
         if report.checkpoint is None
         else {**asdict(report.checkpoint), "step": report.checkpoint_step},

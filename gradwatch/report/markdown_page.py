@@ -11,6 +11,7 @@ from gradwatch.incidents.incident_page import markdown
 from gradwatch.report.chart_data import facts, table
 from gradwatch.report.explained import page as incident
 from gradwatch.report.run_report import RunReport
+from gradwatch.report.saved_states import last_of_each, place
 from gradwatch.report.track import Curve, Track, span
 from gradwatch.runtime.readable_numbers import number
 
@@ -36,6 +37,7 @@ def lines(report: RunReport) -> Iterator[str]:
         yield from incident(one)
     if report.incidents_left_out:
         yield from (f"{report.incidents_left_out:,} further incidents are not shown.", "")
+    yield from _saved(report)
     yield from _rules(report)
     yield from _cost(report)
 
@@ -80,6 +82,16 @@ def _parameters(track: Track) -> Iterator[str]:
 
 def _number(value: float | None) -> str:
     return "" if value is None else number(value)
+
+
+def _saved(report: RunReport) -> Iterator[str]:
+    if not report.saved.taken:
+        return
+    yield from (f"## Saved states: {report.saved.taken:,}", "")
+    yield from _head("after step", "weights", "why")
+    for one in last_of_each(report.saved, ROWS):
+        yield _row(place(report.saved, one), one.condition, "; ".join(one.state.reasons))
+    yield ""
 
 
 def _rules(report: RunReport) -> Iterator[str]:

@@ -21,6 +21,7 @@ from gradwatch.journal import (
     LostEntry,
     NormsEntry,
     RunEntry,
+    SavedStatesEntry,
     SitesEntry,
     StepsEntry,
 )
@@ -36,6 +37,7 @@ from gradwatch.report.firing_periods import FiringEnd, FiringPeriods, firing_end
 from gradwatch.report.rule_states import rule_states
 from gradwatch.report.run_report import Cost, RuleState, RunReport
 from gradwatch.report.run_verdict import LONGEST_REASONS, MOST_REASONS, RunFacts, verdict
+from gradwatch.report.saved_states import SavedStateCollector, of_ranks
 from gradwatch.report.track import Track, span
 from gradwatch.report.track_collector import TrackCollector, tracks
 from gradwatch.runtime.printable import one_line
@@ -86,6 +88,7 @@ class RunCollector:
         self._periods: list[FiringPeriods] = []
         self._run: RunInfo | None = None
         self._lost = LostEntry()
+        self._saved: dict[int, SavedStateCollector] = {}  # by rank
 
     def taking(self, journal: JournalReader) -> Callable[[Entry], None]:
         """A function that takes in the entries of a journal of the rank that is shown."""
@@ -119,6 +122,8 @@ class RunCollector:
                 if entry.number not in seen:  # written again where a disk failed
                     seen.add(entry.number)
                     periods.take(entry.events)
+            elif isinstance(entry, SavedStatesEntry):
+                self._saved_on(journal.rank).take(journal.attempt, entry)
             elif isinstance(entry, LostEntry):
                 self._lost |= entry
 
@@ -133,12 +138,17 @@ class RunCollector:
                 found.take(entry)
                 if isinstance(entry, LostEntry):
                     self._lost |= LostEntry(events=entry.events)
+                elif isinstance(entry, SavedStatesEntry):
+                    self._saved_on(journal.rank).take(journal.attempt, entry)
                 yield entry
 
         self._others.setdefault(journal.rank, OtherRank()).take(entries())
         self._incidents.append((journal.attempt, found))
         self.audit.take_findings(one.finding for one in found.incidents() if one.finding is not None)
         self.audit.add_damage(journal)
+
+    def _saved_on(self, rank: int) -> SavedStateCollector:
+        return self._saved.setdefault(rank, SavedStateCollector(rank))
 
     def report(self, where: Path, rank: int, ranks: Sequence[int]) -> RunReport:
         """The report of what was taken in."""
@@ -150,6 +160,8 @@ class RunCollector:
         rules = rule_states(known, fired, account if account and account.counted else None)
         shown, left_out = self._shown_incidents()
         weights = checkpoint(where)
+        others = [collected for of, collected in sorted(self._saved.items()) if of != rank]
+        saved = of_ranks(self._saved_on(rank), others)
         facts = RunFacts(
             found,
             rules,
@@ -161,6 +173,7 @@ class RunCollector:
             weights.step,
             weights.unfit_before,
             _replaced(account, weights),
+            saved,
         )
         return RunReport(
             folder=str(where),
@@ -182,6 +195,7 @@ class RunCollector:
             cost=cost(account, found),
             checkpoint=weights.now,
             checkpoint_step=weights.step,
+            saved=saved,
         )
 
     @property

@@ -11,6 +11,7 @@ from gradwatch.records.record import CheckpointHealth
 from gradwatch.records.run_info import RunInfo
 from gradwatch.report.explained import Explained
 from gradwatch.report.firing_periods import Period
+from gradwatch.report.saved_states import NO_SAVED_STATES, SavedStates
 from gradwatch.report.track import Track
 
 State = Literal["healthy", "warning", "critical", "broken off", "running", "nothing"]
@@ -78,7 +79,8 @@ class RunReport:
 
     `accounts` are the lines of the last launches; `notes` what is missing or damaged; `actions` what rules did;
     `incidents_left_out` counts those beyond the first; `periods` are those in which rules were firing; `checkpoint` is
-    the health of the weights after `checkpoint_step`, by the tags in the folder.
+    the health of the weights after `checkpoint_step`, by the tags in the folder. `saved` are the states that the script
+    took of its optimizers.
     """
 
     folder: str
@@ -98,6 +100,7 @@ class RunReport:
     cost: Cost | None = None
     checkpoint: CheckpointHealth | None = None
     checkpoint_step: int | None = None
+    saved: SavedStates = NO_SAVED_STATES
 
     @property
     def name(self) -> str:

@@ -10,6 +10,7 @@ from gradwatch.records.record import CheckpointHealth
 from gradwatch.report.firing_periods import FiringEnd
 from gradwatch.report.reservations import reservations
 from gradwatch.report.run_report import RuleState, RunVerdict, State
+from gradwatch.report.saved_states import NO_SAVED_STATES, SavedStates, sentence
 from gradwatch.report.track import Track
 from gradwatch.runtime.printable import one_line, plural, printable
 
@@ -37,7 +38,7 @@ class RunFacts:
     events of rules never came to be in it. Either keeps a run from being called healthy, as do weights that are not.
     `end` is that of the worst rule. `weights` are those after `weights_after`; None: nothing is known of them.
     `unfit_before` says why those of earlier watches of this launch were not healthy when these ended, and `replaced`
-    why those were not that another optimizer's have replaced.
+    why those were not that another optimizer's have replaced. `saved` are the states that the script took.
     """
 
     tracks: Sequence[Track]
@@ -50,6 +51,7 @@ class RunFacts:
     weights_after: int | None = None
     unfit_before: Sequence[str] = ()
     replaced: Sequence[str] = ()
+    saved: SavedStates = NO_SAVED_STATES
 
     @property
     def fired(self) -> list[RuleState]:
@@ -108,6 +110,8 @@ def _parts(run: RunFacts) -> Iterator[str]:
         yield (
             "no step before is known to be healthy" if last is None else f"the last healthy step was {last:,}"
         )
+    if run.saved.taken:
+        yield sentence(run.saved)
     if run.unfit_before:
         yield f"those of an earlier watch were not healthy when it ended{_because(run.unfit_before)}"
     if run.replaced:

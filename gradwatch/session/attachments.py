@@ -49,6 +49,7 @@ from gradwatch.session.pipeline.record_publishing import Publishing
 from gradwatch.session.pipeline.step_pipeline import Sources, StepPipeline, deferral_allowed
 from gradwatch.session.process_place import ProcessPlace
 from gradwatch.session.succession import Handover, watching_of
+from gradwatch.session.taken_states import TakenStates
 from gradwatch.session.watched_optimizers import Ownership
 from gradwatch.taps.pipeline_stages import PipelineStages
 
@@ -277,6 +278,7 @@ class Attached:
         )
         if counted is not None:
             self.boundary.count_on(counted)
+        self.taken_states = self._part(TakenStates(capture, self.boundary, publishing.sinks, activity))
         capture.call_when_cleared(self._cleared)
         not_finite = None if self.causes is None else self.causes.loss_not_finite
         capture.losses.report_to(self._no_loss, not_finite)

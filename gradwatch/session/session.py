@@ -448,6 +448,14 @@ class Session:
         self.catch_up()
         return self._sinks.flush(timeout)
 
+    def take_state(self) -> None:
+        """Note that the script takes the state of this watch, as for a checkpoint; raises nothing."""
+        try:
+            if self.attached is not None:
+                self.attached.taken_states.take()
+        except Exception as error:
+            self._activity.failed("checkpoint", error)
+
     def state_dict(self) -> dict[str, Any]:
         """Baselines, streaks and step counts."""
         if self.attached is None:

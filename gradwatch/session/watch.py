@@ -187,6 +187,7 @@ class Watch:
 
     def state_dict(self) -> dict[str, Any]:
         """Baselines, streaks and step counts, to be saved beside the model's checkpoint."""
+        self._session.take_state()
         return self._session.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -11,6 +11,7 @@ from gradwatch.account import Account
 from gradwatch.errors import TrainingStopped
 from gradwatch.records.record import CheckpointHealth, Record
 from gradwatch.records.run_info import RunInfo
+from gradwatch.records.saved_state import TakenState
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.runtime.interruption import not_ours
 from gradwatch.sinks.registry import Sink
@@ -141,6 +142,13 @@ class Breaker:
         if self._closed or not self._opened or self.is_disabled:
             return False
         return self.sink.flush(timeout)
+
+    @_contained(None)
+    def take_state(self, taken: TakenState) -> None:
+        """Give the sink a state that the script has taken of its optimizers, if it takes it."""
+        take_state = getattr(self.sink, "take_state", None)
+        if take_state is not None and not self._closed and self._opened:
+            take_state(taken)
 
     @_contained(None)
     def judge_weights(self, health: CheckpointHealth) -> None:

@@ -22,6 +22,7 @@ from gradwatch.journal.writer import Recorder
 from gradwatch.records.event import Event
 from gradwatch.records.record import CheckpointHealth, Record
 from gradwatch.records.run_info import RunInfo
+from gradwatch.records.saved_state import TakenState
 from gradwatch.runtime.internal_errors import Health
 
 MAX_QUEUE = 1024
@@ -165,6 +166,11 @@ class JournalSink:
             while self._flush_answered < asked and (left := deadline - time.monotonic()) > 0:
                 self._condition.wait(left)
             return self._flush_answered >= asked and self._flush_safe and self._failures == failures
+
+    def take_state(self, taken: TakenState) -> None:
+        """Hand over that the script has taken a state; microseconds, whatever the disk does."""
+        if self._open and self._recorder is not None:
+            self._recorder.take_state(taken)
 
     def judge_weights(self, health: CheckpointHealth) -> None:
         """Have the checkpoint tag end with this."""

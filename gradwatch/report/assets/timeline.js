@@ -128,10 +128,35 @@ gw.LANE = 30;
 
 gw.MOST_RULES = 8;
 
-// One lane for each rule that fired, while it was firing, and one for each thing that was done at any step.
+// A saved state by the shape as well as by the colour: a disc, a ring, a cross.
+gw.SAVED = {healthy: "good", "not looked at": "warning", "not healthy": "critical"};
+gw.savedLane = saved => {
+  if (!saved.length) return [];
+  const said = {healthy: "● healthy", "not looked at": "○ not looked at", "not healthy": "✕ not healthy"};
+  const kinds = Object.keys(gw.SAVED).filter(kind => saved.some(one => one[1] === kind));
+  return [{label: `saved states: ${kinds.map(kind => said[kind]).join("   ")}`, saved}];
+};
+
+gw.savedMark = (ctx, kind, x, y, size) => {
+  ctx.strokeStyle = ctx.fillStyle = gw.colour(gw.SAVED[kind]);
+  ctx.lineWidth = size * 0.4;
+  ctx.beginPath();
+  if (kind === "not healthy") {
+    ctx.moveTo(x - size, y - size);
+    ctx.lineTo(x + size, y + size);
+    ctx.moveTo(x - size, y + size);
+    ctx.lineTo(x + size, y - size);
+    ctx.stroke();
+  } else {
+    ctx.arc(x, y, kind === "healthy" ? size : size * 0.8, 0, 2 * Math.PI);
+    if (kind === "healthy") ctx.fill(); else ctx.stroke();
+  }
+};
+
+// One lane for each rule that fired, while it was firing, for each thing that was done at any step, and for saved states.
 gw.lanes = (place, track, periods, zoom) => {
   const counts = track.counts, done = gw.LANES.filter(([name]) => counts[name]);
-  const lanes = gw.firing(periods).concat(done.map(([name, label, colour]) => ({name, label, colour})));
+  const lanes = gw.firing(periods).concat(done.map(([name, label, colour]) => ({name, label, colour})), gw.savedLane(track.saved));
   if (!lanes.length) return;
   const {first, width, count} = track.axis;
   const draw = u => {
@@ -156,7 +181,12 @@ gw.lanes = (place, track, periods, zoom) => {
         ctx.fillStyle = gw.colour(gw.SEVERITIES[severity] || "muted");
         bar(from, to === null ? track.last + 1 : to, y);
       }
-      if (lane.periods) return;
+      for (const [step, kind] of lane.saved || []) {
+        const x = u.valToPos(step, "x", true), size = 4 * ratio;
+        if (x < left - 1 || x > left + wide + 1) continue;
+        gw.savedMark(ctx, kind, Math.min(Math.max(x, left + size), left + wide - size), y + 20.5 * ratio, size);
+      }
+      if (lane.periods || lane.saved) return;
       ctx.fillStyle = gw.colour(lane.colour);
       for (let at = 0; at < count; at++) {
         if (!counts[lane.name][at]) continue;
