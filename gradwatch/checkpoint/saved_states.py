@@ -22,8 +22,8 @@ from gradwatch.records.saved_state import SavedState, TakenState
 KEPT = 1000
 MOST_CHANGES = 1000
 """So many are kept for being the last healthy one, or the first that is not, beyond those kept by their number."""
-MOST_WAITING = 64
-"""States whose steps have no Record yet: beyond, the first is taken as it is, since its Record will not come."""
+MOST_WAITING = 4096
+"""States whose steps have no Record yet: beyond, far more than are judged at once, that of the first will not come."""
 MOST_UNSURE = 4096
 """Healthy states that no look has confirmed, so that one may still correct them; beyond, the first stay as they are."""
 MOST_REASONS = 3
@@ -86,15 +86,11 @@ class SavedStates:
         return tuple(kept[number] for number in sorted(kept))
 
     def _judge_waiting(self) -> None:
-        judged = False
         while self._waiting and (
             len(self._waiting) > MOST_WAITING
             or all(self._reached(optimizer, step) for optimizer, step in self._waiting[0].steps)
         ):
             self._judge(self._waiting.popleft())
-            judged = True
-        if judged:
-            self._confirm(self._looked())  # judged late: a look may have come before the Record
 
     def _reached(self, optimizer: int, step: int) -> bool:
         found = self._found.get(optimizer)
@@ -112,10 +108,14 @@ class SavedStates:
         own = [health for _, health in self._found.values()]
         health = joined(own) if own else CheckpointHealth(False, reasons=(NOT_JUDGED,))
         reasons = _shortened(health.reasons)
-        state = SavedState(*taken, healthy=health.healthy, weights_step=health.weights_step, reasons=reasons)
+        # Where steps are judged late, a look may have come before the Record.
+        looked = health.healthy and _seen(taken.steps, self._looked())
+        state = SavedState(*taken, health.healthy, looked, health.weights_step, reasons)
         before, self._last = self._last, state
         self.healthy += state.healthy
-        if state.healthy:
+        if looked:
+            self._confirmed = state
+        elif state.healthy:
             if len(self._unsure) >= MOST_UNSURE:
                 self._numbers.discard(self._unsure.popleft().number)
             self._unsure.append(state)
@@ -143,7 +143,7 @@ class SavedStates:
         """Note a look at the weights after these steps, by optimizer, which found nothing."""
         unsure, self._unsure = self._unsure, deque()
         for state in unsure:
-            if all(looked.get(optimizer, -1) >= step for optimizer, step in state.steps):
+            if _seen(state.steps, looked):
                 self._confirmed = replace(state, looked=True, weights_step=state.step)
                 self._renew(self._confirmed)
             else:
@@ -158,13 +158,19 @@ class SavedStates:
             self._last = state
 
     def _newest_healthy(self) -> SavedState | None:
-        return self._unsure[-1] if self._unsure else self._confirmed
+        known = [state for state in (self._confirmed, *islice(reversed(self._unsure), 1)) if state is not None]
+        return max(known, key=lambda state: state.number, default=None)
 
     def _keep(self, state: SavedState | None) -> None:
         if state is not None:
             self._kept[state.number] = state
             if state.healthy and not state.looked:
                 self._numbers.add(state.number)
+
+
+def _seen(steps: Iterable[tuple[int, int]], looked: Mapping[int, int]) -> bool:
+    """True if a look at the weights, after the steps `looked` by optimizer, was after these."""
+    return all(looked.get(optimizer, -1) >= step for optimizer, step in steps)
 
 
 def _step_of(state: SavedState, optimizer: int | None) -> int:

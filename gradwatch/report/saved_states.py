@@ -79,7 +79,7 @@ class SavedStateCollector:
             self._states[process, state.number] = state
 
     def states(self) -> SavedStates:
-        """What was taken in, in order."""
+        """The saved states so far, in their order."""
         taken, healthy = (sum(totals[at] for totals in self._totals.values()) for at in (0, 1))
         shown = tuple(Saved(process, state) for (process, _), state in sorted(self._states.items(), key=_key))
         return SavedStates(taken, healthy, shown, self.rank)
