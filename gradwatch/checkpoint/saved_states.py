@@ -27,7 +27,7 @@ MOST_WAITING = 4096
 MOST_UNSURE = 4096
 """Healthy states that no look has confirmed, so that one may still correct them; beyond, the first stay as they are."""
 MOST_REASONS = 3
-LONGEST_REASON = 300
+LONGEST_REASON = 200
 NOT_JUDGED = "its last step was not judged"
 
 
@@ -158,7 +158,9 @@ class SavedStates:
             self._last = state
 
     def _newest_healthy(self) -> SavedState | None:
-        known = [state for state in (self._confirmed, *islice(reversed(self._unsure), 1)) if state is not None]
+        known = [
+            state for state in (self._confirmed, *islice(reversed(self._unsure), 1)) if state is not None
+        ]
         return max(known, key=lambda state: state.number, default=None)
 
     def _keep(self, state: SavedState | None) -> None:

@@ -9,8 +9,10 @@ import sys
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -25,8 +27,10 @@ from gradwatch.journal import (
     LostEntry,
     NormsEntry,
     RunEntry,
+    SavedStatesEntry,
     SitesEntry,
     StepsEntry,
+    entries,
     read_journal,
 )
 from gradwatch.journal.columnar_steps import GroupNorms, step_row
@@ -38,8 +42,9 @@ from gradwatch.journal.reader import JournalName, opened
 from gradwatch.journal.writer import Recorder
 from gradwatch.records.decision import Decision
 from gradwatch.records.histogram import BINS, Histogram
-from gradwatch.records.record import Record
+from gradwatch.records.record import CheckpointHealth, Record
 from gradwatch.records.run_info import RuleInfo
+from gradwatch.records.saved_state import TakenState
 from gradwatch.records.snapshot import Column, Sites
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.sinks.journal import JournalSink
@@ -248,6 +253,34 @@ def test_a_hostile_entry_is_damage(tmp_path: Path, document: str) -> None:
     reader = JournalReader(path)
     assert [entry.steps for entry in reader.entries() if isinstance(entry, EndEntry)] == [1, 2]
     assert [each.reason for each in reader.damage] == ["unreadable"]
+
+
+def test_saved_states_come_back(tmp_path: Path) -> None:
+    """With their health, again where a look knew more; kept where the middle is thinned; skipped by older readers."""
+    writer = recorder(tmp_path, max_bytes=512 << 10, params="full")
+    sites, count = make_sites(40), 6000
+    for start in range(0, count, 200):
+        steps = range(start, start + 200)
+        health = CheckpointHealth(weights_step=start - 1 if start else None)
+        made = [make_record(sites, step, step=step, firing=("non-finite",)) for step in steps]
+        writer.record([replace(record, checkpoint=health) for record in made])
+        writer.take_state(TakenState(start // 200, ((0, steps[-1]),), 1e9))
+        assert writer.commit(durable=True)
+    writer.judge_weights(CheckpointHealth(weights_step=count - 1))
+    writer.close()
+    assert any(segment.level for segment in writer.retention.segments)
+    assert not writer.retention.rotated
+    (reader,) = read_journal(tmp_path / "run-1")
+    found = [entry for entry in reader.entries() if isinstance(entry, SavedStatesEntry)]
+    states = {state.number: state for entry in found for state in entry.states}
+    assert (found[-1].taken, found[-1].healthy) == (30, 30)
+    assert [(states[at].step, states[at].looked) for at in (0, 29)] == [(199, True), (5999, True)]
+    with mock.patch.dict(entries._DOCUMENTS):
+        del entries._DOCUMENTS["saved"]
+        assert list(reader.records())
+    assert reader.unknown == len(found)
+    assert reader.damage == []
+    assert reader.complete
 
 
 def test_a_newer_writer_can_be_read(tmp_path: Path) -> None:

@@ -152,7 +152,7 @@ def test_nothing_is_kept_alive() -> None:
     step(model, optimizer)
     optimizer.state_dict()
     gw.close()
-    gone = [weakref.ref(model), weakref.ref(optimizer)]
+    gone: list[weakref.ref[object]] = [weakref.ref(model), weakref.ref(optimizer)]
     del model, optimizer
     gc.collect()
     assert [ref() for ref in gone] == [None, None]
@@ -165,7 +165,7 @@ def test_the_weights_are_not_looked_at_for_it(tmp_path: Path, monkeypatch: pytes
     model, optimizer, gw = training()
     step(model, optimizer, 3)
     calls: list[str] = []
-    monkeypatch.setattr(Weights, "check", lambda self: calls.append("check") or ())
+    monkeypatch.setattr(Weights, "check", lambda self: calls.append("check"))
     monkeypatch.setattr(Weights, "check_if_due", lambda *_: calls.append("due"))
     monkeypatch.setattr(type(session_of(gw)), "catch_up", lambda self: calls.append("catch up"))
     optimizer.state_dict()

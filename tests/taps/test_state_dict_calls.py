@@ -69,7 +69,7 @@ def test_what_it_raises_is_as_without_a_listener() -> None:
     seen: list[Optimizer] = []
     remove = state_dict_calls.listen(seen.append)
     optimizer = made()
-    optimizer.register_state_dict_pre_hook(lambda one: 1 / 0)  # type: ignore[arg-type, return-value]
+    optimizer.register_state_dict_pre_hook(lambda one: 1 / 0)  # type: ignore[arg-type]
     with pytest.raises(ZeroDivisionError) as error:
         optimizer.state_dict()
     remove()
