@@ -21,7 +21,7 @@ from gradwatch.journal.payload import Array, Payload, decode_payload, encode_pay
 from gradwatch.records.event import Event
 from gradwatch.records.finding import Finding
 from gradwatch.records.run_info import RunInfo
-from gradwatch.records.saved_state import SavedState
+from gradwatch.records.saved_optimizer_state import SavedState
 from gradwatch.records.snapshot import Sites
 from gradwatch.runtime.json_numbers import json_number
 

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import numpy as np
 
-from gradwatch.checkpoint.saved_states import SavedStates
+from gradwatch.checkpoint.saved_state_health import SavedStateTracker
 from gradwatch.journal.columnar_steps import GroupNorms, StepRow, StepsEntry, step_row
 from gradwatch.journal.entries import (
     EndEntry,
@@ -33,7 +33,7 @@ from gradwatch.journal.retention import Retention
 from gradwatch.records.event import Event
 from gradwatch.records.record import CheckpointHealth, Record
 from gradwatch.records.run_info import RunInfo
-from gradwatch.records.saved_state import SavedState, TakenState
+from gradwatch.records.saved_optimizer_state import SavedState, TakenState
 from gradwatch.records.snapshot import Sites, Snapshot
 from gradwatch.runtime.backoff import Backoff
 
@@ -103,7 +103,7 @@ class Recorder:
         self._columns = {rule.id: rule.of for rule in run.rules}
         self._tag = HealthTagWriter(run)
         self._taken: deque[TakenState] = deque(maxlen=_MOST_WAITING)  # by the thread that trains
-        self._saved = SavedStates()
+        self._saved = SavedStateTracker()
         self._unwritten: dict[int, SavedState] = {}  # saved states, by number
         self._weights: CheckpointHealth | None = None  # by the look after the last Record
         self._tracks: dict[int, _Track] = {}

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from gradwatch.journal import SavedStatesEntry
-from gradwatch.records.saved_state import SavedState
+from gradwatch.records.saved_optimizer_state import SavedState
 from gradwatch.runtime.printable import plural
 
 Condition = Literal["healthy", "not looked at", "not healthy"]

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from torch.optim import Optimizer
 
 from gradwatch.capture.read_after_backward import Capture
-from gradwatch.records.saved_state import TakenState
+from gradwatch.records.saved_optimizer_state import TakenState
 from gradwatch.session.active_or_paused import Activity
 from gradwatch.session.boundary.optimizer_step import Boundary
 from gradwatch.sinks.circuit_breaker import Breaker

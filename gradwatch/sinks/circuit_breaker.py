@@ -11,7 +11,7 @@ from gradwatch.account import Account
 from gradwatch.errors import TrainingStopped
 from gradwatch.records.record import CheckpointHealth, Record
 from gradwatch.records.run_info import RunInfo
-from gradwatch.records.saved_state import TakenState
+from gradwatch.records.saved_optimizer_state import TakenState
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.runtime.interruption import not_ours
 from gradwatch.sinks.registry import Sink

@@ -22,7 +22,7 @@ from gradwatch.journal.writer import Recorder
 from gradwatch.records.event import Event
 from gradwatch.records.record import CheckpointHealth, Record
 from gradwatch.records.run_info import RunInfo
-from gradwatch.records.saved_state import TakenState
+from gradwatch.records.saved_optimizer_state import TakenState
 from gradwatch.runtime.internal_errors import Health
 
 MAX_QUEUE = 1024

@@ -44,7 +44,7 @@ from gradwatch.records.decision import Decision
 from gradwatch.records.histogram import BINS, Histogram
 from gradwatch.records.record import CheckpointHealth, Record
 from gradwatch.records.run_info import RuleInfo
-from gradwatch.records.saved_state import TakenState
+from gradwatch.records.saved_optimizer_state import TakenState
 from gradwatch.records.snapshot import Column, Sites
 from gradwatch.runtime.internal_errors import Health
 from gradwatch.sinks.journal import JournalSink

@@ -12,7 +12,7 @@ import pytest
 from gradwatch.journal import SavedStatesEntry
 from gradwatch.journal.writer import Recorder
 from gradwatch.records.record import CheckpointHealth, Record
-from gradwatch.records.saved_state import SavedState, TakenState
+from gradwatch.records.saved_optimizer_state import SavedState, TakenState
 from gradwatch.report import html_page, json_document, markdown_page, read_run
 from gradwatch.report.saved_states import SavedStateCollector, of_ranks, sentence
 from tests.report.runs import finished, steps

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 import gradwatch
 from gradwatch.journal import SavedStatesEntry, read_journal
 from gradwatch.records.record import Record
-from gradwatch.records.saved_state import SavedState, TakenState
+from gradwatch.records.saved_optimizer_state import SavedState, TakenState
 from gradwatch.session.watch import Watch, session_of
 from tests.support.kept import Kept
 

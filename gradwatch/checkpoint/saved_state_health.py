@@ -17,7 +17,7 @@ from itertools import islice
 
 from gradwatch.checkpoint.health_tracker import joined
 from gradwatch.records.record import CheckpointHealth, Record
-from gradwatch.records.saved_state import SavedState, TakenState
+from gradwatch.records.saved_optimizer_state import SavedState, TakenState
 
 KEPT = 1000
 MOST_CHANGES = 1000
@@ -31,7 +31,7 @@ LONGEST_REASON = 200
 NOT_JUDGED = "its last step was not judged"
 
 
-class SavedStates:
+class SavedStateTracker:
     """The saved states of one watch, in their order. Memory and what is kept of them are bounded."""
 
     def __init__(self) -> None:

@@ -9,10 +9,10 @@ from unittest import mock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gradwatch.checkpoint import saved_states
-from gradwatch.checkpoint.saved_states import SavedStates
+from gradwatch.checkpoint import saved_state_health
+from gradwatch.checkpoint.saved_state_health import SavedStateTracker
 from gradwatch.records.record import CheckpointHealth, Record
-from gradwatch.records.saved_state import SavedState, TakenState
+from gradwatch.records.saved_optimizer_state import SavedState, TakenState
 from tests.support.sink_records import make_record, make_sites
 
 SITES = make_sites(1)
@@ -29,13 +29,13 @@ def taken(number: int, step: int, **others: int) -> TakenState:
     return TakenState(number, ((0, step), *((int(one[1:]), at) for one, at in others.items())), float(step))
 
 
-def kept_of(states: SavedStates, last: bool = True) -> dict[int, SavedState]:
+def kept_of(states: SavedStateTracker, last: bool = True) -> dict[int, SavedState]:
     return {one.number: one for one in states.take_kept(last)}
 
 
 def test_the_health_is_that_of_the_record_of_its_step() -> None:
     """A state waits until its step is judged; what later Records say of later steps is none of it."""
-    states = SavedStates()
+    states = SavedStateTracker()
     states.add([record(3)])
     states.take(taken(0, 5))
     assert not states.take_kept()
@@ -49,7 +49,7 @@ def test_the_health_is_that_of_the_record_of_its_step() -> None:
 
 def test_a_later_look_confirms_it() -> None:
     """Until then nothing but gradients vouch for it."""
-    states = SavedStates()
+    states = SavedStateTracker()
     states.take(taken(0, 5))
     states.add([record(5, CheckpointHealth(weights_step=2))])
     assert kept_of(states, last=False)[0] == SavedState(
@@ -63,7 +63,7 @@ def test_a_later_look_confirms_it() -> None:
 
 def test_a_later_look_takes_it_back() -> None:
     """Of two that were healthy by their gradients, the one after the last healthy step is not; reasons say why."""
-    states = SavedStates()
+    states = SavedStateTracker()
     states.add([record(3)])
     states.take(taken(0, 3))
     states.add([record(9)])
@@ -84,7 +84,7 @@ def test_the_last_look_of_a_watch_counts() -> None:
         (replace(ILL, last_healthy_step=2), False, False),
         (None, False, True),
     ):
-        states = SavedStates()
+        states = SavedStateTracker()
         states.add([record(7)])
         states.take(taken(0, 7))
         states.end(health)
@@ -94,15 +94,15 @@ def test_the_last_look_of_a_watch_counts() -> None:
 
 def test_one_whose_step_is_never_judged_is_not_vouched_for() -> None:
     """Without any Record nothing is known; with the Records of others it is as these are."""
-    states = SavedStates()
+    states = SavedStateTracker()
     states.take(taken(0, 5))
     states.end(FIT)
-    assert kept_of(states)[0].reasons == (saved_states.NOT_JUDGED,)
+    assert kept_of(states)[0].reasons == (saved_state_health.NOT_JUDGED,)
 
 
 def test_a_look_must_have_seen_each_optimizer() -> None:
     """Optimizers count their own steps: a look after the last step of one is before that of the other."""
-    states = SavedStates()
+    states = SavedStateTracker()
     states.take(taken(0, 10, _1=50))
     states.add(
         [record(10, CheckpointHealth(weights_step=10)), record(50, CheckpointHealth(weights_step=48), 1)]
@@ -114,15 +114,15 @@ def test_a_look_must_have_seen_each_optimizer() -> None:
 
 def test_memory_is_bounded_where_nothing_is_ever_judged_or_confirmed() -> None:
     """A state at every step, no look in all the time: what waits, what is unsure and what is kept have an end."""
-    states = SavedStates()
+    states = SavedStateTracker()
     count = 6_000
     for step in range(count):
         states.take(taken(step, step))
         if step % 2:
             states.add([record(step)])
         states.take_kept()
-    assert len(states._unsure) <= saved_states.MOST_UNSURE
-    assert len(states._numbers) <= saved_states.MOST_UNSURE
+    assert len(states._unsure) <= saved_state_health.MOST_UNSURE
+    assert len(states._numbers) <= saved_state_health.MOST_UNSURE
     assert states.taken == states.healthy == count
 
 
@@ -138,12 +138,12 @@ FEW = 8
 )
 def test_what_is_kept_of_many(runs: list[tuple[int, bool, int]], batch: int, changes: int) -> None:
     """All are counted, few are kept: the first, the last, the last healthy one, and while they are few each change."""
-    states = SavedStates()
+    states = SavedStateTracker()
     truth: list[tuple[int, bool]] = []  # step and health of each that was saved
     kept: dict[int, SavedState] = {}
     waiting: list[Record] = []
     step, last_healthy = -1, None
-    with mock.patch.multiple(saved_states, KEPT=FEW, MOST_CHANGES=changes, MOST_WAITING=10_000):
+    with mock.patch.multiple(saved_state_health, KEPT=FEW, MOST_CHANGES=changes, MOST_WAITING=10_000):
         for length, healthy, every in runs:
             for _ in range(length):
                 step += 1
@@ -175,5 +175,5 @@ def test_what_is_kept_of_many(runs: list[tuple[int, bool, int]], batch: int, cha
 
 def test_ever_fewer_of_very_many_are_kept() -> None:
     """Of a million some five thousand: doubling the number adds half of the first thousand each time."""
-    kept = sum(number % saved_states._every(number) == 0 for number in range(1_000_000))
+    kept = sum(number % saved_state_health._every(number) == 0 for number in range(1_000_000))
     assert 5_000 < kept < 6_500
