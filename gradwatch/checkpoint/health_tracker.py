@@ -21,6 +21,9 @@ LEAP = 2.0
 STEPS_TO_SHOW = 100
 """Steps after such a leap before weights are vouched for again."""
 
+NOT_LOOKED_AT = "the weights could not be looked at"
+"""Begins the reason where a look was not possible: nothing was found by it, and the weights are not vouched for."""
+
 MOST_REPLACED = 8
 """Sets of weights whose reasons are kept when others have replaced them: the latest."""
 

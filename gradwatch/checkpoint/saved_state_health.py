@@ -15,7 +15,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from itertools import islice
 
-from gradwatch.checkpoint.health_tracker import joined
+from gradwatch.checkpoint.health_tracker import NOT_LOOKED_AT, joined
 from gradwatch.records.record import CheckpointHealth, Record
 from gradwatch.records.saved_optimizer_state import SavedState, TakenState
 
@@ -128,6 +128,8 @@ class SavedStateTracker:
 
     def _correct(self, health: CheckpointHealth, optimizer: int | None) -> None:
         """Take back that states were healthy which came after the last healthy step, of one optimizer or of all."""
+        if any(reason.startswith(NOT_LOOKED_AT) for reason in health.reasons):
+            return  # as at the end of a script whose weights are gone: nothing was found
         last = -1 if health.last_healthy_step is None else health.last_healthy_step
         reasons = _shortened(f"found later: {reason}" for reason in health.reasons)
         corrected = False

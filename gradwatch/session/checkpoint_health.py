@@ -11,6 +11,7 @@ from gradwatch.capture.columns.nonfinite_running_statistics import RunningStatis
 from gradwatch.capture.weights.weight_health import Weights
 from gradwatch.checkpoint.health_tracker import (
     NO_GROWTH,
+    NOT_LOOKED_AT,
     CheckpointHealthTracker,
     joined,
     of_statistics,
@@ -64,7 +65,7 @@ class Checkpoints:
             statistics = self._statistics.nonfinite(suspected=True)
         except Exception as error:
             self._activity.failed("checkpoint", error)
-            ruin, statistics = (f"the weights could not be checked ({type(error).__name__})",), ()
+            ruin, statistics = (f"{NOT_LOOKED_AT} ({type(error).__name__})",), ()
         self._statistics_read(statistics)
         self._seen(ruin, self._steps())
         found = self._looked_at_all(self.now())

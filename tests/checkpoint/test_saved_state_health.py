@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gradwatch.checkpoint import saved_state_health
+from gradwatch.checkpoint.health_tracker import NOT_LOOKED_AT
 from gradwatch.checkpoint.saved_state_health import SavedStateTracker
 from gradwatch.records.record import CheckpointHealth, Record
 from gradwatch.records.saved_optimizer_state import SavedState, TakenState
@@ -90,6 +91,15 @@ def test_the_last_look_of_a_watch_counts() -> None:
         states.end(health)
         found = kept_of(states)[0]
         assert (found.looked, found.healthy) == (looked, healthy)
+
+
+def test_a_look_that_was_not_possible_takes_nothing_back() -> None:
+    """As after the end of a process group: nothing was found, so a state is as it was."""
+    states = SavedStateTracker()
+    states.add([record(7)])
+    states.take(taken(0, 7))
+    states.end(CheckpointHealth(False, None, (f"{NOT_LOOKED_AT} (meta device)",)))
+    assert [(one.healthy, one.looked) for one in states.take_kept(last=True)] == [(True, False)]
 
 
 def test_one_whose_step_is_never_judged_is_not_vouched_for() -> None:

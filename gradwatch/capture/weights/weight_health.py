@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from gradwatch.capture.weights.unoptimized_weights import UnoptimizedWeights
-from gradwatch.checkpoint.health_tracker import NO_GROWTH, Growth
+from gradwatch.checkpoint.health_tracker import NO_GROWTH, NOT_LOOKED_AT, Growth
 from gradwatch.reading import async_copy, foreach_norms
 from gradwatch.reading.batched_norms import CpuReader, inspect
 from gradwatch.reading.layouts import dense
@@ -42,7 +42,7 @@ LEAST_SECONDS = 1.0
 BYTES_PER_SECOND = 1e8
 """Of weights read unasked on a device, whose time the host does not see: 0.1 % of 100 GB/s."""
 NAMED = 3
-UNREADABLE = "the weights cannot be checked now (meta device, or a CUDA graph being captured)"
+UNREADABLE = f"{NOT_LOOKED_AT} (meta device, or a CUDA graph being captured)"
 
 
 Named: TypeAlias = Callable[[], Iterable[tuple[str, Tensor]]]
