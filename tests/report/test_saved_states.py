@@ -178,4 +178,4 @@ def test_in_the_timeline(browser: Chromium, run: Path, tmp_path: Path, dark: boo
     (label,) = browser.value(
         "gw.savedLane(JSON.parse(document.getElementById('data').textContent)[0].tracks[0].saved)"
     )
-    assert label["label"] == "saved states: ● healthy   ○ not looked at   ✕ not healthy"
+    assert label["label"] == "saved: ● healthy  ○ not looked at  ✕ not healthy"

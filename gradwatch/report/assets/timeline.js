@@ -134,7 +134,7 @@ gw.savedLane = saved => {
   if (!saved.length) return [];
   const said = {healthy: "● healthy", "not looked at": "○ not looked at", "not healthy": "✕ not healthy"};
   const kinds = Object.keys(gw.SAVED).filter(kind => saved.some(one => one[1] === kind));
-  return [{label: `saved states: ${kinds.map(kind => said[kind]).join("   ")}`, saved}];
+  return [{label: `saved: ${kinds.map(kind => said[kind]).join("  ")}`, saved}];
 };
 
 gw.savedMark = (ctx, kind, x, y, size) => {
