@@ -249,7 +249,7 @@ class Coverage:
         state = len(params), self._registrations.counted[0]
         if self._strangers.get(optimizer) == state:
             return False
-        present = {id(param) for model in models for param in module_tree.parameters(model)}
+        present = {id(param) for _, param in named_parameters([("", model) for model in models])}
         if any(id(param) in present for param in params):
             return True
         self._strangers[optimizer] = state

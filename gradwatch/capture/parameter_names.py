@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from gradwatch.capture.parameter_shards import as_sharded
 from gradwatch.runtime.weak_references import noted
 from gradwatch.taps import module_tree
 from gradwatch.taps.module_registry import WRAPPERS
@@ -38,7 +39,8 @@ def canonical(fqn: str) -> str:
 
 def named_parameters(models: Iterable[tuple[str, nn.Module]]) -> list[tuple[str, nn.Parameter]]:
     """(unique canonical name, parameter) over several models, shared parameters once; each model with its prefix."""
-    return uniquely_named([(prefix, module_tree.named_parameters(model)) for prefix, model in models])
+    listed = [(prefix, model, module_tree.named_parameters(model)) for prefix, model in models]
+    return uniquely_named([(prefix, as_sharded(named, [model])) for prefix, model, named in listed])
 
 
 def uniquely_named(

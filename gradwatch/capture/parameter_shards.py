@@ -7,6 +7,7 @@ it, empty on ranks that hold nothing of it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +21,7 @@ from gradwatch.taps import module_tree
 
 _FSDP2 = "_get_fsdp_state"
 """A method of the class that `fully_shard` gives a module."""
+_FSDP = "torch.distributed.fsdp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,6 +126,26 @@ def _unsharded(models: Iterable[nn.Module]) -> Iterator[tuple[int, Tensor]]:
             unsharded = getattr(one, "_unsharded_param", None)
             if unsharded is not None:
                 yield id(one.sharded_param), unsharded
+
+
+def as_sharded(
+    named: Sequence[tuple[str, nn.Parameter]], models: Iterable[nn.Module]
+) -> Sequence[tuple[str, nn.Parameter]]:
+    """The parameters of these models with FSDP2's own in the place of gathered ones, which no optimizer has.
+
+    Between forward and backward a module shows gathered parameters (a root does so until its backward is over); in
+    between these have no storage.
+    """
+    if _FSDP not in sys.modules:  # most models, without a walk
+        return named
+    gathered = {
+        id(one._unsharded_param): one.sharded_param
+        for model in models
+        for module in module_tree.modules(model)
+        for one in _fsdp_params(module)
+        if getattr(one, "_unsharded_param", None) is not None
+    }
+    return [(name, gathered.get(id(param), param)) for name, param in named] if gathered else named
 
 
 def whole(sites: Sites, held: Sequence[ShardPlacement]) -> Sites:

@@ -24,7 +24,7 @@ from gradwatch.capture.parameter_names import (
     named_parameters,
     uniquely_named,
 )
-from gradwatch.capture.parameter_shards import fsdp2_in, is_shard, offloaded_in
+from gradwatch.capture.parameter_shards import as_sharded, fsdp2_in, is_shard, offloaded_in
 from gradwatch.records.snapshot import Sites
 from gradwatch.runtime.weak_references import HeldByOwner
 from gradwatch.taps import module_tree
@@ -132,7 +132,7 @@ class Slots:
             self.unreduced.find(sharded)
         slots, params = [], []
         new: list[tuple[str, nn.Parameter]] = []
-        for name, param in named:
+        for name, param in as_sharded(list(named), models) if sharded else named:
             if type(param) is not nn.Parameter and is_lazy(param):
                 continue
             slot = self.of.get(id(param))
@@ -165,7 +165,7 @@ class Slots:
             yield models[0], named
             return
         for model in models if named else ():
-            present = set(map(id, module_tree.parameters(model)))
+            present = {id(param) for _, param in named_parameters([("", model)])}
             own = [pair for pair in named if id(pair[1]) in present]
             named = [pair for pair in named if id(pair[1]) not in present]
             yield model, own

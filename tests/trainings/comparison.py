@@ -20,6 +20,7 @@ SECONDS = 250
 COUNTED = re.compile(
     r"gradwatch: (\d+) of (\d+) steps watched(?: and (\d+) of (\d+) rejected)?(?:.*?, (\d+) windows without)?"
 )
+UNFIT = re.compile(r"not healthy at the end: [^·]*")
 OPTIONS = (
     "run",
     "--rules",
@@ -77,6 +78,8 @@ class Compared:
             found.append(f"{self.recorded} steps recorded of {self.taken} taken")
         if self.counted != (self.taken // self.training.ranks,) * 2:
             found.append(f"the account says {self.counted[0]} of {self.counted[1]} of {self.taken} taken")
+        if unfit := UNFIT.findall(self.watched.stderr):
+            found.append(f"a training that nothing ruins is called {unfit[0]}")
         return found
 
 
