@@ -18,7 +18,7 @@ from gradwatch.engine.clipping.clip_section_factors import Failed
 from gradwatch.engine.columns_needed import Needs
 from gradwatch.engine.engine_state import EngineState, NewBaselines, empty_state
 from gradwatch.engine.fast_path.many_steps import FastBlock, Restarts, active_without_action
-from gradwatch.engine.fast_path.one_step import FastPath, FastPaths, Learned
+from gradwatch.engine.fast_path.one_step import FastPath, FastPathsByStage, Learned
 from gradwatch.engine.judge import Step, firing_now, judges
 from gradwatch.engine.reporting.culprit import usual_loss, usual_norms
 from gradwatch.engine.rule_plan import NO_BANK, Plan, RulePlan
@@ -65,7 +65,7 @@ class BoundEngine:
         facts = [number for number, one in enumerate(plan.rules) if one.detector.finiteness]
         # A loss is not finite with its gradients more often than alone: those are asked first.
         self._facts = tuple(sorted(facts, key=lambda number: plan.rules[number].series.column == "loss"))
-        self._fast_paths = FastPaths(plan, frozenset(facts))
+        self._fast_paths = FastPathsByStage(plan, frozenset(facts))
         self.turns = Turns((one.series, one.detector.columns) for one in plan.rules)
         self._every_step = Decision(
             max_norm=self.max_norm, elementwise=bool(self.clipping.elementwise) and self.clipping.at == "step"
@@ -151,9 +151,15 @@ class BoundEngine:
     def _judged(self, state: EngineState, snapshot: Snapshot, in_turn: InTurn) -> tuple[Verdict, EngineState]:
         """A step that counts: at a glance where that is enough."""
         lr = snapshot.scalars.get("lr", state.lr)
-        if state.active is not None and not snapshot.provisional and not jumped(state.lr, lr):
-            path: FastPath | None = self._fast_paths[state.active]
-            if state.unjudged and self._is_known(state, snapshot, in_turn):
+        first, end, unreached = state.stage
+        if (
+            state.active is not None
+            and first <= snapshot.step < end
+            and not snapshot.provisional
+            and not jumped(state.lr, lr)
+        ):
+            path: FastPath | None = self._fast_paths[unreached][state.active]
+            if not state.unjudged <= unreached and self._is_known(state, snapshot, in_turn):
                 path = None
             learned = None if path is None else path.learn(state, snapshot, in_turn)
             if path is not None and learned is not None:
@@ -182,7 +188,8 @@ class BoundEngine:
         """
         if state.plan is not self.plan or any(len(one.norm) != self._size for one in snapshots):
             raise GradwatchError("state or snapshot belongs to other sites; use adopt()")
-        path: FastPath | None = None if state.active is None else self._fast_paths[state.active]
+        first, end, unreached = state.stage
+        path: FastPath | None = None if state.active is None else self._fast_paths[unreached][state.active]
         firing = None if path is None else active_without_action(state, path.active_every_step)
         if path is None or firing is None or state.may_act:
             return BlockVerdict(state)
@@ -191,7 +198,8 @@ class BoundEngine:
             before, lr = lr, snapshot.scalars.get("lr", lr)
             turn = self.turns.in_turn(snapshot.step, state.overdue)
             missed = turn and self.turns.missed(turn, snapshot, state.overdue) is not state.overdue
-            known = state.unjudged and self._may_be_known(state, snapshot, turn)
+            known = not state.unjudged <= unreached and self._may_be_known(state, snapshot, turn)
+            known = known or not first <= snapshot.step < end
             unknown = t in anew and not self.restarts.blind_anew <= state.unjudged
             if missed or known or unknown or jumped(before, lr):
                 break
@@ -237,11 +245,12 @@ class BoundEngine:
             return Verdict(firing_now(state)), state
         step = Step(state, Reader(snapshot, in_turn, self.plan.roots), self.rank)
         step.begin_anew(state.begun_anew)
+        step.resolve_unreached()
         baselines = step.learn(state.baselines, learning=True, only=OF_SCALER)
         for number in judged:
             step.judge(number)
         step.judge_conditions(judged)
-        return step.finish(baselines, state.lr)
+        return step.finish(baselines, state.lr, by_all=False)
 
     def _rule_by_rule(
         self, state: EngineState, snapshot: Snapshot, in_turn: InTurn, lr: float | None
@@ -250,6 +259,7 @@ class BoundEngine:
         baselines = state.baselines
         step = Step(state, Reader(snapshot, in_turn, self.plan.roots), self.rank)
         step.begin_anew(state.begun_anew)
+        step.resolve_unreached()
         for number in self._facts:
             step.judge(number)
         if not snapshot.provisional:
@@ -261,12 +271,12 @@ class BoundEngine:
             step.judge_conditions()
             return step.finish(baselines if self._is_an_outlier(step) else learned, lr)
         step.judge_conditions(self._facts)
-        return step.finish(baselines, lr)
+        return step.finish(baselines, lr, by_all=False)
 
     def _may_be_known(self, state: EngineState, snapshot: Snapshot, in_turn: InTurn) -> bool:
         """True if a rule that conditions are about has something to judge at last, unless it is warming up."""
         reader = Reader(snapshot, in_turn, self.plan.roots)
-        for one in map(self.plan.rules.__getitem__, state.unjudged):
+        for one in map(self.plan.rules.__getitem__, state.unjudged - state.stage.unreached):
             sample = None if snapshot.step % one.judged_every else reader.sample(one.series)
             if sample is not None and sample.present.any():
                 return True
@@ -277,7 +287,7 @@ class BoundEngine:
         reader, plan = Reader(snapshot, in_turn, self.plan.roots), self.plan
         return any(
             judges(one, plan, reader, () if one.bank == NO_BANK else state.baselines[one.bank])
-            for one in map(plan.rules.__getitem__, state.unjudged)
+            for one in map(plan.rules.__getitem__, state.unjudged - state.stage.unreached)
             if snapshot.step % one.judged_every == 0
         )
 

@@ -155,8 +155,9 @@ class FastBlock:
         open_ = any(one.window_open(state.tracks, first) for one in plan.conditions)
         # Else what the first step says of them all others do.
         for t, snapshot in enumerate(self._snapshots if open_ else self._snapshots[:1]):
-            values = values_of(plan.conditions, state.tracks, state.unjudged, snapshot.step)
-            for one in plan.conditions:
+            unreached = state.stage.unreached
+            values = values_of(plan.conditions, state.tracks, state.unjudged, snapshot.step, unreached)
+            for one in (each for each in plan.conditions if each.number not in unreached):
                 track, holds = state.tracks[one.number], values[one.number]
                 if track.idle:
                     unsettled = one.unsettled(state.tracks, active, snapshot.step)
