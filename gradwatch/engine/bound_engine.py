@@ -49,6 +49,9 @@ class BlockVerdict(NamedTuple):
     in_turn: Sequence[InTurn] = ()
 
 
+UNCLIPPED = Decision()
+"""The decision on a step on which no rule acts and `clip:` does nothing yet."""
+
 SKIPS_NOT_LEARNED = 10
 """In a row, of a rule that sets itself no limit: as many as `skip_step` has by default (`max_consecutive`)."""
 
@@ -62,6 +65,7 @@ class BoundEngine:
         self._size = len(plan.sites)
         self.clipping = plan.clipping
         self.max_norm = plan.clipping.max_norm
+        self.clips_from = plan.clipping.from_step
         facts = [number for number, one in enumerate(plan.rules) if one.detector.finiteness]
         # A loss is not finite with its gradients more often than alone: those are asked first.
         self._facts = tuple(sorted(facts, key=lambda number: plan.rules[number].series.column == "loss"))
@@ -313,13 +317,13 @@ class BoundEngine:
         """Actions that may be done inside the backward, with their sites."""
         return asked(self.plan)
 
-    def bounds(self, state: EngineState) -> tuple[Bound, ...]:
-        """The bounds on the norms of parameters' gradients, for the hooks of the next backward."""
-        return bounds(self.plan, state)
+    def bounds(self, state: EngineState, step: int) -> tuple[Bound, ...]:
+        """The bounds on the norms of parameters' gradients, for the hooks of the next backward, of `step` or later."""
+        return bounds(self.plan, state, step)
 
-    def module_bounds(self, state: EngineState) -> tuple[Bound, ...]:
-        """The bounds on the gradients that modules pass on, for the hooks of the next backward."""
-        return module_bounds(self.plan, state)
+    def module_bounds(self, state: EngineState, step: int) -> tuple[Bound, ...]:
+        """The bounds on the gradients that modules pass on, for the hooks of the next backward, of `step` or later."""
+        return module_bounds(self.plan, state, step)
 
     def decide(
         self, state: EngineState, verdict: Verdict, snapshot: Snapshot, failed: Failed = raised
@@ -330,7 +334,7 @@ class BoundEngine:
         non-finite norm gets the factor 1 (`gradwatch.policies`). `failed` is called with the error of a policy; without
         it the error is raised.
         """
-        decision = self._every_step
+        decision = self._every_step if snapshot.step >= self.clips_from else UNCLIPPED
         if verdict.acting or verdict.standing:
             for number, one in by_rule(self.plan, verdict.acting):
                 due = verdict.due.get(one.rule.id, Due(np.zeros(len(one.shown), np.bool_)))
@@ -350,7 +354,8 @@ class BoundEngine:
         """
         if not self.clipping.policies or snapshot.scalars.get("scaler_skip"):
             return decision, state
-        at_step = self.clipping.at == "step"  # else the hooks have done it
+        # Else the hooks have done it, or it is to begin later.
+        at_step = self.clipping.at == "step" and snapshot.step >= self.clips_from
         coef = self.clipping.coefficients(state.clips, snapshot, failed) if at_step else None
         decision = decision if coef is None else decision | Decision(coef=coef)
         if decision.skip or snapshot.provisional:
@@ -359,24 +364,27 @@ class BoundEngine:
 
     def again(self, state: EngineState, snapshot: Snapshot, failed: Failed = raised) -> Decision:
         """The clip of one more gradient of a step that has been judged (a later closure call); no state changes."""
-        if self.clipping.at == "backward":
-            return Decision()  # the hooks have done it
+        if self.clipping.at == "backward" or snapshot.step < self.clips_from:
+            return UNCLIPPED  # the hooks have done it, or it is to begin later
         coef = self.clipping.coefficients(state.clips, snapshot, failed) if self.clipping.policies else None
         return self._every_step if coef is None else self._every_step | Decision(coef=coef)
 
-    def fallback(self, total_norm: float) -> Decision:
-        """The orders that hold without a verdict, if `evaluate` fails.
+    def fallback(self, total_norm: float, step: int) -> Decision:
+        """The orders that hold without a verdict, if `evaluate` fails at this step.
 
         These are the bound of `clip:` on the total norm (`clip` adds the other policies), and the skip of a step whose
         `total_norm` is not finite, if a rule asks for that.
         """
         broken = not math.isfinite(total_norm)
-        skips = any(on_gradients(one.rule) and one.rule.acts and one.skip for one in self.plan.rules)
-        return replace(self._every_step, skip=broken and skips)
+        skips = any(
+            on_gradients(one.rule) and one.rule.acts and one.skip and step >= one.rule.from_step
+            for one in self.plan.rules
+        )
+        return replace(self._every_step if step >= self.clips_from else UNCLIPPED, skip=broken and skips)
 
     @property
     def decision_otherwise(self) -> Decision:
-        """The decision on a step on which no rule acts, without the factors of `clip:` that depend on its norms."""
+        """The decision on a step from `clips_from` on where no rule acts, without factors that depend on its norms."""
         return self._every_step
 
     def usual_norms(self, state: EngineState) -> dict[str, float]:

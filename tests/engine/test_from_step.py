@@ -191,8 +191,9 @@ def test_events_are_those_of_the_rule_without_it_from_then_on(seed: int, first: 
         rule("low", Below(threshold=0.01, of="rms"), for_=1),
         rule("loss", Above(threshold=2.05, of="loss"), for_=1, keep_firing_for=3),
     ]
-    free, late = OptimizerRules(bound(rules, SIZE)), OptimizerRules(
-        bound([replace(one, from_step=first) for one in rules], SIZE)
+    free, late = (
+        OptimizerRules(bound(rules, SIZE)),
+        OptimizerRules(bound([replace(one, from_step=first) for one in rules], SIZE)),
     )
     before: Verdict | None = None
     for snapshot in snapshots_of(free.engine, run(seed), 10):  # type: ignore[operator]

@@ -182,7 +182,9 @@ class ClipEntry(Model):
     )
     at: ClipAt = unset("step (right everywhere), or backward (through the hook's return value).")
     local: bool = unset("Force `at: backward` where gradients are sharded or accumulated.")
-    from_step: Steps = unset("The first step that is clipped (0); before it the policies learn and change nothing.")
+    from_step: Steps = unset(
+        "The first step that is clipped (0); before it the policies learn and change nothing."
+    )
 
 
 # --- clipping methods --------------------------------------------------------------------------------------

@@ -90,7 +90,7 @@ class OptimizerRules:
 
     def decide_without_verdict(self, snapshot: Snapshot, failed: Callable[[Exception], None]) -> Decision:
         """Clip by `clip:`, and skip a total that is not finite: no rule could judge the step."""
-        unjudged = self.bound.fallback(snapshot.total_norm)
+        unjudged = self.bound.fallback(snapshot.total_norm, snapshot.step)
         decision, self.state = self.bound.clip(unjudged, self.state, snapshot, failed)
         return decision
 

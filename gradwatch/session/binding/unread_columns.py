@@ -113,6 +113,7 @@ def reads_of(bound: BoundEngine, unread: Mapping[str, str] = NOTHING_UNREAD) -> 
             due=functools.partial(_due, one, bound.turns),
             has_value=functools.partial(_has_value, one),
             valueless=NEVER_POSITIVE.format(one.series.column, one.rule.kind) if _positive_only(one) else "",
+            from_step=one.rule.from_step,
         )
         for one in bound.plan.rules
         if one.rule.id not in joined
@@ -127,6 +128,7 @@ def _of_rules(bound: BoundEngine, condition: BoundCondition) -> Reads:
         OTHER_RULES,
         joined=tuple(sorted(rules[number].rule.id for number in condition.of)),
         why=of_condition(missing, bound.inactive) if missing else "",
+        from_step=rules[condition.number].rule.from_step,
     )
 
 
