@@ -98,6 +98,10 @@ ACTION_KEYS: Mapping[str, Mapping[str, str]] = {
         "after max_consecutive patience times",
         "`skip_step: {max_consecutive: 10, then: stop}`, or `escalate: {after: 10 in 10, to: stop}`",
     ),
+    "localise": _each(
+        "most max max_searches times limit at_most count max_consecutive",
+        "keep: the incidents of a run whose cause is sought",
+    ),
     "skip_step": _each("max times limit patience", "max_consecutive: so many in a row, then `then:`"),
 }
 """For parameters of an action."""

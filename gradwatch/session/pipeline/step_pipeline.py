@@ -278,6 +278,8 @@ class StepPipeline:
         )
         usual = partial(bound_rules.bound.usual_norms, bound_rules.state)
         findings = self._causes(step, snapshot, verdict, decision, usual)
+        if decision.orders and self._sources.causes is not None:
+            decision = self._sources.causes.carried_out(decision)
         if verdict.events:
             findings += self._causes_by_norms(bound_rules, usual, verdict, snapshot, findings)
         if self._sources.bundles is not None:
