@@ -249,7 +249,8 @@ class BoundEngine:
             return Verdict(firing_now(state)), state
         step = Step(state, Reader(snapshot, in_turn, self.plan.roots), self.rank)
         step.begin_anew(state.begun_anew)
-        step.resolve_unreached()
+        if step.stage.unreached:
+            step.resolve_unreached()
         baselines = step.learn(state.baselines, learning=True, only=OF_SCALER)
         for number in judged:
             step.judge(number)
@@ -263,7 +264,8 @@ class BoundEngine:
         baselines = state.baselines
         step = Step(state, Reader(snapshot, in_turn, self.plan.roots), self.rank)
         step.begin_anew(state.begun_anew)
-        step.resolve_unreached()
+        if step.stage.unreached:
+            step.resolve_unreached()
         for number in self._facts:
             step.judge(number)
         if not snapshot.provisional:

@@ -342,8 +342,10 @@ class Step:
         active = frozenset(number for number, (track, acted) in rules if acted or not track.idle)
         if not self.plan.conditions:
             return active
-        reached = (one for one in self.plan.conditions if one.number not in self.stage.unreached)
-        return with_unsettled(reached, self.tracks, active, self.snapshot.step)
+        conditions = self.plan.conditions
+        if self.stage.unreached:
+            conditions = tuple(one for one in conditions if one.number not in self.stage.unreached)
+        return with_unsettled(conditions, self.tracks, active, self.snapshot.step)
 
 
 def _is_of_gradients(one: RulePlan) -> bool:

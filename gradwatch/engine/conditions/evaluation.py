@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 
 from gradwatch.engine.conditions.bound_condition import BoundCondition
@@ -27,7 +27,7 @@ def values_of(
 
 
 def with_unsettled(
-    conditions: Iterable[BoundCondition], tracks: Sequence[FiringState], active: frozenset[int], step: int
+    conditions: Sequence[BoundCondition], tracks: Sequence[FiringState], active: frozenset[int], step: int
 ) -> frozenset[int]:
     """The numbers of the rules that are `active`, and of those whose condition may change by itself."""
     for one in conditions:

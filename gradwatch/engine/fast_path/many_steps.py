@@ -157,7 +157,9 @@ class FastBlock:
         for t, snapshot in enumerate(self._snapshots if open_ else self._snapshots[:1]):
             unreached = state.stage.unreached
             values = values_of(plan.conditions, state.tracks, state.unjudged, snapshot.step, unreached)
-            for one in (each for each in plan.conditions if each.number not in unreached):
+            for one in plan.conditions:
+                if one.number in unreached:
+                    continue
                 track, holds = state.tracks[one.number], values[one.number]
                 if track.idle:
                     unsettled = one.unsettled(state.tracks, active, snapshot.step)

@@ -306,12 +306,13 @@ class Boundary:
             ctx.deferral.take_arrived(self._judging_failed)
             pipeline.defer(ctx, pipeline.measure(ctx, window))
             self._count(optimizer)
-            clips = captured.step >= ctx.rules.bound.clips_from
+            rules = ctx.rules
+            clips = captured.step >= rules.bound.clips_from
             ctx.acting.on_device(
                 optimizer,
                 captured,
-                ctx.rules.bound.max_norm if clips else None,
-                ctx.rules.clip_section if clips else None,
+                rules.bound.max_norm if clips else None,
+                rules.clip_section if clips else None,
                 pipeline.skips_nonfinite_at(captured.step),
             )
             return
