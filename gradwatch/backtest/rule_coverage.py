@@ -14,8 +14,8 @@ from gradwatch.account.rules_without_data import BEFORE_ITS_STEP, NEVER_CAME
 from gradwatch.backtest.measured import ASKED_FOR, Measured
 from gradwatch.engine.bound_engine import BoundEngine
 from gradwatch.engine.columns_needed import OF_UPDATES, first_step
+from gradwatch.engine.judged_steps.staggered_judging import InTurn
 from gradwatch.engine.series import Series
-from gradwatch.engine.staggered_judging import InTurn
 from gradwatch.records.columns import (
     ALWAYS,
     OBSERVED,

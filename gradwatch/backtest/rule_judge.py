@@ -14,7 +14,7 @@ from gradwatch.engine.bound_engine import UNCLIPPED, BoundEngine
 from gradwatch.engine.changed_parameters import changed_parameters
 from gradwatch.engine.columns_needed import batches_hashed_every
 from gradwatch.engine.engine_state import EngineState, rules_anew
-from gradwatch.engine.staggered_judging import InTurn
+from gradwatch.engine.judged_steps.staggered_judging import InTurn
 from gradwatch.records.columns import BATCH_HASH
 from gradwatch.records.decision import Decision
 from gradwatch.records.snapshot import BoolArray, Snapshot

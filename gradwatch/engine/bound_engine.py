@@ -20,10 +20,10 @@ from gradwatch.engine.engine_state import EngineState, NewBaselines, empty_state
 from gradwatch.engine.fast_path.many_steps import FastBlock, Restarts, active_without_action
 from gradwatch.engine.fast_path.one_step import FastPath, FastPathsByStage, Learned
 from gradwatch.engine.judge import Step, firing_now, judges
+from gradwatch.engine.judged_steps.staggered_judging import NONE_IN_TURN, InTurn, Turns
 from gradwatch.engine.reporting.culprit import usual_loss, usual_norms
 from gradwatch.engine.rule_plan import NO_BANK, Plan, RulePlan
 from gradwatch.engine.snapshot_reader import Reader
-from gradwatch.engine.staggered_judging import NONE_IN_TURN, InTurn, Turns
 from gradwatch.errors import GradwatchError
 from gradwatch.policies.norm_bound import Bound
 from gradwatch.records.columns import OF_SCALER, OTHER_RULES, RUNNING_STATISTICS

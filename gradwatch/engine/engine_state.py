@@ -13,10 +13,10 @@ import numpy as np
 
 from gradwatch.detectors import State
 from gradwatch.engine.firing import IDLE, NEVER, FiringState, awake
+from gradwatch.engine.judged_steps.stages import Stage
+from gradwatch.engine.judged_steps.staggered_judging import InTurn, OverdueSeries
 from gradwatch.engine.rule_plan import Plan
 from gradwatch.engine.series import Series
-from gradwatch.engine.stages import Stage
-from gradwatch.engine.staggered_judging import InTurn, OverdueSeries
 from gradwatch.errors import GradwatchError
 from gradwatch.records.snapshot import BoolArray
 from gradwatch.records.verdict import Verdict

@@ -20,12 +20,12 @@ from gradwatch.engine.conditions.bound_condition import BoundCondition
 from gradwatch.engine.conditions.evaluation import with_unsettled
 from gradwatch.engine.engine_state import EngineState, NewBaselines, rules_anew
 from gradwatch.engine.firing import NEVER, FiringState, Moved, move, unchanged_by
+from gradwatch.engine.judged_steps.stages import stage_at
 from gradwatch.engine.reporting.events import of_new_baselines
 from gradwatch.engine.reporting.transitions import report_move
 from gradwatch.engine.rule_plan import NO_BANK, Plan, RulePlan, Yardstick
 from gradwatch.engine.scores import Scored, cleared, scored_by, worst_first
 from gradwatch.engine.snapshot_reader import Reader
-from gradwatch.engine.stages import stage_at
 from gradwatch.records.columns import RUNNING_STATISTICS, is_observed
 from gradwatch.records.event import SEVERITIES, Event
 from gradwatch.records.snapshot import BoolArray, FloatArray

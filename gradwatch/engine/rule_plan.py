@@ -17,10 +17,10 @@ from gradwatch.engine.clipping.clip_section_factors import NO_CLIPPING, Clipping
 from gradwatch.engine.columns_needed import Needs, needs_of
 from gradwatch.engine.conditions.bind_conditions import conditions_of, never_known
 from gradwatch.engine.conditions.bound_condition import BoundCondition
+from gradwatch.engine.judged_steps.stages import WHOLE_RUN, Stage, stages_of
+from gradwatch.engine.judged_steps.staggered_reads import Staggering
 from gradwatch.engine.series import Series, roots_of, series_of
 from gradwatch.engine.snapshot_reader import Reader
-from gradwatch.engine.stages import WHOLE_RUN, Stage, stages_of
-from gradwatch.engine.staggered_reads import Staggering
 from gradwatch.records.columns import MODULE_COLUMNS, RANK_COLUMNS, is_free
 from gradwatch.records.snapshot import BoolArray, FloatArray, Sites
 from gradwatch.rules.condition import When

@@ -20,7 +20,7 @@ from gradwatch.account.rules_without_data import NO_OUTPUT, RulesWithoutData
 from gradwatch.engine import Engine
 from gradwatch.engine.bound_engine import BoundEngine
 from gradwatch.engine.engine_state import EngineState
-from gradwatch.engine.staggered_judging import NONE_IN_TURN
+from gradwatch.engine.judged_steps.staggered_judging import NONE_IN_TURN
 from gradwatch.records.snapshot import Snapshot
 from gradwatch.records.verdict import Verdict
 from gradwatch.rules.files import parse_rules

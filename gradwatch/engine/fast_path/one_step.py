@@ -25,9 +25,9 @@ from gradwatch.detectors.baseline import log_of_scalar
 from gradwatch.engine.engine_state import EngineState
 from gradwatch.engine.fast_path.prepared_rules import bank_inputs, column_bounds, is_bounded, is_proven
 from gradwatch.engine.judge import BankResult
+from gradwatch.engine.judged_steps.staggered_judging import InTurn, Turn
 from gradwatch.engine.rule_plan import NO_BANK, Plan, RulePlan
 from gradwatch.engine.snapshot_reader import Reader
-from gradwatch.engine.staggered_judging import InTurn, Turn
 from gradwatch.records.columns import OTHER_RULES, RANK_COLUMNS, is_scalar, scalar_name
 from gradwatch.records.snapshot import Column, Snapshot
 

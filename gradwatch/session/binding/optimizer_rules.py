@@ -21,7 +21,7 @@ from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.checkpoint.health_tracker import CheckpointHealthTracker
 from gradwatch.engine import BoundEngine, EngineState
 from gradwatch.engine.clipping.clip_section_factors import Clipping
-from gradwatch.engine.staggered_judging import NO_SERIES_OVERDUE, OverdueSeries
+from gradwatch.engine.judged_steps.staggered_judging import NO_SERIES_OVERDUE, OverdueSeries
 from gradwatch.records.decision import Decision
 from gradwatch.records.record import Record
 from gradwatch.records.snapshot import Sites, Snapshot

@@ -25,9 +25,9 @@ from gradwatch.distributed.sharded_norms import REDUCED_COLUMNS
 from gradwatch.engine import BoundEngine, Engine
 from gradwatch.engine.columns_needed import first_step
 from gradwatch.engine.conditions.bound_condition import BoundCondition
+from gradwatch.engine.judged_steps.staggered_judging import InTurn, Turns
 from gradwatch.engine.rule_plan import RulePlan
 from gradwatch.engine.snapshot_reader import Reader
-from gradwatch.engine.staggered_judging import InTurn, Turns
 from gradwatch.records.columns import (
     ALWAYS,
     OF_THE_LOOP,

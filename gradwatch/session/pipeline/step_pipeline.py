@@ -22,7 +22,7 @@ from gradwatch.distributed.ranks import Ranks
 from gradwatch.distributed.step_seen_by_all_ranks import Shared
 from gradwatch.engine import Engine
 from gradwatch.engine.engine_state import NONE_ACTIVE
-from gradwatch.engine.staggered_judging import NONE_IN_TURN
+from gradwatch.engine.judged_steps.staggered_judging import NONE_IN_TURN
 from gradwatch.records.columns import UNOWNED
 from gradwatch.records.decision import Decision
 from gradwatch.records.event import Event
