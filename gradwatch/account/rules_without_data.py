@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -64,6 +65,7 @@ NEVER_CAME = {
 }
 NEVER_MEASURED = "{} was never measured"
 NO_STEP = "no step was taken"
+BEFORE_ITS_STEP = "before its from_step: {:,} (the last step was {:,})"
 NO_STEP_OF_ITS_OWN = "the optimizer at whose steps it is judged took none"
 TURNS_TO_COME = "nothing that has had its turn has a value of {}, and not all had it yet (every: {})"
 OFF_STEP = "no step at which it is evaluated was reached (every: {})"
@@ -94,7 +96,7 @@ class Reads(NamedTuple):
     comes, where that is known from the first. `due`: whether a step is one of those at which it is judged. `has_value`:
     whether a Snapshot has a value of what is judged on it, given the series in turn; None where nothing is judged.
     `valueless`: the reason where none ever had. `joined`: it reads no column, but is about these rules; `why` is then
-    that of those which judge nothing here.
+    that of those which judge nothing here. `from_step` is the first step at which it is judged.
     """
 
     column: str
@@ -106,6 +108,7 @@ class Reads(NamedTuple):
     has_value: Callable[[Snapshot, Mapping[str, Any]], bool | None] = lambda snapshot, in_turn: True
     valueless: str = ""
     joined: tuple[str, ...] = ()
+    from_step: int = 0
 
 
 class RulesWithoutData:
@@ -118,6 +121,8 @@ class RulesWithoutData:
         self._waiting: Mapping[int, Mapping[str, Reads]] = {}
         # The columns, by optimizer, where all that its rules wait for is that these come.
         self._missing: dict[int, frozenset[str]] = {}
+        # The first step to come, by optimizer, from which more rules are judged (`from_step`).
+        self._next: dict[int, int] = {}
         self._with_data: frozenset[str] = frozenset()
         # (optimizer, rule): evaluated, but nothing of it had a value.
         self._without_value: frozenset[tuple[int, str]] = frozenset()
@@ -131,12 +136,15 @@ class RulesWithoutData:
         self._wait({**self._waiting, optimizer: waiting})
 
     def _wait(self, waiting: Mapping[int, Mapping[str, Reads]]) -> None:
-        self._waiting = waiting
-        self._missing = {
-            optimizer: frozenset(reads.column for reads in rules.values())
-            for optimizer, rules in waiting.items()
-            if not any(reads.always or reads.column in self._came for reads in rules.values())
-        }
+        self._waiting, self._missing, self._next = waiting, {}, {}
+        for optimizer, rules in waiting.items():
+            coming = self._steps.get(optimizer, (0, -1))[1] + 1
+            late = [reads for reads in rules.values() if reads.from_step > coming]
+            self._next[optimizer] = min((reads.from_step for reads in late), default=sys.maxsize)
+            came = [reads for reads in rules.values() if reads.always or reads.column in self._came]
+            if all(reads.from_step > coming for reads in came):
+                columns = frozenset(reads.column for reads in rules.values())
+                self._missing[optimizer] = columns.difference(reads.column for reads in came)
 
     def observe(self, snapshot: Snapshot, in_turn: Mapping[str, Any]) -> None:
         """Strike off the rules that had data on this Snapshot; `in_turn`: the staggered series in turn at its step."""
@@ -145,6 +153,7 @@ class RulesWithoutData:
         missing = self._missing.get(snapshot.optimizer)
         if (
             missing is not None  # almost every step
+            and snapshot.step < self._next[snapshot.optimizer]
             and snapshot.loss_scale is None
             and self._scalars.issuperset(snapshot.scalars)  # and so none of the missing is among them
             and missing.isdisjoint(snapshot.columns)
@@ -184,6 +193,7 @@ class RulesWithoutData:
             missing = self._missing.get(optimizer)
             if (
                 missing is None
+                or snapshot.step >= self._next[optimizer]
                 or not self._scalars.issuperset(snapshot.scalars)
                 or not missing.isdisjoint(snapshot.columns)
             ):
@@ -210,16 +220,31 @@ class RulesWithoutData:
                 without_data = [one for one in reads.joined if one in found]
                 if without_data or (reads.joined and reads.why):
                     found[rule] = reads.why or of_condition(without_data, found)
+                elif reads.joined and (before := self._before_its_step(rule, waiting)):
+                    found[rule] = before
         return found
+
+    def _before_its_step(self, rule: str, waiting: Mapping[int, Mapping[str, Reads]]) -> str:
+        """The reason of a rule whose first step no optimizer has reached that it is bound to; "" of any other."""
+        lasts = {
+            one: self._steps[one][1] for one, rules in waiting.items() if one in self._steps and rule in rules
+        }
+        first = max((rules[rule].from_step for rules in waiting.values() if rule in rules), default=0)
+        last = max(lasts.values(), default=first)
+        return BEFORE_ITS_STEP.format(first, last) if last < first else ""
 
     def _why(self, rule: str, reads: Reads, optimizer: int) -> str:
         if reads.why:
             return reads.why
         if optimizer not in self._steps:
             return NO_STEP_OF_ITS_OWN if self._steps else NO_STEP
+        if self._steps[optimizer][1] < reads.from_step:
+            return BEFORE_ITS_STEP.format(reads.from_step, self._steps[optimizer][1])
         without_value = (optimizer, rule) in self._without_value
         never_came = not (reads.always or reads.column in self._came)
-        if (without_value or never_came) and _turns_to_come(reads, *self._steps[optimizer]):
+        first, last = self._steps[optimizer]
+        first = max(first, reads.from_step)
+        if (without_value or never_came) and _turns_to_come(reads, first, last):
             return TURNS_TO_COME.format(reads.column, reads.every)
         if without_value:
             return reads.valueless or NO_VALUE.format(reads.column)
@@ -230,7 +255,7 @@ class RulesWithoutData:
             BATCH_HASH,
         ):  # these are read at their steps alone
             return NEVER_CAME.get(reads.column, NEVER_MEASURED.format(reads.column))
-        if not _reached(reads, *self._steps[optimizer]):
+        if not _reached(reads, first, last):
             return OFF_STEP.format(reads.every)
         if never_came:
             return NEVER_CAME.get(reads.column, NEVER_MEASURED.format(reads.column))
@@ -255,7 +280,7 @@ def _turns_to_come(reads: Reads, first: int, last: int) -> bool:
 
 def _usable(reads: Reads, snapshot: Snapshot, came: Collection[str]) -> bool:
     """True if the engine asks such a rule on this Snapshot, if it is due; see `BoundEngine.evaluate`."""
-    if not (reads.always or reads.column in came):
+    if snapshot.step < reads.from_step or not (reads.always or reads.column in came):
         return False
     if snapshot.scalars.get("scaler_skip"):
         of_loss = reads.fact and reads.column == "loss" and snapshot.loss_without_scale_known

@@ -41,7 +41,8 @@ class MicroDrop:
     """Tensor hooks on all parameters of one capture that tell its micro-batches apart.
 
     `failed` counts an internal error; `refused(reason)` is called once, when it switches itself off;
-    `cleared(captured)` where the gradients of earlier backwards are found to be gone.
+    `cleared(captured)` where the gradients of earlier backwards are found to be gone. Before the step `from_step` it
+    does nothing.
     """
 
     def __init__(
@@ -50,8 +51,10 @@ class MicroDrop:
         failed: Callable[[str, BaseException], None],
         refused: Callable[[str], None],
         cleared: Callable[[OptimizerCapture], None],
+        from_step: int = 0,
     ) -> None:
         self._cleared = cleared
+        self._from_step = from_step
         self._captured = weakref.ref(captured)
         self._failed = failed
         self._refused = refused
@@ -109,6 +112,7 @@ class MicroDrop:
         captured = self._captured()
         if (
             captured is None
+            or captured.step < self._from_step
             or self.disabled_reason
             or backward_end.nested()
             or not backward_end.reaches(captured.params[k])

@@ -10,12 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
-from gradwatch.account.rules_without_data import NEVER_CAME
+from gradwatch.account.rules_without_data import BEFORE_ITS_STEP, NEVER_CAME
 from gradwatch.backtest.measured import ASKED_FOR, Measured
 from gradwatch.engine.bound_engine import BoundEngine
 from gradwatch.engine.columns_needed import OF_UPDATES, first_step
+from gradwatch.engine.judged_steps.staggered_judging import InTurn
 from gradwatch.engine.series import Series
-from gradwatch.engine.staggered_judging import InTurn
 from gradwatch.records.columns import (
     ALWAYS,
     OBSERVED,
@@ -98,13 +98,14 @@ class _Watched(NamedTuple):
 
 @dataclass(slots=True)
 class OptimizerCoverage:
-    """The steps and values that the rules of one optimizer were judged on, in one process.
+    """The steps and values that the rules of one optimizer were judged on, in one process; `last` is the last step.
 
     `went_on`: the process began with what others had learned; `warming_up` are the rules whose baselines have not had
     the samples that they need, with how many they had; `measured` is what the process measured.
     """
 
     steps: int = 0
+    last: int = -1
     went_on: bool = False
     measured: Measured = field(default_factory=Measured)
     warming_up: Mapping[str, str] = field(default_factory=dict)
@@ -121,6 +122,7 @@ class OptimizerCoverage:
     def take(self, snapshot: Snapshot, engine: BoundEngine, in_turn: InTurn, skipped: bool = False) -> None:
         """Count one step, and the values of columns that not every step has; one that was `skipped` has no update."""
         self.steps += 1
+        self.last = snapshot.step
         if engine is not self._engine:
             self._bind(engine)
         if snapshot.provisional or snapshot.scalars.get("scaler_skip"):
@@ -167,6 +169,9 @@ class OptimizerCoverage:
         extent: Extent = "not recorded" if not judged else "part" if rule.id in self._dropped else "whole"
         if extent == "not recorded":
             return RuleCoverage(rule.id, extent, 0, self.steps, why)
+        if self.last < rule.from_step:
+            why = BEFORE_ITS_STEP.format(rule.from_step, self.last)
+            return RuleCoverage(rule.id, "no data", 0, self.steps, why)
         for one in self._by_rule.get(rule.id, ()):
             values, column = one.values, one.column
             if values.recorded < ENOUGH * values.due and _looked_at_elsewhere(one):

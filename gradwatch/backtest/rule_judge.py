@@ -10,11 +10,11 @@ from typing import NamedTuple
 import numpy as np
 
 from gradwatch.engine import Engine
-from gradwatch.engine.bound_engine import BoundEngine
+from gradwatch.engine.bound_engine import UNCLIPPED, BoundEngine
 from gradwatch.engine.changed_parameters import changed_parameters
 from gradwatch.engine.columns_needed import batches_hashed_every
 from gradwatch.engine.engine_state import EngineState, rules_anew
-from gradwatch.engine.staggered_judging import InTurn
+from gradwatch.engine.judged_steps.staggered_judging import InTurn
 from gradwatch.records.columns import BATCH_HASH
 from gradwatch.records.decision import Decision
 from gradwatch.records.snapshot import BoolArray, Snapshot
@@ -85,7 +85,7 @@ class RuleJudge:
         one = self.bind(snapshot)
         snapshot = self._as_measured(snapshot, one)
         if one.in_backward and not clipped:
-            snapshot = clipped_in_backward(snapshot, one.engine.bounds(one.state), one.params)
+            snapshot = clipped_in_backward(snapshot, one.engine.bounds(one.state, snapshot.step), one.params)
         verdict, state = one.engine.evaluate(one.state, snapshot)
         decision, one.state = one.engine.decide(state, verdict, snapshot)
         one.alone = max(0, one.alone - 1)
@@ -118,11 +118,12 @@ class RuleJudge:
             one.backoff = one.alone = min(2 * one.backoff + 1, MOST_ALONE)
             return []
         one.state, one.backoff = judged.state, 0
-        decision = one.engine.decision_otherwise
+        otherwise, clips_from = one.engine.decision_otherwise, one.engine.clips_from
         steps = zip(ordinary[:count], judged.verdicts, judged.in_turn, strict=True)
         return [
             Judged(verdict, done(decision, snapshot, one), one.engine, turn)
             for snapshot, verdict, turn in steps
+            for decision in (otherwise if snapshot.step >= clips_from else UNCLIPPED,)
         ]
 
     def bind(self, snapshot: Snapshot) -> BoundRules:

@@ -25,12 +25,17 @@ GRADIENT_NORMS = frozenset({"norm", "norm_local", "rms"})
 """Columns that hold one parameter's gradient norm, as a hook on it computes it."""
 
 
-def bounds_of_rules(plan: Plan, state: EngineState) -> list[Bound]:
-    """The bounds for the next backward that follow from what has been learned so far, one for each rule."""
+def bounds_of_rules(plan: Plan, state: EngineState, step: int) -> list[Bound]:
+    """The bounds for the next backward that follow from what has been learned so far, one for each rule.
+
+    The backward belongs to this `step` or a later one; rules whose first step is to come have none.
+    """
     return [
         bound_of(one, own_state(one, state.baselines), action, plan)
         for one in plan.rules
-        if (action := invertible_clip(one)) is not None and action.params.get("at") == "backward"
+        if (action := invertible_clip(one)) is not None
+        and action.params.get("at") == "backward"
+        and step >= one.rule.from_step
     ]
 
 

@@ -86,6 +86,7 @@ class BaselineRestarts:
             overdue=state.overdue,
             unjudged=state.unjudged | self._blind(dict(enumerate(masks))),
             begun_anew=(*state.begun_anew, NewBaselines(reason, masks)),
+            stage=state.stage,
         )
 
     def with_other_parameters(self, state: EngineState, before: Plan, reason: str) -> EngineState:

@@ -18,12 +18,12 @@ from gradwatch.engine.clipping.clip_section_factors import Failed
 from gradwatch.engine.columns_needed import Needs
 from gradwatch.engine.engine_state import EngineState, NewBaselines, empty_state
 from gradwatch.engine.fast_path.many_steps import FastBlock, Restarts, active_without_action
-from gradwatch.engine.fast_path.one_step import FastPath, FastPaths, Learned
+from gradwatch.engine.fast_path.one_step import FastPath, FastPathsByStage, Learned
 from gradwatch.engine.judge import Step, firing_now, judges
+from gradwatch.engine.judged_steps.staggered_judging import NONE_IN_TURN, InTurn, Turns
 from gradwatch.engine.reporting.culprit import usual_loss, usual_norms
 from gradwatch.engine.rule_plan import NO_BANK, Plan, RulePlan
 from gradwatch.engine.snapshot_reader import Reader
-from gradwatch.engine.staggered_judging import NONE_IN_TURN, InTurn, Turns
 from gradwatch.errors import GradwatchError
 from gradwatch.policies.norm_bound import Bound
 from gradwatch.records.columns import OF_SCALER, OTHER_RULES, RUNNING_STATISTICS
@@ -49,6 +49,9 @@ class BlockVerdict(NamedTuple):
     in_turn: Sequence[InTurn] = ()
 
 
+UNCLIPPED = Decision()
+"""The decision on a step on which no rule acts and `clip:` does nothing yet."""
+
 SKIPS_NOT_LEARNED = 10
 """In a row, of a rule that sets itself no limit: as many as `skip_step` has by default (`max_consecutive`)."""
 
@@ -62,10 +65,11 @@ class BoundEngine:
         self._size = len(plan.sites)
         self.clipping = plan.clipping
         self.max_norm = plan.clipping.max_norm
+        self.clips_from = plan.clipping.from_step
         facts = [number for number, one in enumerate(plan.rules) if one.detector.finiteness]
         # A loss is not finite with its gradients more often than alone: those are asked first.
         self._facts = tuple(sorted(facts, key=lambda number: plan.rules[number].series.column == "loss"))
-        self._fast_paths = FastPaths(plan, frozenset(facts))
+        self._fast_paths = FastPathsByStage(plan, frozenset(facts))
         self.turns = Turns((one.series, one.detector.columns) for one in plan.rules)
         self._every_step = Decision(
             max_norm=self.max_norm, elementwise=bool(self.clipping.elementwise) and self.clipping.at == "step"
@@ -151,9 +155,15 @@ class BoundEngine:
     def _judged(self, state: EngineState, snapshot: Snapshot, in_turn: InTurn) -> tuple[Verdict, EngineState]:
         """A step that counts: at a glance where that is enough."""
         lr = snapshot.scalars.get("lr", state.lr)
-        if state.active is not None and not snapshot.provisional and not jumped(state.lr, lr):
-            path: FastPath | None = self._fast_paths[state.active]
-            if state.unjudged and self._is_known(state, snapshot, in_turn):
+        first, end, unreached = state.stage
+        if (
+            state.active is not None
+            and first <= snapshot.step < end
+            and not snapshot.provisional
+            and not jumped(state.lr, lr)
+        ):
+            path: FastPath | None = self._fast_paths[unreached][state.active]
+            if not state.unjudged <= unreached and self._is_known(state, snapshot, in_turn):
                 path = None
             learned = None if path is None else path.learn(state, snapshot, in_turn)
             if path is not None and learned is not None:
@@ -182,7 +192,8 @@ class BoundEngine:
         """
         if state.plan is not self.plan or any(len(one.norm) != self._size for one in snapshots):
             raise GradwatchError("state or snapshot belongs to other sites; use adopt()")
-        path: FastPath | None = None if state.active is None else self._fast_paths[state.active]
+        first, end, unreached = state.stage
+        path: FastPath | None = None if state.active is None else self._fast_paths[unreached][state.active]
         firing = None if path is None else active_without_action(state, path.active_every_step)
         if path is None or firing is None or state.may_act:
             return BlockVerdict(state)
@@ -191,7 +202,8 @@ class BoundEngine:
             before, lr = lr, snapshot.scalars.get("lr", lr)
             turn = self.turns.in_turn(snapshot.step, state.overdue)
             missed = turn and self.turns.missed(turn, snapshot, state.overdue) is not state.overdue
-            known = state.unjudged and self._may_be_known(state, snapshot, turn)
+            known = not state.unjudged <= unreached and self._may_be_known(state, snapshot, turn)
+            known = known or not first <= snapshot.step < end
             unknown = t in anew and not self.restarts.blind_anew <= state.unjudged
             if missed or known or unknown or jumped(before, lr):
                 break
@@ -237,11 +249,13 @@ class BoundEngine:
             return Verdict(firing_now(state)), state
         step = Step(state, Reader(snapshot, in_turn, self.plan.roots), self.rank)
         step.begin_anew(state.begun_anew)
+        if step.stage.unreached:
+            step.resolve_unreached()
         baselines = step.learn(state.baselines, learning=True, only=OF_SCALER)
         for number in judged:
             step.judge(number)
         step.judge_conditions(judged)
-        return step.finish(baselines, state.lr)
+        return step.finish(baselines, state.lr, by_all=False)
 
     def _rule_by_rule(
         self, state: EngineState, snapshot: Snapshot, in_turn: InTurn, lr: float | None
@@ -250,6 +264,8 @@ class BoundEngine:
         baselines = state.baselines
         step = Step(state, Reader(snapshot, in_turn, self.plan.roots), self.rank)
         step.begin_anew(state.begun_anew)
+        if step.stage.unreached:
+            step.resolve_unreached()
         for number in self._facts:
             step.judge(number)
         if not snapshot.provisional:
@@ -261,12 +277,12 @@ class BoundEngine:
             step.judge_conditions()
             return step.finish(baselines if self._is_an_outlier(step) else learned, lr)
         step.judge_conditions(self._facts)
-        return step.finish(baselines, lr)
+        return step.finish(baselines, lr, by_all=False)
 
     def _may_be_known(self, state: EngineState, snapshot: Snapshot, in_turn: InTurn) -> bool:
         """True if a rule that conditions are about has something to judge at last, unless it is warming up."""
         reader = Reader(snapshot, in_turn, self.plan.roots)
-        for one in map(self.plan.rules.__getitem__, state.unjudged):
+        for one in map(self.plan.rules.__getitem__, state.unjudged - state.stage.unreached):
             sample = None if snapshot.step % one.judged_every else reader.sample(one.series)
             if sample is not None and sample.present.any():
                 return True
@@ -277,7 +293,7 @@ class BoundEngine:
         reader, plan = Reader(snapshot, in_turn, self.plan.roots), self.plan
         return any(
             judges(one, plan, reader, () if one.bank == NO_BANK else state.baselines[one.bank])
-            for one in map(plan.rules.__getitem__, state.unjudged)
+            for one in map(plan.rules.__getitem__, state.unjudged - state.stage.unreached)
             if snapshot.step % one.judged_every == 0
         )
 
@@ -303,13 +319,13 @@ class BoundEngine:
         """Actions that may be done inside the backward, with their sites."""
         return asked(self.plan)
 
-    def bounds(self, state: EngineState) -> tuple[Bound, ...]:
-        """The bounds on the norms of parameters' gradients, for the hooks of the next backward."""
-        return bounds(self.plan, state)
+    def bounds(self, state: EngineState, step: int) -> tuple[Bound, ...]:
+        """The bounds on the norms of parameters' gradients, for the hooks of the next backward, of `step` or later."""
+        return bounds(self.plan, state, step)
 
-    def module_bounds(self, state: EngineState) -> tuple[Bound, ...]:
-        """The bounds on the gradients that modules pass on, for the hooks of the next backward."""
-        return module_bounds(self.plan, state)
+    def module_bounds(self, state: EngineState, step: int) -> tuple[Bound, ...]:
+        """The bounds on the gradients that modules pass on, for the hooks of the next backward, of `step` or later."""
+        return module_bounds(self.plan, state, step)
 
     def decide(
         self, state: EngineState, verdict: Verdict, snapshot: Snapshot, failed: Failed = raised
@@ -320,7 +336,7 @@ class BoundEngine:
         non-finite norm gets the factor 1 (`gradwatch.policies`). `failed` is called with the error of a policy; without
         it the error is raised.
         """
-        decision = self._every_step
+        decision = self._every_step if snapshot.step >= self.clips_from else UNCLIPPED
         if verdict.acting or verdict.standing:
             for number, one in by_rule(self.plan, verdict.acting):
                 due = verdict.due.get(one.rule.id, Due(np.zeros(len(one.shown), np.bool_)))
@@ -340,7 +356,8 @@ class BoundEngine:
         """
         if not self.clipping.policies or snapshot.scalars.get("scaler_skip"):
             return decision, state
-        at_step = self.clipping.at == "step"  # else the hooks have done it
+        # Else the hooks have done it, or it is to begin later.
+        at_step = self.clipping.at == "step" and snapshot.step >= self.clips_from
         coef = self.clipping.coefficients(state.clips, snapshot, failed) if at_step else None
         decision = decision if coef is None else decision | Decision(coef=coef)
         if decision.skip or snapshot.provisional:
@@ -349,24 +366,27 @@ class BoundEngine:
 
     def again(self, state: EngineState, snapshot: Snapshot, failed: Failed = raised) -> Decision:
         """The clip of one more gradient of a step that has been judged (a later closure call); no state changes."""
-        if self.clipping.at == "backward":
-            return Decision()  # the hooks have done it
+        if self.clipping.at == "backward" or snapshot.step < self.clips_from:
+            return UNCLIPPED  # the hooks have done it, or it is to begin later
         coef = self.clipping.coefficients(state.clips, snapshot, failed) if self.clipping.policies else None
         return self._every_step if coef is None else self._every_step | Decision(coef=coef)
 
-    def fallback(self, total_norm: float) -> Decision:
-        """The orders that hold without a verdict, if `evaluate` fails.
+    def fallback(self, total_norm: float, step: int) -> Decision:
+        """The orders that hold without a verdict, if `evaluate` fails at this step.
 
         These are the bound of `clip:` on the total norm (`clip` adds the other policies), and the skip of a step whose
         `total_norm` is not finite, if a rule asks for that.
         """
         broken = not math.isfinite(total_norm)
-        skips = any(on_gradients(one.rule) and one.rule.acts and one.skip for one in self.plan.rules)
-        return replace(self._every_step, skip=broken and skips)
+        skips = any(
+            on_gradients(one.rule) and one.rule.acts and one.skip and step >= one.rule.from_step
+            for one in self.plan.rules
+        )
+        return replace(self._every_step if step >= self.clips_from else UNCLIPPED, skip=broken and skips)
 
     @property
     def decision_otherwise(self) -> Decision:
-        """The decision on a step on which no rule acts, without the factors of `clip:` that depend on its norms."""
+        """The decision on a step from `clips_from` on where no rule acts, without factors that depend on its norms."""
         return self._every_step
 
     def usual_norms(self, state: EngineState) -> dict[str, float]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.engine.staggered_reads import Staggering
+from gradwatch.engine.judged_steps.staggered_reads import Staggering
 from gradwatch.records.columns import BATCH_HASH, OPTIMIZER_STATE, is_free
 from gradwatch.records.snapshot import BoolArray
 from gradwatch.rules.rule_set import Rule, RuleSet

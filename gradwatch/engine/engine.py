@@ -61,6 +61,11 @@ class Engine:
         return any(_skips_on_device(rule) for rule in self._enabled())
 
     @cached_property
+    def skips_from(self) -> int:
+        """The first step at which some rule skips steps with non-finite gradients on the device, if any does."""
+        return min((rule.from_step for rule in self._enabled() if _skips_on_device(rule)), default=0)
+
+    @cached_property
     def acts_on_host(self) -> bool:
         """True if a rule or policy does more than skip non-finite steps, so that it needs the norms before the step."""
         rules = any(

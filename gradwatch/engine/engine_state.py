@@ -13,9 +13,10 @@ import numpy as np
 
 from gradwatch.detectors import State
 from gradwatch.engine.firing import IDLE, NEVER, FiringState, awake
+from gradwatch.engine.judged_steps.stages import Stage
+from gradwatch.engine.judged_steps.staggered_judging import InTurn, OverdueSeries
 from gradwatch.engine.rule_plan import Plan
 from gradwatch.engine.series import Series
-from gradwatch.engine.staggered_judging import InTurn, OverdueSeries
 from gradwatch.errors import GradwatchError
 from gradwatch.records.snapshot import BoolArray
 from gradwatch.records.verdict import Verdict
@@ -42,7 +43,7 @@ class EngineState:
     `clips` one state per policy of `clip:`. `in_turn` the staggered series whose turn it was at the last step, and
     `overdue` those of them that it could not judge; neither is saved. `unjudged` the numbers of the rules that
     conditions are about (`Plan.joined`) and that have judged nothing so far. `begun_anew` what is still to be told; it
-    is not saved.
+    is not saved. `stage` is that of the last step that all rules could judge; before one, the first.
     What follows is only known of a state that `evaluate` made, and follows from the rest: `ordinary` the verdict
     on a healthy step, None while a rule on columns of every step is pending or firing; `done` by bank (see
     `Detector.done`); `active` the numbers of the rules that are pending, firing or acting, None where not known.
@@ -61,6 +62,7 @@ class EngineState:
     overdue: OverdueSeries = field(default_factory=dict)
     unjudged: frozenset[int] = NONE_ACTIVE
     begun_anew: tuple[NewBaselines, ...] = ()
+    stage: Stage = field(kw_only=True)
 
     def __repr__(self) -> str:
         firing = [
@@ -89,6 +91,7 @@ class EngineState:
             active=self.active,
             clips=self.clips,
             unjudged=self.unjudged,
+            stage=self.stage,
         )
 
     def with_turns(self, in_turn: InTurn, overdue: OverdueSeries) -> EngineState:
@@ -107,6 +110,7 @@ class EngineState:
             overdue=overdue,
             unjudged=self.unjudged,
             begun_anew=self.begun_anew,
+            stage=self.stage,
         )
 
     def to_dict(self) -> dict[str, Any]:
@@ -164,6 +168,7 @@ def empty_state(plan: Plan) -> EngineState:
         (0,) * len(plan.rules),
         clips=plan.clipping.init(),
         unjudged=plan.joined,
+        stage=plan.stages[0],
     )
 
 
@@ -203,7 +208,14 @@ def _restored(saved: Mapping[str, Any], plan: Plan) -> EngineState:
     judged = saved.get("judged", ())  # as well; then it is known after the next step of each rule
     unjudged = frozenset(number for number in plan.joined if plan.rules[number].rule.id not in judged)
     return EngineState(
-        plan, tuple(baselines), tuple(tracks), tuple(consecutive), lr, clips=clips, unjudged=unjudged
+        plan,
+        tuple(baselines),
+        tuple(tracks),
+        tuple(consecutive),
+        lr,
+        clips=clips,
+        unjudged=unjudged,
+        stage=plan.stages[0],
     )
 
 

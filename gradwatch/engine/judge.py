@@ -20,6 +20,7 @@ from gradwatch.engine.conditions.bound_condition import BoundCondition
 from gradwatch.engine.conditions.evaluation import with_unsettled
 from gradwatch.engine.engine_state import EngineState, NewBaselines, rules_anew
 from gradwatch.engine.firing import NEVER, FiringState, Moved, move, unchanged_by
+from gradwatch.engine.judged_steps.stages import stage_at
 from gradwatch.engine.reporting.events import of_new_baselines
 from gradwatch.engine.reporting.transitions import report_move
 from gradwatch.engine.rule_plan import NO_BANK, Plan, RulePlan, Yardstick
@@ -52,6 +53,7 @@ class Step:
     __slots__ = (
         "_before",
         "_clips",
+        "_stage_before",
         "_tracks_before",
         "acting",
         "banks",
@@ -66,6 +68,7 @@ class Step:
         "rank",
         "reader",
         "snapshot",
+        "stage",
         "tracks",
         "unjudged",
     )
@@ -89,6 +92,9 @@ class Step:
         self.due: dict[str, Due] = {}
         self.events: list[Event] = []
         self.unjudged = state.unjudged
+        self._stage_before = self.stage = state.stage
+        if not self.stage.first <= self.snapshot.step < self.stage.end:
+            self.stage = stage_at(self.plan.stages, self.snapshot.step)
 
     def begin_anew(self, begun: Iterable[NewBaselines]) -> None:
         """Report the baselines that begin anew at this step; series that were firing by them are resolved."""
@@ -98,6 +104,12 @@ class Step:
                 self._discard(number, mask)
             rules = [self.plan.rules[number].rule.id for number in found]
             self.events.append(of_new_baselines(one.reason, rules, self._names(one), self.snapshot))
+
+    def resolve_unreached(self) -> None:
+        """End what rules say that are not to be judged yet: others, loaded or read anew, may have let them fire."""
+        for number in sorted(self.stage.unreached):
+            self._discard(number, np.ones(len(self.tracks[number].firing), np.bool_))
+        self.unjudged |= self.stage.unreached & self.plan.joined
 
     def _names(self, begun: NewBaselines) -> list[str]:
         """The names of all series that learn anew, each once."""
@@ -148,7 +160,9 @@ class Step:
     def judge(self, number: int) -> None:
         """Judge one rule, by its number; a rule whose column was not measured stays as it is."""
         one, track = self.plan.rules[number], self.tracks[number]
-        if self.snapshot.step % one.judged_every or self._is_suspended(number):
+        if self.snapshot.step % one.judged_every or number in self.stage.unreached:
+            return
+        if self._is_suspended(number):
             return
         idle = track.idle
         scored = self.scored(one, idle)
@@ -176,7 +190,8 @@ class Step:
         """
         values: dict[int, bool | None] = {}
         for one in self.plan.conditions:
-            value = one.value(self.tracks, self.unjudged, values, self.snapshot.step)
+            reached = one.number not in self.stage.unreached
+            value = one.value(self.tracks, self.unjudged, values, self.snapshot.step) if reached else None
             values[one.number] = value
             if value is not None and (judged is None or one.of.issubset(judged)):
                 self._judge_condition(one, value)
@@ -284,8 +299,13 @@ class Step:
             usual = one.detector.usual(part_of(one.detector, result.before, one.part), BASELINE_SIGMAS)
         return Due(upon, worst, usual, climbed(one, track, self.snapshot.step))
 
-    def finish(self, baselines: tuple[State, ...], lr: float | None) -> tuple[Verdict, EngineState]:
-        """The verdict of the rules on this step, and the state after it; `lr` is the learning rate of the step."""
+    def finish(
+        self, baselines: tuple[State, ...], lr: float | None, by_all: bool = True
+    ) -> tuple[Verdict, EngineState]:
+        """The verdict of the rules on this step, and the state after it; `lr` is the learning rate of the step.
+
+        `by_all`: all rules were asked. Else those whose first step it is are still to be asked, at the next one.
+        """
         tracks, consecutive = tuple(self.tracks), tuple(self.consecutive)
         active = self._active()
         firing = firing_of(self.plan, tracks, sorted(active))
@@ -313,6 +333,7 @@ class Step:
             active=active,
             clips=self._clips,
             unjudged=self.unjudged,
+            stage=self.stage if by_all else self._stage_before,
         )
 
     def _active(self) -> frozenset[int]:
@@ -321,7 +342,10 @@ class Step:
         active = frozenset(number for number, (track, acted) in rules if acted or not track.idle)
         if not self.plan.conditions:
             return active
-        return with_unsettled(self.plan.conditions, self.tracks, active, self.snapshot.step)
+        conditions = self.plan.conditions
+        if self.stage.unreached:
+            conditions = tuple(one for one in conditions if one.number not in self.stage.unreached)
+        return with_unsettled(conditions, self.tracks, active, self.snapshot.step)
 
 
 def _is_of_gradients(one: RulePlan) -> bool:

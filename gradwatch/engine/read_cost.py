@@ -2,8 +2,8 @@
 
 The read of every gradient for its norm comes on top; each step pays for that. Zeros and extremes of a gradient take one
 pass over it, mean and deviation one, a histogram one; each of an optimizer's moments takes one, or two where it is read
-together with the gradient. Overdue series (`gradwatch.engine.staggered_judging`), which are read besides, are not
-counted.
+together with the gradient. Overdue series, which are read besides (`gradwatch.engine.judged_steps.staggered_judging`),
+are not counted.
 """
 
 from __future__ import annotations

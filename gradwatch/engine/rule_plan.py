@@ -17,9 +17,10 @@ from gradwatch.engine.clipping.clip_section_factors import NO_CLIPPING, Clipping
 from gradwatch.engine.columns_needed import Needs, needs_of
 from gradwatch.engine.conditions.bind_conditions import conditions_of, never_known
 from gradwatch.engine.conditions.bound_condition import BoundCondition
+from gradwatch.engine.judged_steps.stages import WHOLE_RUN, Stage, stages_of
+from gradwatch.engine.judged_steps.staggered_reads import Staggering
 from gradwatch.engine.series import Series, roots_of, series_of
 from gradwatch.engine.snapshot_reader import Reader
-from gradwatch.engine.staggered_reads import Staggering
 from gradwatch.records.columns import MODULE_COLUMNS, RANK_COLUMNS, is_free
 from gradwatch.records.snapshot import BoolArray, FloatArray, Sites
 from gradwatch.rules.condition import When
@@ -148,6 +149,7 @@ class Plan:
     """By bank: whether there can be nothing left for it to learn of healthy steps."""
     conditions: tuple[BoundCondition, ...] = ()
     """Of the rules with `when:`, in the order in which they are evaluated."""
+    stages: tuple[Stage, ...] = (WHOLE_RUN,)
 
     @property
     def suspending(self) -> frozenset[int]:
@@ -215,9 +217,9 @@ def make_plan(ruleset: RuleSet, sites: Sites) -> Plan:
     conditions = tuple(conditions_of(_conditions(rule for rule, _ in found), numbers))
     inhibitors = _numbers(rules, lambda rule: rule.inhibited_by)
     suspended_by = _numbers(rules, lambda rule: () if rule.do else rule.unless)
-    return Plan(
-        sites, rules, banks, *known, inhibitors, suspended_by, tuple(map(_may_be_done, banks)), conditions
-    )
+    may_be_done = tuple(map(_may_be_done, banks))
+    stages = stages_of([one.rule.from_step for one in rules])
+    return Plan(sites, rules, banks, *known, inhibitors, suspended_by, may_be_done, conditions, stages)
 
 
 def _conditions(rules: Iterable[Rule]) -> dict[str, When]:

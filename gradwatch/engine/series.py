@@ -13,8 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.detectors import Detector
+from gradwatch.engine.judged_steps.staggered_reads import Staggering
 from gradwatch.engine.selected_parameters import group_masks, selected
-from gradwatch.engine.staggered_reads import Staggering
 from gradwatch.records.columns import (
     COUNT_COLUMNS,
     RANK_COLUMNS,
@@ -35,7 +35,7 @@ class Series:
     `index[I]` the selected sites (None = all, in order); `owners[I]` the series each belongs to (None for
     one series per site); `names[K]` site or group names ("" for a total or a scalar); `depths[K]` the depth
     of the deepest site in each. `every` > 1: each of them is judged every so many steps, at its own of `phases[K]`
-    (`gradwatch.engine.staggered_judging`), or all of them at step % every == 0 (None).
+    (`gradwatch.engine.judged_steps.staggered_judging`), or all of them at step % every == 0 (None).
     """
 
     key: str

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.detectors import Sample
+from gradwatch.engine.judged_steps.staggered_judging import InTurn
 from gradwatch.engine.series import Index, Series, roots_of
-from gradwatch.engine.staggered_judging import InTurn
 from gradwatch.records.columns import AVERAGED, COUNT_COLUMNS, LARGEST, ROOT_MEAN_SQUARED, SMALLEST, SUMMED
 from gradwatch.records.snapshot import BoolArray, FloatArray, Snapshot
 

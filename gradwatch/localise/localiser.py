@@ -46,6 +46,8 @@ OWN_DOING = "{note}; that was a later step: this incident may itself have made i
 IN_LOOP = ("unknown", *LOSS_SIDE, "input")
 """Where what the calls of the models show may have begun in the loop itself."""
 TRIES = 3  # localisations of one incident that found nothing, before it is left alone
+NOT_AGAIN = f"not searched again in this incident: {TRIES} searches have found nothing"
+NOT_SEARCHED = "not searched: {why}"
 NOT_KEPT = "{count} earlier micro-batches were not kept (max_bytes)"
 NOT_SEEN = "no call of the model, as `model(...)`, was seen whose outputs got a gradient since the last step"
 
@@ -237,10 +239,22 @@ class Localiser:
             finding = self._agreed(agreement, finding)
         if finding.found and finding.phase not in LOSS_SIDE:
             self._last = (newest, finding)
-        self._incidents[ask.incident] = TRIES if finding.found else self._incidents.get(ask.incident, 0) + 1
+        tries = TRIES if finding.found else self._incidents.get(ask.incident, 0) + 1
+        self._tried(ask.incident, tries)
+        if tries == TRIES and not finding.found:
+            finding = finding.noted(NOT_AGAIN)
+        return self._signed(finding, ask)
+
+    def leave(self, ask: Ask, why: str) -> Finding:
+        """Leave an incident alone, for this reason, and report that."""
+        self._agreement = None
+        self._tried(ask.incident, TRIES)
+        return self._signed(Finding("unknown", "replay", note=NOT_SEARCHED.format(why=why)), ask)
+
+    def _tried(self, incident: str, tries: int) -> None:
+        self._incidents[incident] = tries
         while len(self._incidents) > 1024:
             self._incidents.pop(next(iter(self._incidents)))
-        return self._signed(finding, ask)
 
     def recorded(self, step: int | None) -> tuple[Finding, ...]:
         """Findings of recorded steps since the last call.

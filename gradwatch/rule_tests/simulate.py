@@ -53,7 +53,7 @@ def simulate(ruleset: RuleSet, case: Case) -> Simulation:
     actions: list[tuple[int, Order]] = []
     state = bound.init()
     for step in range(case.steps):
-        found = clipped_in_backward(snapshot_of(case, step), bound.bounds(state), np.array(params))
+        found = clipped_in_backward(snapshot_of(case, step), bound.bounds(state, step), np.array(params))
         verdict, state = bound.evaluate(state, found)
         decision, state = bound.decide(state, verdict, found)
         decision = carried_out(decision, found, inside)

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Annotated, Literal, NamedTuple
 
 from gradwatch.records.key_limits import Limits
-from gradwatch.rules.field_types import Count, Parameters, Positive, Steps, key
+from gradwatch.rules.field_types import Count, Parameters, Positive, Steps, key, unset
 from gradwatch.rules.rule_set import ClipAt
 
 
@@ -41,7 +41,11 @@ class Rescale(Parameters):
 
 
 class Localise(Parameters):
-    """Find the operation that made the first NaN or Inf."""
+    """Find the operation that made the first NaN or Inf.
+
+    An incident is searched until its cause is found, three times at most; without `keep` each incident is, for its
+    cause may be another one.
+    """
 
     by: Literal["replay", "record", "detect_anomaly"] = key(
         "replay",
@@ -52,6 +56,9 @@ class Localise(Parameters):
     )
     max_bytes: Annotated[int, Limits(ge=0, le=1 << 40)] = key(
         64 << 20, description="Bytes held per model for a replay, beyond the batch of the present step."
+    )
+    keep: Count = unset(
+        "Incidents of the rule in a run whose cause is sought; of later ones it is said that it is not."
     )
 
 

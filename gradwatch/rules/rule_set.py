@@ -76,13 +76,15 @@ class Clip:
     stricter of that and the total's holds.
 
     `at` "step" applies them at the optimizer step, "backward" through the tensor hook's return value
-    (local to one process; `local` True forces it where gradients are sharded or accumulated).
+    (local to one process; `local` True forces it where gradients are sharded or accumulated). Before the step
+    `from_step` they learn, and change no gradient.
     """
 
     total: ClipPolicy | None = None
     groups: Mapping[str, ClipPolicy] = field(default_factory=dict)
     at: ClipAt = "step"
     local: bool = False
+    from_step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +122,8 @@ class Rule:
     """One rule, resolved: rule key over file `defaults` over the kind's own default.
 
     `detect` is the detector (its `warmup`/`half_life` are the rule's). `groups` empty = every parameter;
-    `exclude` are globs on names. `every`, `keep_firing_for` and `cooldown` count optimizer steps; `for_`,
+    `exclude` are globs on names. `from_step` is the first step, by the number in Events, at which it is judged; it
+    learns before. `every`, `keep_firing_for` and `cooldown` count optimizer steps; `for_`,
     `warmup` and `half_life` count samples of the series (0 where the kind has no baseline). `inhibited_by` are ids of
     rules: while one of them fires for the same reason, this one gives no alarm of its own. `unless` are ids of rules:
     while one of them fires, this one judges nothing, unless it acts.
@@ -132,6 +135,7 @@ class Rule:
     groups: tuple[str, ...] = ()
     exclude: tuple[str, ...] = ()
     every: int = 1
+    from_step: int = 0
     for_: int = 1
     keep_firing_for: int = 0
     cooldown: int = 0

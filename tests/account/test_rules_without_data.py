@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -19,7 +20,7 @@ from gradwatch.account.rules_without_data import NO_OUTPUT, RulesWithoutData
 from gradwatch.engine import Engine
 from gradwatch.engine.bound_engine import BoundEngine
 from gradwatch.engine.engine_state import EngineState
-from gradwatch.engine.staggered_judging import NONE_IN_TURN
+from gradwatch.engine.judged_steps.staggered_judging import NONE_IN_TURN
 from gradwatch.records.snapshot import Snapshot
 from gradwatch.records.verdict import Verdict
 from gradwatch.rules.files import parse_rules
@@ -39,6 +40,14 @@ rules:
   nan: {detect: {kind: nonfinite}, every: 4}
 """)
 SITES = make_sites(4)
+STARTS = {"norm": 9, "rare": 20, "loss": 30, "scale": 3, "large": 10, "often": 0, "nan": 40}
+LATE = replace(
+    RULES,
+    rules=(
+        *RULES.rules,
+        *(replace(rule, id=f"late-{rule.id}", from_step=STARTS[rule.id]) for rule in RULES.rules),
+    ),
+)
 ONE_STEP = st.fixed_dictionaries(
     {
         "loss": st.booleans(),
@@ -55,7 +64,7 @@ def test_a_rule_is_without_data_where_the_engine_never_evaluated_it(
     start: int, steps: list[dict[str, bool]]
 ) -> None:
     """Every rule breaches whatever it is evaluated on, so that its breaches are its evaluations."""
-    engine = Engine(RULES).bind(SITES)
+    engine = Engine(LATE).bind(SITES)
     state, without_data, evaluated = engine.init(), RulesWithoutData(), set[str]()
     without_data.bind(0, reads_of(engine))
     for step, has in enumerate(steps, start):
@@ -74,7 +83,7 @@ def test_a_rule_is_without_data_where_the_engine_never_evaluated_it(
         verdict, state = engine.evaluate(state, snapshot)
         without_data.observe(snapshot, state.in_turn)
         evaluated |= verdict.breaching.keys()
-    assert without_data.reasons().keys() == {rule.id for rule in RULES.rules} - evaluated
+    assert without_data.reasons().keys() == {rule.id for rule in LATE.rules} - evaluated
 
 
 @pytest.mark.parametrize(("loss", "missing"), [(1.0, set()), (float("nan"), set()), (float("inf"), {"loss"})])
@@ -470,3 +479,30 @@ def test_steps_that_an_error_ended_are_told(error: Exception, monkeypatch: pytes
     assert 4 in asked
     assert (account.watched.steps, account.watched.unjudged) == (8, 1)
     assert any("1 watched step could not be judged" in gap for gap in gaps(account))
+
+
+def test_a_first_step_that_is_not_reached_is_a_reason_of_its_own() -> None:
+    """In the account, the status and the metric, also of a condition; it goes with the step."""
+    rules = parse_rules("""version: 1
+rules:
+  high: {detect: {kind: above, of: total_norm, threshold: 1e9}, from_step: 6}
+  never: {detect: {kind: spike, of: total_norm}, from_step: 5000}
+  calm: {when: {not: {any: [high]}}, from_step: 9}
+""")
+    model = nn.Linear(3, 1)
+    optimizer, said = torch.optim.SGD(model.parameters(), 0.0), dict[int, dict[str, str]]()
+    with gradwatch.watch(model, optimizer, rules=rules, sinks=[Kept()], strict=True) as gw:
+        for step in range(11):
+            optimizer.zero_grad()
+            model(torch.ones(2, 3)).sum().backward()
+            optimizer.step()
+            gw.flush()
+            said[step] = dict(session_of(gw).health.without_data())
+    assert said[3] == {
+        "high": "before its from_step: 6 (the last step was 3)",
+        "never": "before its from_step: 5,000 (the last step was 3)",
+        "calm": "its condition is not known without `high` (before its from_step: 6 (the last step was 3))",
+    }
+    assert said[7].keys() == {"never", "calm"}
+    assert said[7]["calm"] == "before its from_step: 9 (the last step was 7)"
+    assert said[10].keys() == {"never"}

@@ -237,7 +237,7 @@ def test_a_fallback_still_clips_by_what_is_known() -> None:
     bound_rules = engine(norm(9.0), weights=ClipPolicy("zclip", {"max_norm": 0.5}))
     snapshot: Snapshot = make_snapshot(bound_rules.engine.sites, 0, [3.0, 4.0, 4.0, 1.0])
     decision, state = bound_rules.engine.clip(
-        bound_rules.engine.fallback(snapshot.total_norm), bound_rules.state, snapshot
+        bound_rules.engine.fallback(snapshot.total_norm, snapshot.step), bound_rules.state, snapshot
     )
     bound_rules.take(snapshot)
     assert decision == bound_rules.decision

@@ -330,3 +330,15 @@ rules:
         assert (extent, judged) == ("not recorded", 0), rule
         assert why.startswith("a process went on with what it had learned before")
         assert "warm-up not over: 30 of 50 samples" in why
+
+
+def test_a_rule_whose_first_step_the_run_never_reached(tmp_path: Path) -> None:
+    """It was judged on nothing, whatever was recorded; one that the run reached was judged."""
+    rules = """version: 1
+rules:
+  late: {detect: {kind: above, of: total_norm, threshold: 100}, from_step: 60}
+  reached: {detect: {kind: above, of: total_norm, threshold: 100}, from_step: 59}
+"""
+    found = coverage(recorded(tmp_path, steps(60)), rules)
+    assert found["late"] == ("no data", 0, "before its from_step: 60 (the last step was 59)")
+    assert found["reached"] == ("whole", 60, "")

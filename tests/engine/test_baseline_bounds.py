@@ -24,7 +24,7 @@ def clip(to: str | float = "baseline", at: str = "backward") -> tuple[Action, ..
 
 def factors(bound_rules: OptimizerRules, norms: object) -> np.ndarray:
     """float64[S], what hooks would multiply gradients of these norms by."""
-    found, values = bound_rules.engine.bounds(bound_rules.state), np.asarray(norms, np.float32)
+    found, values = bound_rules.engine.bounds(bound_rules.state, 0), np.asarray(norms, np.float32)
     return np.array([factor_of(at_site(found, k), float(norm)) for k, norm in enumerate(values)])
 
 
@@ -43,7 +43,7 @@ def test_the_score_of_a_bound_is_the_threshold(of: str, seed: int, above: float,
     spike = Spike(of=of, above=above, half_life=half_life)  # type: ignore[arg-type]
     bound_rules = warmed([rule("spike", spike, do=clip())], seed)
     plan = bound_rules.engine.plan
-    (found,) = bound_rules.engine.bounds(bound_rules.state)
+    (found,) = bound_rules.engine.bounds(bound_rules.state, 0)
     values = found.high / plan.roots if of == "rms" else found.high
     sample = Sample(values.astype(np.float32), np.ones(4, np.bool_))
     score = spike.score(own_state(plan.rules[0], bound_rules.state.baselines), sample)
@@ -56,7 +56,7 @@ def test_the_score_of_a_bound_is_the_threshold(of: str, seed: int, above: float,
 def test_a_bound_is_broken_exactly_when_its_rule_breaches(seed: int, site: int, factor: float) -> None:
     """The hook that clips and the verdict that alerts go by one number."""
     bound_rules = warmed([rule("spike", Spike(above=8), do=clip())], seed)
-    (found,) = bound_rules.engine.bounds(bound_rules.state)
+    (found,) = bound_rules.engine.bounds(bound_rules.state, 0)
     norms = np.ones(4, np.float32)
     norms[site] = np.float32(found.high[site]) * np.float32(factor)
     clipped = factors(bound_rules, norms) < 1
@@ -71,7 +71,7 @@ def test_a_clipped_spike_comes_down_to_two_sigma() -> None:
     bound_rules = warmed([rule("spike", Spike(above=8), do=clip())], seed=1)
     baseline = bound_rules.state.baselines[0]
     sigma = np.maximum(1.2533 * baseline.s, 0.10)  # type: ignore[attr-defined]
-    (found,) = bound_rules.engine.bounds(bound_rules.state)
+    (found,) = bound_rules.engine.bounds(bound_rules.state, 0)
     assert np.allclose(found.target, np.exp(baseline.m + 2 * sigma), rtol=1e-5)  # type: ignore[attr-defined]
     norm = found.high * 50
     assert np.allclose(norm * factors(bound_rules, norm), found.target, rtol=1e-5)
@@ -95,7 +95,7 @@ def test_a_rule_bounds_its_own_sites_only() -> None:
     bound_rules = warmed(
         [rule("cap", Above(threshold=2.0), groups=("matrices",), do=clip(0.5))], 0, groups=groups
     )
-    (found,) = bound_rules.engine.bounds(bound_rules.state)
+    (found,) = bound_rules.engine.bounds(bound_rules.state, 0)
     assert np.array_equal(found.high, [2, INF, 2, INF])
     assert np.allclose(factors(bound_rules, [4.0] * 4), [0.125, 1, 0.125, 1])
 
@@ -119,7 +119,7 @@ def test_a_rule_bounds_its_own_sites_only() -> None:
 def test_what_a_hook_cannot_know_or_is_not_to_do_is_no_bound(one: Rule) -> None:
     """Only a per-parameter bound on the gradient norm, due at the first breach, can be known beforehand."""
     engine = bound([one])
-    assert not engine.bounds(engine.init())
+    assert not engine.bounds(engine.init(), 0)
 
 
 def test_the_order_of_rules_never_matters() -> None:

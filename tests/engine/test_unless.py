@@ -88,6 +88,7 @@ RULES = [
     rule("same-bank", Spike(above=8, warmup=20), scope="param"),
     rule("peak", AboveRecentMax(of="norm", above=1.5, window=30, warmup=20), scope="param", unless=("odd",)),
     rule("stuck", Stuck(below=1e-3), scope="param", every=10, unless=("converged",)),
+    rule("turns", Spike(of="update_ratio", above=4, warmup=5), scope="param", every=4, unless=("converged",)),
 ]
 
 
@@ -112,6 +113,20 @@ def test_a_block_sees_what_single_steps_see(seed: int) -> None:
     """Where rules are held, and let go, in the midst of blocks too."""
     engine = bound(RULES, SIZE)
     see_the_same(engine, run_of(engine, seed), seed)
+
+
+@settings(max_examples=examples(12))
+@given(st.integers(0, 10**6))
+def test_a_glance_learns_what_every_rule_asked_would(seed: int) -> None:
+    """Of a held rule whose series are judged in turns too."""
+    engine = bound(RULES, SIZE)
+    one, other = OptimizerRules(engine), OptimizerRules(engine)
+    for snapshot in run_of(engine, seed):
+        one.take(snapshot)
+        other.state = replace(other.state, active=None)
+        other.take(snapshot)
+        assert one.state.to_dict() == other.state.to_dict()
+    assert one.kinds == other.kinds
 
 
 def test_the_law_is_about_runs_in_which_rules_are_held() -> None:

@@ -15,7 +15,7 @@ from gradwatch.account.never_judged import StaggeredSeries
 from gradwatch.account.rules_without_data import Reads
 from gradwatch.account.session_counts import SessionCounts
 from gradwatch.checkpoint.health_tracker import CheckpointHealthTracker
-from gradwatch.engine.staggered_judging import Turn
+from gradwatch.engine.judged_steps.staggered_judging import Turn
 from gradwatch.records.decision import Decision, Order
 from gradwatch.records.record import Record
 from gradwatch.records.snapshot import Column, Sites

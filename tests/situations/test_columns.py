@@ -10,8 +10,8 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from gradwatch.engine import staggered_reads
 from gradwatch.engine.columns_needed import OF_UPDATES
+from gradwatch.engine.judged_steps import staggered_reads
 from gradwatch.records.record import Record
 from gradwatch.records.snapshot import Column, Sites
 from tests.situations.catalogue import SITUATIONS

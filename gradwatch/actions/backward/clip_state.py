@@ -65,7 +65,7 @@ class BackwardClipState:
         # Small gradients are read together for less than it takes to hand over what the hooks saw of each.
         floor = np.where(captured.sites.numels > SMALL, np.sqrt(captured.sites.numels * UNDERFLOW), np.inf)
         self._floor = floor.tolist()  # sync: numpy
-        self._elementwise = elementwise
+        self._elementwise = self._policies = elementwise
         self._local = local
         self._refused = refused
         self._bounds: tuple[Bound, ...] = ()
@@ -78,9 +78,12 @@ class BackwardClipState:
 
     # -- the one writer ----------------------------------------------------------------------------------
 
-    def publish(self, bounds: tuple[Bound, ...]) -> None:
+    def publish(self, bounds: tuple[Bound, ...], elements: bool = True) -> None:
         if not self.disabled_reason:
             self._bounds = bounds
+            if (policies := self._policies if elements else None) is not self._elementwise:
+                self._elementwise = policies
+                self._unbounded()
             self._tighten()
 
     def _tighten(self) -> None:
@@ -96,6 +99,9 @@ class BackwardClipState:
         for k in () if self._elementwise is None else self._elementwise.at:
             self.low[k], self.high[k] = math.inf, -math.inf
 
+    def _unbounded(self) -> None:
+        self.low[:], self.high[:] = [-math.inf] * len(self.low), [math.inf] * len(self.high)
+
     def scaled(self, scale: Tensor) -> None:
         if self._local:
             self._scale = scale
@@ -108,7 +114,7 @@ class BackwardClipState:
             return
         self.disabled_reason = WHY.format(reason=reason, instead=INSTEAD)
         self._bounds, self._elementwise = (), None
-        self.low[:], self.high[:] = [-math.inf] * len(self.low), [math.inf] * len(self.high)
+        self._unbounded()
         self._refused(self.disabled_reason)
 
     def take_over(self, before: BackwardClipState, param_ids: list[int]) -> None:

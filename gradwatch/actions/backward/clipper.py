@@ -82,9 +82,9 @@ class BackwardClipper:
         """The reason why it does nothing any more; "" while it acts."""
         return self._state.disabled_reason
 
-    def publish(self, bounds: tuple[Bound, ...]) -> None:
-        """Set the bounds of the next backward, over K parameters."""
-        self._state.publish(bounds)
+    def publish(self, bounds: tuple[Bound, ...], elements: bool = True) -> None:
+        """Set the bounds of the next backward, over K parameters; `elements`: policies on elements act in it."""
+        self._state.publish(bounds, elements)
 
     def scaled(self, scale: Tensor) -> None:
         """Note the 0-dim `scale` that a GradScaler has multiplied a loss by, and goes on changing in place."""

@@ -17,7 +17,7 @@ from gradwatch.capture.columns.activation_values import Statistic
 from gradwatch.capture.columns.histograms import HistogramTurns, PendingHistograms
 from gradwatch.capture.columns.pending_columns import NO_SITES_OVERDUE, OverdueSites
 from gradwatch.engine.columns_needed import Needs
-from gradwatch.engine.staggered_reads import ByResidue, Staggering
+from gradwatch.engine.judged_steps.staggered_reads import ByResidue, Staggering
 from gradwatch.reading.layouts import elements, has_values
 from gradwatch.taps import nested_containers
 

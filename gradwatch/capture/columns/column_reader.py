@@ -25,7 +25,7 @@ from gradwatch.capture.columns.pending_columns import (
 )
 from gradwatch.capture.columns.update_ratio import WEIGHT_COLUMNS, WeightReader
 from gradwatch.engine.columns_needed import OF_UPDATES, Needs
-from gradwatch.engine.staggered_reads import ByResidue, Staggering
+from gradwatch.engine.judged_steps.staggered_reads import ByResidue, Staggering
 from gradwatch.reading.async_copy import Number
 from gradwatch.records.snapshot import BoolArray
 

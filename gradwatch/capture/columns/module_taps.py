@@ -22,8 +22,8 @@ from gradwatch.capture.columns.pending_columns import NO_SITES_OVERDUE, OverdueS
 from gradwatch.capture.columns.running_statistics import RUNNING_COLUMNS, RunningStatisticsReader
 from gradwatch.capture.parameter_names import named_modules
 from gradwatch.engine.columns_needed import Needs
+from gradwatch.engine.judged_steps.staggered_reads import Staggering
 from gradwatch.engine.selected_parameters import matching
-from gradwatch.engine.staggered_reads import Staggering
 from gradwatch.reading.async_copy import AsyncCopy, Number, capturing
 from gradwatch.reading.layouts import alias, elements, has_values
 from gradwatch.records.snapshot import Sites

@@ -15,7 +15,7 @@ from torch.nn.parameter import is_lazy
 
 from gradwatch.capture.columns.pending_columns import NO_SITES_OVERDUE, Numbers, OverdueSites, PendingColumns
 from gradwatch.engine.columns_needed import Needs
-from gradwatch.engine.staggered_reads import Staggering
+from gradwatch.engine.judged_steps.staggered_reads import Staggering
 from gradwatch.reading import chunked_statistics, foreach_functions
 from gradwatch.reading.async_copy import on_host
 from gradwatch.reading.foreach_norms import widest

@@ -115,6 +115,7 @@ def _summary(rule: Rule) -> tuple[str, ...]:
     does = ", ".join(action.name for action in rule.do) or "alert"
     does = "off" if not rule.enabled else f"would {does}" if rule.mode == "shadow" else does
     column = str(getattr(rule.detect, "of", "–")) + (f" (every {rule.every})" if rule.every > 1 else "")
+    column += f" (from step {rule.from_step:,})" if rule.from_step else ""
     severity = paint(rule.severity, styles[rule.severity])
     return rule.id, rule.kind, column, str(rule.for_), rule.scope, severity, does
 
@@ -187,7 +188,8 @@ def _clip(ruleset: RuleSet, origin: bool) -> str:
     if clip.total is not None:
         rows.append(("total", "all", *_policy(clip.total, _place(ruleset, "clip:total") if origin else "")))
     local = ", also where gradients are sharded or accumulated (local)" if clip.local else ""
-    head = f"{paint('clip', 'bold')} at: {clip.at}{local}"
+    begins = f", from step {clip.from_step:,} on" if clip.from_step else ""
+    head = f"{paint('clip', 'bold')} at: {clip.at}{local}{begins}"
     if clip.groups:
         head += f"\n  {FIRST_WINS}{WITH_TOTAL if clip.total is not None else ''}"
     return f"{head}\n{table(('group', 'of', 'method', 'keys'), rows, indent='  ')}" if rows else head

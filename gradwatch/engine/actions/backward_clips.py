@@ -60,6 +60,11 @@ def drop_micro_rules(ruleset: RuleSet) -> list[str]:
     return [rule.id for rule in drops if any(action.name == "drop_micro" for action in rule.do)]
 
 
+def drops_micro_from(ruleset: RuleSet) -> int:
+    """The first step at which some rule drops micro-batches; some rule does."""
+    return min(ruleset.rule(rule).from_step for rule in drop_micro_rules(ruleset))
+
+
 def drops_micro(ruleset: RuleSet) -> bool:
     """True if some rule has `drop_micro`."""
     return bool(drop_micro_rules(ruleset))
@@ -110,23 +115,23 @@ def asks_of_modules(ruleset: RuleSet) -> bool:
     )
 
 
-def bounds(plan: Plan, state: EngineState) -> tuple[Bound, ...]:
-    """The bounds on the parameters' gradients for the next backward."""
-    found = bounds_of_rules(plan, state)
-    if plan.clipping.at == "backward":
+def bounds(plan: Plan, state: EngineState, step: int) -> tuple[Bound, ...]:
+    """The bounds on the parameters' gradients for the next backward, which belongs to this step or a later one."""
+    found = bounds_of_rules(plan, state, step)
+    if plan.clipping.at == "backward" and step >= plan.clipping.from_step:
         for policy, known in zip(plan.clipping.policies, state.clips, strict=True):
             bound = policy.policy.bound(known, policy.roots)
             found.append(_spread(bound, policy.index, len(plan.sites)))
     return tuple(found)
 
 
-def module_bounds(plan: Plan, state: EngineState) -> tuple[Bound, ...]:
-    """The bounds on what M modules pass on in the next backward, in their order among the sites."""
+def module_bounds(plan: Plan, state: EngineState, step: int) -> tuple[Bound, ...]:
+    """The bounds on what M modules pass on in the next backward, of this step or a later one, in their order."""
     modules = np.flatnonzero(np.array([kind == "module" for kind in plan.sites.kinds], np.bool_))
     return tuple(
         _of_module(one, state, plan).at(modules)
         for one in plan.rules
-        if _clips_in_backward(one) and one.series.column in BOUNDED
+        if _clips_in_backward(one) and one.series.column in BOUNDED and step >= one.rule.from_step
     )
 
 

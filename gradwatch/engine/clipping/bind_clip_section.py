@@ -39,7 +39,7 @@ def bind_clipping(ruleset: RuleSet, sites: Sites) -> Clipping:
                 elementwise.append((policy, mask))
         elif isinstance(policy, Policy) and (mask := policy.covered(mask, sites)).any():
             found.append(_bound(place, policy, _scope(policy, said, place), mask, sites))
-    return Clipping(max_norm, tuple(found), tuple(elementwise), clip.at)
+    return Clipping(max_norm, tuple(found), tuple(elementwise), clip.at, clip.from_step)
 
 
 def needs_host(clip: Clip | None) -> bool:

@@ -40,13 +40,15 @@ class Clipping:
 
     `max_norm` is the bound on the total norm (None = none), `policies` are those that give factors, `elementwise` those
     on elements, which torch carries out, each with the bool[S] of its parameters. `at` "backward": hooks carry them out
-    (`gradwatch.engine.actions.backward_clips`), and here they only learn, from the norms before that.
+    (`gradwatch.engine.actions.backward_clips`), and here they only learn, from the norms before that. Before the step
+    `from_step` they only learn too.
     """
 
     max_norm: float | None = None
     policies: tuple[BoundPolicy, ...] = ()
     elementwise: tuple[tuple[ElementwisePolicy, BoolArray], ...] = ()
     at: ClipAt = "step"
+    from_step: int = 0
 
     def __bool__(self) -> bool:
         return self.max_norm is not None or bool(self.policies) or bool(self.elementwise)

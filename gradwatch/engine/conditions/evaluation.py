@@ -10,12 +10,19 @@ from gradwatch.engine.firing import FiringState
 
 
 def values_of(
-    conditions: Sequence[BoundCondition], tracks: Sequence[FiringState], unjudged: AbstractSet[int], step: int
+    conditions: Sequence[BoundCondition],
+    tracks: Sequence[FiringState],
+    unjudged: AbstractSet[int],
+    step: int,
+    unreached: AbstractSet[int] = frozenset(),
 ) -> dict[int, bool | None]:
-    """The value of each condition, by its number; a condition comes after those that it names."""
+    """The value of each condition, by its number; a condition comes after those that it names.
+
+    That of a rule which is `unreached` (its `from_step` is to come) is not known.
+    """
     values: dict[int, bool | None] = {}
     for one in conditions:
-        values[one.number] = one.value(tracks, unjudged, values, step)
+        values[one.number] = None if one.number in unreached else one.value(tracks, unjudged, values, step)
     return values
 
 

@@ -37,10 +37,10 @@ from gradwatch.engine.fast_path.one_step import (
 from gradwatch.engine.fast_path.prepared_rules import BankInput
 from gradwatch.engine.firing import FiringState, unchanged_by
 from gradwatch.engine.judge import firing_now, under_factor
+from gradwatch.engine.judged_steps.staggered_judging import InTurn
 from gradwatch.engine.reporting.incident_inhibition import released
 from gradwatch.engine.rule_plan import NO_BANK, RulePlan
 from gradwatch.engine.snapshot_reader import Reader
-from gradwatch.engine.staggered_judging import InTurn
 from gradwatch.records.columns import OTHER_RULES, is_scalar, scalar_name
 from gradwatch.records.snapshot import BoolArray, FloatArray, Snapshot
 from gradwatch.records.verdict import Verdict
@@ -155,8 +155,11 @@ class FastBlock:
         open_ = any(one.window_open(state.tracks, first) for one in plan.conditions)
         # Else what the first step says of them all others do.
         for t, snapshot in enumerate(self._snapshots if open_ else self._snapshots[:1]):
-            values = values_of(plan.conditions, state.tracks, state.unjudged, snapshot.step)
+            unreached = state.stage.unreached
+            values = values_of(plan.conditions, state.tracks, state.unjudged, snapshot.step, unreached)
             for one in plan.conditions:
+                if one.number in unreached:
+                    continue
                 track, holds = state.tracks[one.number], values[one.number]
                 if track.idle:
                     unsettled = one.unsettled(state.tracks, active, snapshot.step)

@@ -25,9 +25,9 @@ from gradwatch.detectors.baseline import log_of_scalar
 from gradwatch.engine.engine_state import EngineState
 from gradwatch.engine.fast_path.prepared_rules import bank_inputs, column_bounds, is_bounded, is_proven
 from gradwatch.engine.judge import BankResult
+from gradwatch.engine.judged_steps.staggered_judging import InTurn, Turn
 from gradwatch.engine.rule_plan import NO_BANK, Plan, RulePlan
 from gradwatch.engine.snapshot_reader import Reader
-from gradwatch.engine.staggered_judging import InTurn, Turn
 from gradwatch.records.columns import OTHER_RULES, RANK_COLUMNS, is_scalar, scalar_name
 from gradwatch.records.snapshot import Column, Snapshot
 
@@ -57,7 +57,8 @@ class Learned(NamedTuple):
 class FastPath:
     """The evaluation of `plan` on a step on which no rule trips but those `active`, which are judged by `Step`.
 
-    `active` are the numbers of rules that are pending or firing; it must hold none that is about finiteness. What it
+    `active` are the numbers of rules that are pending or firing; it must hold none that is about finiteness. Those
+    `unreached` judge nothing yet (`from_step`): they learn, and trip at no value. What it
     compares of a step is laid out in its attributes, which `FastBlock` reads too: `rare` the cadences at whose steps
     more rules are due; `guards`, `of_scalars`, `unbounded` and `gathered` the rules without a baseline, by how it is
     known that they do not breach; `bank_inputs` the baselines; `beside` the columns that a step may have.
@@ -80,10 +81,15 @@ class FastPath:
         "unbounded",
     )
 
-    def __init__(self, plan: Plan, active: AbstractSet[int] = frozenset()) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        active: AbstractSet[int] = frozenset(),
+        unreached: AbstractSet[int] = frozenset(),
+    ) -> None:
         self.plan = plan
         # A rule with `for: 1` that is active is firing, and suspends those that say so.
-        suspended = plan.suspended_while({n for n in active if plan.rules[n].rule.for_ == 1})
+        suspended = plan.suspended_while({n for n in active if plan.rules[n].rule.for_ == 1}) | unreached
         # Those with an `every` of their own are due at steps that are judged from the start.
         self.active_every_step = tuple(
             sorted(n for n in active - suspended if plan.rules[n].judged_every == 1)
@@ -95,7 +101,13 @@ class FastPath:
             if number not in active | suspended and one.series.column != OTHER_RULES
         ]
         guarded = [one for one in idle if one.bank == NO_BANK and not (one.rare or is_proven(one))]
-        self._staggered = tuple(one for one in idle if one.series.phases is not None)
+        # Of those that judge nothing the ones that learn: no step on which they do is passed over.
+        self._staggered = tuple(
+            one
+            for number, one in enumerate(plan.rules)
+            if one.series.phases is not None
+            and (number not in active | suspended or (number in suspended and one.bank != NO_BANK))
+        )
         others = (one.detector.columns for one in plan.rules if one.series.phases is None)
         staggered = frozenset[str]().union(
             *(one.detector.columns for one in plan.rules if one.series.phases is not None)
@@ -251,10 +263,11 @@ class FastPaths(dict[AbstractSet[int], FastPath]):
 
     MOST = 8
 
-    def __init__(self, plan: Plan, facts: frozenset[int]) -> None:
-        super().__init__({frozenset(): FastPath(plan)})
+    def __init__(self, plan: Plan, facts: frozenset[int], unreached: frozenset[int] = frozenset()) -> None:
+        super().__init__({frozenset(): FastPath(plan, unreached=unreached)})
         self._facts = facts
         self._plan = plan
+        self._unreached = unreached
         self._seen: AbstractSet[int] = frozenset()  # at the last step that asked for one that is not there
 
     def __missing__(self, active: AbstractSet[int]) -> FastPath | None:
@@ -265,8 +278,23 @@ class FastPaths(dict[AbstractSet[int], FastPath]):
             return None
         if len(self) == self.MOST:
             del self[next(key for key in self if key)]
-        path = self[active] = FastPath(self._plan, active)
+        path = self[active] = FastPath(self._plan, active, self._unreached)
         return path
+
+
+class FastPathsByStage(dict[AbstractSet[int], FastPaths]):
+    """The `FastPaths` of the present stage, by the numbers of the rules that are not reached in it."""
+
+    def __init__(self, plan: Plan, facts: frozenset[int]) -> None:
+        first = plan.stages[0].unreached
+        super().__init__({first: FastPaths(plan, facts, first)})
+        self._plan = plan
+        self._facts = facts
+
+    def __missing__(self, unreached: frozenset[int]) -> FastPaths:
+        self.clear()  # a stage that is over does not come again
+        paths = self[unreached] = FastPaths(self._plan, self._facts, unreached)
+        return paths
 
 
 def coef_bounds(snapshots: Sequence[Snapshot]) -> tuple[float, float]:

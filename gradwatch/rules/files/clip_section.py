@@ -29,7 +29,7 @@ def clip(node: Node | None, groups: frozenset[str], problems: Problems) -> Clip 
         found = _policy(policy, mark, "group", at, problems)
         if found is not None:
             by_group[name] = found
-    return Clip(total, by_group, at, bool(entry.local)) if entry else None
+    return Clip(total, by_group, at, bool(entry.local), entry.from_step or 0) if entry else None
 
 
 def unknown_group(name: str, mark: Mark, groups: frozenset[str], problems: Problems) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import fields
 
 from gradwatch.detectors.detector import DETECTORS
@@ -52,16 +53,16 @@ def _override(item: Map, problems: Problems) -> None:
 
 def sections(document: Map, problems: Problems) -> None:
     """The sections that a document and an override share."""
-    models: tuple[tuple[str, type[Model]], ...] = (
-        ("defaults", Defaults),
-        ("clip", ClipEntry),
-        ("modules", ModulesEntry),
-        ("histograms", HistogramsEntry),
+    models: tuple[tuple[str, type[Model], Mapping[str, str]], ...] = (
+        ("defaults", Defaults, words_of_other_tools.DEFAULTS_KEYS),
+        ("clip", ClipEntry, words_of_other_tools.CLIP_KEYS),
+        ("modules", ModulesEntry, {}),
+        ("histograms", HistogramsEntry, {}),
     )
-    for key, model in models:
+    for key, model, elsewhere in models:
         node = document.get(key)
         if isinstance(node, Map):
-            check(node, model, problems, document.key_mark(key), f"`{key}`")
+            check(node, model, problems, document.key_mark(key), f"`{key}`", elsewhere)
     sinks(document.get("sinks"), problems)
     _named(document.get("groups"), "group", GroupEntry, problems)
     _named(document.get("rules"), "rule", RuleEntry, problems)

@@ -78,6 +78,10 @@ class Timing(Model):
         "tensors, each parameter at a step of its own out of every so many. Left out: 1; 10 for a rule without "
         "`do` on such a column (see gradwatch/docs/columns.md)."
     )
+    from_step: Steps = unset(
+        "The first step at which it is judged (0), by the number that events show; before it nothing of it is pending, "
+        "fires or acts, and baselines learn."
+    )
     warmup: Count = unset(
         "Samples of a series before it may fire, or (`plateau`) before it begins to count; only kinds with a baseline."
     )
@@ -178,6 +182,9 @@ class ClipEntry(Model):
     )
     at: ClipAt = unset("step (right everywhere), or backward (through the hook's return value).")
     local: bool = unset("Force `at: backward` where gradients are sharded or accumulated.")
+    from_step: Steps = unset(
+        "The first step that is clipped (0); before it the policies learn and change nothing."
+    )
 
 
 # --- clipping methods --------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from gradwatch.rules.yaml.problems import Problems, quoted
 
 BUILT_IN: Mapping[str, Any] = {
     "every": 1,
+    "from_step": 0,
     "keep_firing_for": 0,
     "cooldown": 20,
     "severity": "warning",

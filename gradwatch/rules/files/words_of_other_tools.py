@@ -23,6 +23,8 @@ _WITH_AN_ADDRESS = ("email", "webhook")
 _REPLACED = "a list, which replaces the default one"
 CLIP = "clip: {total: {method: norm, max_norm: 1.0}}"
 _NOT_FINITE = "nonfinite: a NaN or Inf"
+_LATER = "start_step start_at start_after start begin begin_step after after_step after_steps delay first_step since"
+_FROM_STEP = "from_step: the first step that is judged; baselines learn before it"
 _TOO_LARGE = (
     "above (a fixed threshold), spike or above_usual (against its own past), "
     "or jump or diverged (before there is a past)"
@@ -96,6 +98,10 @@ ACTION_KEYS: Mapping[str, Mapping[str, str]] = {
         "after max_consecutive patience times",
         "`skip_step: {max_consecutive: 10, then: stop}`, or `escalate: {after: 10 in 10, to: stop}`",
     ),
+    "localise": _each(
+        "most max max_searches times limit at_most count max_consecutive",
+        "keep: the incidents of a run whose cause is sought",
+    ),
     "skip_step": _each("max times limit patience", "max_consecutive: so many in a row, then `then:`"),
 }
 """For parameters of an action."""
@@ -127,11 +133,24 @@ GROUP_KEYS: Mapping[str, str] = {
 }
 """For keys of a group of parameters."""
 
-POLICY_KEYS: Mapping[str, str] = _each(
-    "exclude except params parameters names groups modules layers",
-    say="a policy is for all (`total:`) or for a group: `groups: {mine: {params: [...]}}` beside `clip:`, and "
-    "`clip: {groups: {mine: {method: …}}}`",
-)
+
+CLIP_KEYS: Mapping[str, str] = _each(_LATER, "from_step: the first step that is clipped")
+"""For keys of the section `clip:`."""
+
+DEFAULTS_KEYS: Mapping[str, str] = _each(_LATER, _FROM_STEP)
+"""For keys of `defaults:`."""
+
+POLICY_KEYS: Mapping[str, str] = {
+    **_each(
+        "exclude except params parameters names groups modules layers",
+        say="a policy is for all (`total:`) or for a group: `groups: {mine: {params: [...]}}` beside `clip:`, and "
+        "`clip: {groups: {mine: {method: …}}}`",
+    ),
+    **_each(
+        f"from_step {_LATER}",
+        say="all policies begin at one step: `clip: {from_step: 500, total: {method: …}}`",
+    ),
+}
 """For parameters of a clip policy."""
 
 SINK_KEYS: Mapping[str, str] = _each(
@@ -164,6 +183,7 @@ RULE_KEYS: Mapping[str, str] = {
     **_each("description message summary", 'annotations: {description: "…"}'),
     **_each("id name title", say="the key above is its name"),
     **_each("patience duration consecutive", "for: so many steps in a row"),
+    **_each(_LATER, _FROM_STEP),
     **_each("interval frequency freq", "every: so many steps"),
     **_each("disabled", "enabled: false"),
     **_each("expr expression query", "detect: {kind: above, of: COLUMN, threshold: …}"),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -32,6 +33,7 @@ from gradwatch.records.verdict import Verdict
 from gradwatch.rules.rule_set import Action, RuleSet
 
 LOCALISE = "localise"
+KEPT = "the cause of {count} incidents of this rule was sought before (keep: {count})"
 Usual = Callable[[], Mapping[str, float]]
 
 SUSPICIONS: dict[str, Suspicion] = {
@@ -80,6 +82,8 @@ class Causes:
         self._of_nonfinite = _of_nonfinite_gradients(ruleset, self._asked)
         self._of_own_values = _of_own_values(ruleset)
         self._rank = rank
+        self._searched: dict[str, set[str]] = {}  # incidents, by the rule, where it has `keep`
+        self._followed: frozenset[str] = frozenset()  # rules whose search was made on the step at hand
         actions, keeps = list(self._asked.values()), list(snapshots(ruleset).values())
         self._localiser = Localiser(
             models,
@@ -199,6 +203,17 @@ class Causes:
             found = self._of_nonfinite_loss(verdict, snapshot, step_taken, off, together)
         return (*found, *self._localiser.recorded(None if step_taken else snapshot.step))
 
+    def carried_out(self, decision: Decision) -> Decision:
+        """The decision without orders to `localise` that no search has followed on its step, which `of` was asked of.
+
+        A rule orders one on every step it acts on, and an incident whose cause is known is not searched again.
+        """
+        followed, self._followed = self._followed, frozenset()
+        kept = frozenset(
+            one for one in decision.orders if one.action != LOCALISE or one.shadow or one.rule in followed
+        )
+        return decision if len(kept) == len(decision.orders) else replace(decision, orders=kept)
+
     def _ordered(
         self,
         verdict: Verdict,
@@ -252,10 +267,25 @@ class Causes:
                     name = f"{ranks}/{event.rule}/{snapshot.step}"
                     agreement = RankAgreement(name, self._rank) if ranks else None
                     ask = _ask(action, event, snapshot, off)
+                    if why := self._beyond(action, event):
+                        found.append(self._localiser.leave(ask, why))
+                        continue
+                    self._followed |= {event.rule}
                     found.append(self._localiser.localise(ask, step_taken, agreement))
             return found
         finally:
             torch.set_grad_enabled(graded)  # Ctrl-C may come while some `no_grad` is being left
+
+    def _beyond(self, action: Action, event: Event) -> str:
+        """The reason why this incident is not searched, where the rule has a `keep` that is used up; else ""."""
+        keep = action.params["keep"]
+        if keep is None:
+            return ""
+        searched = self._searched.setdefault(event.rule, set())
+        if event.incident not in searched and len(searched) >= keep:
+            return KEPT.format(count=keep)
+        searched.add(event.incident)
+        return ""
 
 
 def localising(ruleset: RuleSet) -> dict[str, Action]:
@@ -289,7 +319,7 @@ def _localise(action: Action) -> Action | None:
     return None
 
 
-DEFAULTS = {"by": "replay", "else_record_steps": 2, "max_bytes": 64 << 20}
+DEFAULTS = {"by": "replay", "else_record_steps": 2, "max_bytes": 64 << 20, "keep": None}
 """As a rule file that says nothing gets them (`gradwatch.rules.files.pydantic_models.Localise`)."""
 
 

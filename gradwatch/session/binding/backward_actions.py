@@ -20,6 +20,7 @@ from gradwatch.engine.actions.backward_clips import (
     clips_in_backward,
     drop_micro_rules,
     drops_micro,
+    drops_micro_from,
 )
 from gradwatch.engine.unsupported_rules import Refusal
 from gradwatch.errors import AttachError
@@ -76,7 +77,8 @@ def micro_drop_of(
     """The hooks that separate the micro-batches of a capture; None where no rule asks for it."""
     if not drops_micro(ruleset):
         return None
-    return MicroDrop(captured, failed, lambda why: report("action", AttachError(why)), cleared)
+    first = drops_micro_from(ruleset)
+    return MicroDrop(captured, failed, lambda why: report("action", AttachError(why)), cleared, first)
 
 
 def clipper_of(

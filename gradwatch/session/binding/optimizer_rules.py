@@ -21,7 +21,7 @@ from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.checkpoint.health_tracker import CheckpointHealthTracker
 from gradwatch.engine import BoundEngine, EngineState
 from gradwatch.engine.clipping.clip_section_factors import Clipping
-from gradwatch.engine.staggered_judging import NO_SERIES_OVERDUE, OverdueSeries
+from gradwatch.engine.judged_steps.staggered_judging import NO_SERIES_OVERDUE, OverdueSeries
 from gradwatch.records.decision import Decision
 from gradwatch.records.record import Record
 from gradwatch.records.snapshot import Sites, Snapshot
@@ -90,7 +90,7 @@ class OptimizerRules:
 
     def decide_without_verdict(self, snapshot: Snapshot, failed: Callable[[Exception], None]) -> Decision:
         """Clip by `clip:`, and skip a total that is not finite: no rule could judge the step."""
-        unjudged = self.bound.fallback(snapshot.total_norm)
+        unjudged = self.bound.fallback(snapshot.total_norm, snapshot.step)
         decision, self.state = self.bound.clip(unjudged, self.state, snapshot, failed)
         return decision
 

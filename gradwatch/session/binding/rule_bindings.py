@@ -126,7 +126,7 @@ class RuleBindings:
         if before is None or bound is not before.bound or unread:
             self._expect_data(captured, bound, modules, unread, no_histograms)
         self.saved_states.take_up(captured, bound_rules)
-        self.hooks.publish_bounds(bound_rules)
+        self.hooks.publish_bounds(bound_rules, bound_rules.captured.step)
         return ctx
 
     def _expect_data(
@@ -266,7 +266,7 @@ class RuleBindings:
         self._totals.begun_anew(reason)
         for bound_rules in self:
             bound_rules.rebaseline(reason, params, rules)
-            self.hooks.publish_bounds(bound_rules)
+            self.hooks.publish_bounds(bound_rules, bound_rules.captured.step)
 
     def load(self, saved: Mapping[str, Any], captures: Iterable[OptimizerCapture]) -> None:
         """Go on from saved states; captures that do not exist yet take theirs when they are bound."""
@@ -275,7 +275,7 @@ class RuleBindings:
             bound_rules = self._contexts.rules_of(captured)
             if bound_rules is not None:
                 self.saved_states.take_up(captured, bound_rules)
-                self.hooks.publish_bounds(bound_rules)
+                self.hooks.publish_bounds(bound_rules, bound_rules.captured.step)
 
 
 def _optimizer_of(captured: OptimizerCapture) -> Optimizer | None:

@@ -175,12 +175,13 @@ class TensorHooks:
             self._engine.ruleset, captured, activity.failed, activity.health.report, self.cleared
         )
 
-    def publish_bounds(self, bound_rules: OptimizerRules) -> None:
-        """Set the bounds of the next backward, as far as hooks can hold them."""
+    def publish_bounds(self, bound_rules: OptimizerRules, step: int) -> None:
+        """Set the bounds of the next backward, which is of this step or a later one, as far as hooks can hold them."""
+        bound, state = bound_rules.bound, bound_rules.state
         if bound_rules.clipper is not None and bound_rules.own is not None:
             own = bound_rules.own
             bound_rules.clipper.publish(
-                tuple(one.at(own) for one in bound_rules.bound.bounds(bound_rules.state))
+                tuple(one.at(own) for one in bound.bounds(state, step)), elements=step >= bound.clips_from
             )
         if self._module_bounds is not None and bound_rules.captured.index == 0:
-            self._module_bounds.publish(bound_rules.bound.module_bounds(bound_rules.state))
+            self._module_bounds.publish(bound.module_bounds(state, step))

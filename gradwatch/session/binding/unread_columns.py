@@ -25,9 +25,9 @@ from gradwatch.distributed.sharded_norms import REDUCED_COLUMNS
 from gradwatch.engine import BoundEngine, Engine
 from gradwatch.engine.columns_needed import first_step
 from gradwatch.engine.conditions.bound_condition import BoundCondition
+from gradwatch.engine.judged_steps.staggered_judging import InTurn, Turns
 from gradwatch.engine.rule_plan import RulePlan
 from gradwatch.engine.snapshot_reader import Reader
-from gradwatch.engine.staggered_judging import InTurn, Turns
 from gradwatch.records.columns import (
     ALWAYS,
     OF_THE_LOOP,
@@ -113,6 +113,7 @@ def reads_of(bound: BoundEngine, unread: Mapping[str, str] = NOTHING_UNREAD) -> 
             due=functools.partial(_due, one, bound.turns),
             has_value=functools.partial(_has_value, one),
             valueless=NEVER_POSITIVE.format(one.series.column, one.rule.kind) if _positive_only(one) else "",
+            from_step=one.rule.from_step,
         )
         for one in bound.plan.rules
         if one.rule.id not in joined
@@ -127,6 +128,7 @@ def _of_rules(bound: BoundEngine, condition: BoundCondition) -> Reads:
         OTHER_RULES,
         joined=tuple(sorted(rules[number].rule.id for number in condition.of)),
         why=of_condition(missing, bound.inactive) if missing else "",
+        from_step=rules[condition.number].rule.from_step,
     )
 
 

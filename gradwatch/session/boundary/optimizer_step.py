@@ -306,17 +306,20 @@ class Boundary:
             ctx.deferral.take_arrived(self._judging_failed)
             pipeline.defer(ctx, pipeline.measure(ctx, window))
             self._count(optimizer)
+            rules = ctx.rules
+            clips = captured.step >= rules.bound.clips_from
             ctx.acting.on_device(
                 optimizer,
                 captured,
-                ctx.rules.bound.max_norm,
-                ctx.rules.clip_section,
-                pipeline.skips_nonfinite,
+                rules.bound.max_norm if clips else None,
+                rules.clip_section if clips else None,
+                pipeline.skips_nonfinite_at(captured.step),
             )
             return
         measurement = pipeline.measure(ctx, window)
         self._count(optimizer)
-        max_norm = measurement.bound_rules.bound.max_norm
+        bound = measurement.bound_rules.bound
+        max_norm = bound.max_norm if captured.step >= bound.clips_from else None
         deferrable = window.deferrable and measurement.deferrable
         if deferrable and max_norm is not None:
             # What is decided of a closure's first gradients clips the later ones too.

@@ -17,7 +17,7 @@ from gradwatch.distributed.rank_membership import Exchange
 from gradwatch.distributed.ranks import Ranks
 from gradwatch.distributed.step_seen_by_all_ranks import Shared
 from gradwatch.engine.actions.norms_after_actions import reshaped, with_clip_order
-from gradwatch.engine.bound_engine import BlockVerdict
+from gradwatch.engine.bound_engine import UNCLIPPED, BlockVerdict
 from gradwatch.errors import TrainingStopped
 from gradwatch.records.decision import Decision
 from gradwatch.records.finding import Finding
@@ -82,8 +82,10 @@ class OrdinarySteps:
             bound_rules.tried_together_in_vain()
             return False
         count = len(judged.in_turn)
+        bound = bound_rules.bound
+        otherwise, clips_from = bound.decision_otherwise, bound.clips_from
         left = [
-            _clipped(snapshot, bound_rules.bound.decision_otherwise)
+            _clipped(snapshot, otherwise if snapshot.step >= clips_from else UNCLIPPED)
             for snapshot in snapshots.snapshots[:count]
         ]
         if bound_rules.state is not before or not waiting or waiting[0] is not first:

@@ -11,7 +11,7 @@ from gradwatch.actions.exit_status import end_with_status
 from gradwatch.actions.step_actions import Outcome
 from gradwatch.engine.actions.failed_actions import failed
 from gradwatch.engine.actions.norms_after_actions import reshaped
-from gradwatch.engine.staggered_judging import NONE_IN_TURN, InTurn
+from gradwatch.engine.judged_steps.staggered_judging import NONE_IN_TURN, InTurn
 from gradwatch.records.decision import Decision
 from gradwatch.records.finding import Finding
 from gradwatch.records.record import Record

@@ -22,7 +22,7 @@ from gradwatch.distributed.ranks import Ranks
 from gradwatch.distributed.step_seen_by_all_ranks import Shared
 from gradwatch.engine import Engine
 from gradwatch.engine.engine_state import NONE_ACTIVE
-from gradwatch.engine.staggered_judging import NONE_IN_TURN
+from gradwatch.engine.judged_steps.staggered_judging import NONE_IN_TURN
 from gradwatch.records.columns import UNOWNED
 from gradwatch.records.decision import Decision
 from gradwatch.records.event import Event
@@ -109,6 +109,10 @@ class StepPipeline:
         """True if some rule skips non-finite steps (a fused optimizer then gets `found_inf` on the device)."""
         return self._engine.skips_nonfinite
 
+    def skips_nonfinite_at(self, step: int) -> bool:
+        """True if some rule skips a step of this number if its gradients are not finite."""
+        return self._engine.skips_nonfinite and step >= self._engine.skips_from
+
     def clips_again(self, ctx: OptimizerContext, norms: NDArray[np.float64]) -> Decision:
         """Clipping by `clip:` of gradients with these `norms[K]`, made after those that this step was judged by."""
         return self._decisions.clips_again(ctx, norms)
@@ -175,6 +179,8 @@ class StepPipeline:
         left = len(waiting)
         try:
             if self._ordinary_steps.conclude(ctx, waiting):
+                if self._rule_bindings.hooks.in_backward:
+                    self._rule_bindings.hooks.publish_bounds(ctx.rules, ctx.captured.step)
                 return
         except Exception as error:
             self._activity.failed("boundary", error)
@@ -213,12 +219,12 @@ class StepPipeline:
             )
             decision = self._decisions.permitted(step, verdict, decision)
             judged = self._judged(step, verdict, decision, grads_present)
-            self._rule_bindings.hooks.publish_bounds(bound_rules)
+            self._rule_bindings.hooks.publish_bounds(bound_rules, measurement.window.step + 1)
             return judged
         except Exception as error:
             self._judging_failed(measurement, error)
             if decision is None:
-                decision = bound_rules.bound.fallback(shared.window.total())
+                decision = bound_rules.bound.fallback(shared.window.total(), shared.window.step)
             return Judged(decision.at(shared.own))
 
     def _judging_failed(self, measurement: Measurement, error: Exception) -> None:
@@ -272,6 +278,8 @@ class StepPipeline:
         )
         usual = partial(bound_rules.bound.usual_norms, bound_rules.state)
         findings = self._causes(step, snapshot, verdict, decision, usual)
+        if decision.orders and self._sources.causes is not None:
+            decision = self._sources.causes.carried_out(decision)
         if verdict.events:
             findings += self._causes_by_norms(bound_rules, usual, verdict, snapshot, findings)
         if self._sources.bundles is not None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import gradwatch
 from gradwatch.account.rules_without_data import NO_INPUT
 from gradwatch.capture.columns.activation_values import OF_INPUTS, OF_OUTPUTS
-from gradwatch.engine import staggered_reads
+from gradwatch.engine.judged_steps import staggered_reads
 from gradwatch.inspect import ActivationStats
 from gradwatch.records.record import Record
 from gradwatch.rules.files import parse_rules

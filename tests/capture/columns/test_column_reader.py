@@ -18,7 +18,7 @@ from gradwatch.capture.columns.optimizer_moments import COSINE, NEAR_ZERO, STATE
 from gradwatch.capture.columns.update_ratio import WEIGHT_MOMENTS
 from gradwatch.engine import Engine
 from gradwatch.engine.columns_needed import AFTER_A_STEP, EVERY_STEP, OF_UPDATES, Needs
-from gradwatch.engine.staggered_reads import Staggering
+from gradwatch.engine.judged_steps.staggered_reads import Staggering
 from gradwatch.records.snapshot import Sites
 from gradwatch.rules.files import load_rules
 from tests.support.examples import examples

@@ -16,8 +16,8 @@ import gradwatch
 from gradwatch.capture.columns import histograms
 from gradwatch.capture.columns.activation_reader import ActivationReader
 from gradwatch.capture.columns.histograms import HistogramReader, HistogramTurns
-from gradwatch.engine import staggered_reads
 from gradwatch.engine.columns_needed import Needs
+from gradwatch.engine.judged_steps import staggered_reads
 from gradwatch.reading import chunked_statistics
 from gradwatch.reading.async_copy import start_copy
 from gradwatch.records.histogram import BINS, LOWEST, Histogram

@@ -17,7 +17,7 @@ import gradwatch
 from gradwatch.capture.columns import moment_cosine, optimizer_moments, update_ratio
 from gradwatch.capture.columns.optimizer_moments import COSINE, NEAR_ZERO, STATE_COLUMNS, read_optimizer_state
 from gradwatch.capture.columns.pending_columns import PendingColumns
-from gradwatch.engine import staggered_reads
+from gradwatch.engine.judged_steps import staggered_reads
 from gradwatch.records.record import Record
 from gradwatch.rules.files import parse_rules
 from gradwatch.session.watch import session_of

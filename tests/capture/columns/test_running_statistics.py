@@ -16,7 +16,7 @@ from gradwatch.capture.columns import running_statistics
 from gradwatch.capture.columns.pending_columns import PendingColumns
 from gradwatch.capture.columns.running_statistics import RUNNING_COLUMNS, RunningStatisticsReader
 from gradwatch.engine.columns_needed import EVERY_STEP, Needs
-from gradwatch.engine.staggered_reads import Staggering
+from gradwatch.engine.judged_steps.staggered_reads import Staggering
 from gradwatch.records.record import Record
 from gradwatch.rules.files import parse_rules
 from gradwatch.session.watch import session_of

@@ -104,3 +104,16 @@ def test_a_file_that_names_no_sinks_has_the_default_ones(capsys: Captured) -> No
     """Listed in full it says so."""
     assert main(["rules", "list", "--resolved"]) == 0
     assert "the file does not say: prometheus, journal and log" in capsys.readouterr().out
+
+
+def test_first_steps_are_listed(tmp_path: Path, capsys: Captured) -> None:
+    """Of a rule, and of all that is clipped."""
+    path = tmp_path / "late.gradwatch.yaml"
+    path.write_text(
+        "version: 1\nrules: {late: {detect: {kind: above, of: total_norm, threshold: 5}, from_step: 500}}\n"
+        "clip: {total: {method: norm, max_norm: 1.0}, from_step: 1000}\n"
+    )
+    assert main(["rules", "list", "--rules", str(path)]) == 0
+    listed = capsys.readouterr().out
+    assert "total_norm (from step 500)" in listed
+    assert "clip at: step, from step 1,000 on" in listed

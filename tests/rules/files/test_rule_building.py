@@ -141,7 +141,7 @@ rules:
     assert (found.every, found.for_, found.keep_firing_for, found.cooldown) == (5, 3, 20, 30)
     assert (found.severity, found.labels, found.mode) == ("critical", {"team": "vision"}, "shadow")
     assert (found.on_error, found.enabled, found.optional, found.acts) == ("skip_step", False, True, False)
-    recording = {"by": "record", "else_record_steps": 2, "max_bytes": 64 << 20}
+    recording = {"by": "record", "else_record_steps": 2, "max_bytes": 64 << 20, "keep": None}
     assert found.do == (Action("stop"), Action("localise", recording))
 
 
@@ -467,7 +467,7 @@ def test_default_pack_skips_non_finite_steps_and_nothing_else() -> None:
     """The only actions: skip non-finite steps, without end, never stop; and look for what made them so."""
     acting = {rule.id: rule.do for rule in load_rules("default").rules if rule.do}
     skip = Action("skip_step", {"max_consecutive": 10, "then": "continue"})
-    look = Action("localise", {"by": "replay", "else_record_steps": 2, "max_bytes": 64 << 20})
+    look = Action("localise", {"by": "replay", "else_record_steps": 2, "max_bytes": 64 << 20, "keep": None})
     assert acting == {"non-finite": (skip, look)}
     assert load_rules("default").clip is None
 

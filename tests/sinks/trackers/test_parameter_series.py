@@ -15,7 +15,7 @@ from torch import nn
 
 import gradwatch
 from gradwatch.capture.snapshot_assembly import with_modules
-from gradwatch.engine import staggered_reads
+from gradwatch.engine.judged_steps import staggered_reads
 from gradwatch.errors import AttachError
 from gradwatch.records.histogram import BINS, LOWEST, Histogram
 from gradwatch.records.record import Record

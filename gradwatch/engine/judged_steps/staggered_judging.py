@@ -17,8 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from gradwatch.engine.columns_needed import first_step
+from gradwatch.engine.judged_steps.staggered_reads import ByResidue
 from gradwatch.engine.series import Index, Series
-from gradwatch.engine.staggered_reads import ByResidue
 from gradwatch.records.snapshot import BoolArray, Snapshot
 
 Columns = tuple[str, ...]

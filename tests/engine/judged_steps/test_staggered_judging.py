@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gradwatch.detectors import Above
-from gradwatch.engine import Engine, staggered_reads
+from gradwatch.engine import Engine
+from gradwatch.engine.judged_steps import staggered_reads
 from gradwatch.records.snapshot import Column
 from gradwatch.rules.rule_set import RuleSet
 from tests.engine.cases import make_sites, make_snapshot, rule

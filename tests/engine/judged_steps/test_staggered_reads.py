@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gradwatch.engine.staggered_reads import SMALLEST_PART, Staggering
+from gradwatch.engine.judged_steps.staggered_reads import SMALLEST_PART, Staggering
 
 SIZES = st.lists(st.integers(0, 1 << 20), min_size=1, max_size=40).map(
     lambda found: np.array(found, np.int64)

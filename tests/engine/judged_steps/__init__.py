@@ -1,0 +1,1 @@
+"""Tests of the steps at which rules are judged."""
