@@ -17,6 +17,7 @@ from gradwatch.capture.columns.loss import Losses
 from gradwatch.capture.loop_faults.uncleared_gradients import UnclearedGradients
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.parameter_names import fallback_name, shape_of
+from gradwatch.capture.parameter_shards import gathered_in
 from gradwatch.capture.watched_parameters import GONE, Slots
 from gradwatch.records.snapshot import Sites
 from gradwatch.runtime.fork_safe_locks import ForkSafeLock
@@ -317,6 +318,8 @@ class Captures:
         self.replaced, self._unowned, self._left_to_nothing = False, None, None
         modules = self.slots.alive_modules()
         here = module_tree.parameters_in(modules)
+        if gathered := gathered_in(modules):
+            here = [gathered.get(id(param), param) for param in here]
         wanted = set(map(id, here))
         for slot in self.slots.params.lost():
             if (

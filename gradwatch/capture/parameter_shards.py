@@ -131,21 +131,26 @@ def _unsharded(models: Iterable[nn.Module]) -> Iterator[tuple[int, Tensor]]:
 def as_sharded(
     named: Sequence[tuple[str, nn.Parameter]], models: Iterable[nn.Module]
 ) -> Sequence[tuple[str, nn.Parameter]]:
-    """The parameters of these models with FSDP2's own in the place of gathered ones, which no optimizer has.
-
-    Between forward and backward a module shows gathered parameters (a root does so until its backward is over); in
-    between these have no storage.
-    """
+    """The parameters of these models with FSDP2's own in the place of gathered ones, which no optimizer has."""
     if _FSDP not in sys.modules:  # most models, without a walk
         return named
-    gathered = {
+    gathered = gathered_in(module for model in models for module in module_tree.modules(model))
+    return [(name, gathered.get(id(param), param)) for name, param in named] if gathered else named
+
+
+def gathered_in(modules: Iterable[nn.Module]) -> dict[int, nn.Parameter]:
+    """FSDP2's parameters by the ids of their gathered twins, for which these modules' own have some.
+
+    Modules show the twins between forward and backward, a root until its backward is over; then these have no storage.
+    """
+    if _FSDP not in sys.modules:
+        return {}
+    return {
         id(one._unsharded_param): one.sharded_param
-        for model in models
-        for module in module_tree.modules(model)
+        for module in modules
         for one in _fsdp_params(module)
         if getattr(one, "_unsharded_param", None) is not None
     }
-    return [(name, gathered.get(id(param), param)) for name, param in named] if gathered else named
 
 
 def whole(sites: Sites, held: Sequence[ShardPlacement]) -> Sites:

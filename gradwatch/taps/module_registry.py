@@ -164,7 +164,7 @@ class ModuleRegistry:
             if place is not None and module is not None:
                 held, name = module._parameters, place.name
                 # Not by `get`: a scripted module that was loaded holds what is no dict.
-                if name in held and held[name] is param:
+                if name in held and (held[name] is param or _is_gathered(held[name], param)):
                     owner = module, name
             found.append(owner)
         return found
@@ -288,3 +288,10 @@ def _is_made(module: nn.Module) -> bool:
 _states: Patch[Callable[[nn.Module | None], object]] = Patch(
     nn.Module, "__setstate__", lambda layer: OnLookup(nn.Module, "__setstate__", layer)
 )
+
+
+def _is_gathered(held: Tensor | None, param: Tensor) -> bool:
+    """True if FSDP2 shows the whole of the shard `param` in its place: between forward and backward."""
+    if held is None or not hasattr(param, "to_local") or hasattr(held, "to_local"):
+        return False
+    return held.shape == param.shape

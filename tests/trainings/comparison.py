@@ -21,6 +21,7 @@ COUNTED = re.compile(
     r"gradwatch: (\d+) of (\d+) steps watched(?: and (\d+) of (\d+) rejected)?(?:.*?, (\d+) windows without)?"
 )
 UNFIT = re.compile(r"not healthy at the end: [^·]*")
+MADE_UP = re.compile(r"opt\d+\.group\S*")
 OPTIONS = (
     "run",
     "--rules",
@@ -80,6 +81,8 @@ class Compared:
             found.append(f"the account says {self.counted[0]} of {self.counted[1]} of {self.taken} taken")
         if unfit := UNFIT.findall(self.watched.stderr):
             found.append(f"a training that nothing ruins is called {unfit[0]}")
+        if loose := MADE_UP.search(self.watched.stderr):
+            found.append(f"a parameter that a module has is called {loose[0]}")
         return found
 
 

@@ -61,6 +61,7 @@ TRAININGS = (
     Training("compiled_step"),
     Training("ddp", ranks=2),
     Training("fsdp2", ranks=2),
+    Training("fsdp2", ("again",), ranks=2),
     Training("ema"),
     Training("swa"),
     Training("tied_transformer"),

@@ -1,6 +1,10 @@
-"""FSDP2 on two ranks: blocks sharded, then the root; a clip of DTensors; rank 0 prints its shards' hash."""
+"""FSDP2 on two ranks: blocks sharded, then the root; a clip of DTensors; rank 0 prints its shards' hash.
+
+With `again` a second optimizer takes over half-way.
+"""
 
 import os
+import sys
 
 import torch
 import torch.distributed as dist
@@ -35,6 +39,8 @@ for block in model.blocks:
 fully_shard(model, mesh=mesh)
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
 for step in range(8):
+    if step == 4 and "again" in sys.argv:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     x = torch.randn(2, 8, 4)[rank]
     loss = (model(x) - x.sum(1, keepdim=True)).pow(2).mean()
     optimizer.zero_grad()
