@@ -101,7 +101,7 @@ def wrong(kind: type[BaseException], every: int) -> Iterator[str]:
             yield f"{place}: {reached!r}"
         elif not all(map(torch.equal, weights, bare)):
             yield f"{place}: other weights"
-    if missed > len(chosen) / 10:  # a few lines are of what is due by the clock
+    if missed > max(1, len(chosen) / 10):  # a few lines are of what is due by the clock
         yield f"{missed} of {len(chosen)} lines were not executed again: something attached no more"
 
 
