@@ -394,10 +394,10 @@ class Localiser:
     def _with_batch(self, finding: Finding) -> Finding:
         """The finding with the batch at fault, and the rows of it, as far as they are known."""
         try:
-            from gradwatch.localise.replay.batch_at_fault import batch_at_fault, with_samples_at_fault
+            from gradwatch.localise.replay.nonfinite_rows import nonfinite_rows, with_samples_at_fault
 
             held, models = self.held(), self.models()
-            finding = finding.amended(batch=batch_at_fault(finding, held, models))
+            finding = finding.amended(batch=nonfinite_rows(finding, held, models))
             if finding.phase in GAINS or not finding.found:
                 return finding
             return with_samples_at_fault(finding, held, models, self._again(finding))

@@ -23,7 +23,7 @@ from gradwatch.localise.held_calls.module_attributes import Refused
 from gradwatch.localise.held_calls.random_generators import CPU, NUMPY, PYTHON, Generators, of_cuda
 from gradwatch.localise.held_calls.recorded_call import Call
 from gradwatch.localise.replay.arguments_json import encode, missing
-from gradwatch.localise.replay.batch_at_fault import batch_size
+from gradwatch.localise.replay.nonfinite_rows import batch_size
 from gradwatch.localise.replay.step_replay import refuse
 from gradwatch.localise.sharded.whole_parameters import is_spread
 from gradwatch.reading.layouts import local

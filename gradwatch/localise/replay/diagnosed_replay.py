@@ -18,8 +18,8 @@ from gradwatch.localise.diagnosis.usual_layer_norms import suspect
 from gradwatch.localise.held_calls.inner_model import inner
 from gradwatch.localise.held_calls.module_attributes import Refused
 from gradwatch.localise.held_calls.recorded_call import Call
-from gradwatch.localise.replay.batch_at_fault import batch_size
 from gradwatch.localise.replay.cause_among_ranks import RankAgreement
+from gradwatch.localise.replay.nonfinite_rows import batch_size
 from gradwatch.localise.replay.reproducibility import (
     COMPILED,
     NOT_KNOWN,

@@ -4,7 +4,7 @@
 against `pydantic_models`), `merge` joins them, `rule_building` makes rules, a section a file (`detect_section`, …).
 """
 
-from gradwatch.rules.files.extends import extended_files
+from gradwatch.rules.files.extended_files import extended_files
 from gradwatch.rules.files.jsonschema import json_schema
 from gradwatch.rules.files.load import load_rules, parse_rules
 from gradwatch.rules.files.rules_digest import canonical

@@ -320,7 +320,7 @@ def test_fault_is_found(case: type[Faulty]) -> None:
     assert one.finding.phase == case.phase, found
 
 
-def test_the_micro_batch_at_fault_is_told() -> None:
+def test_the_micro_nonfinite_rows_is_told() -> None:
     """Of several forward calls of a step, the one that went wrong."""
     torch.manual_seed(0)
     model = SqrtAtZero()

@@ -19,7 +19,7 @@ from gradwatch.records.finding import GAINS, Batch, Finding
 from gradwatch.runtime.interruption import not_ours
 
 
-def batch_at_fault(
+def nonfinite_rows(
     finding: Finding, calls: list[tuple[nn.Module, Call]], models: list[nn.Module]
 ) -> Batch | None:
     """The batch of the call at fault; None where that is not held, or it is not known which call it was."""
