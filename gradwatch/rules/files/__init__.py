@@ -1,6 +1,6 @@
 """Rule files: YAML to `RuleSet`, or a `RuleFileError` that holds everything wrong, with places.
 
-`load` goes through the steps: `extends` finds the files, `file_validation` checks each (`key_validation` one map of it,
+`load` goes through the steps: `extended_files` finds them, `file_validation` checks each (`key_validation` one map of it,
 against `pydantic_models`), `merge` joins them, `rule_building` makes rules, a section a file (`detect_section`, …).
 """
 
