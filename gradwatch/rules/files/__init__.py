@@ -1,7 +1,7 @@
 """Rule files: YAML to `RuleSet`, or a `RuleFileError` that holds everything wrong, with places.
 
-`load` goes through the steps: `extended_files` finds them, `file_validation` checks each (`key_validation` one map of it,
-against `pydantic_models`), `merge` joins them, `rule_building` makes rules, a section a file (`detect_section`, …).
+`load` goes through the steps: `extended_files` finds them, `file_validation` checks each (`key_validation` one map of
+it, against `pydantic_models`), `merge` joins them, `rule_building` makes rules, a section a file (`detect_section`, …).
 """
 
 from gradwatch.rules.files.extended_files import extended_files
