@@ -318,7 +318,7 @@ class Captures:
         self.replaced, self._unowned, self._left_to_nothing = False, None, None
         modules = self.slots.alive_modules()
         here = module_tree.parameters_in(modules)
-        if gathered := gathered_in(modules):
+        if self.slots.sharded and (gathered := gathered_in(modules)):
             here = [gathered.get(id(param), param) for param in here]
         wanted = set(map(id, here))
         for slot in self.slots.params.lost():

@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 from gradwatch.capture import parameter_names
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.parameter_names import named_parameters
+from gradwatch.capture.parameter_shards import gathered_in
 from gradwatch.runtime import guard
 from gradwatch.taps import module_tree
 from gradwatch.taps.dynamo import untraced
@@ -249,7 +250,9 @@ class Coverage:
         state = len(params), self._registrations.counted[0]
         if self._strangers.get(optimizer) == state:
             return False
-        present = {id(param) for _, param in named_parameters([("", model) for model in models])}
+        present = {id(param) for model in models for param in module_tree.parameters(model)}
+        modules = (module for model in models for module in module_tree.modules(model))
+        present.update(map(id, gathered_in(modules).values()))
         if any(id(param) in present for param in params):
             return True
         self._strangers[optimizer] = state

@@ -143,11 +143,12 @@ def gathered_in(modules: Iterable[nn.Module]) -> dict[int, nn.Parameter]:
 
     Modules show the twins between forward and backward, a root until its backward is over; then these have no storage.
     """
-    if _FSDP not in sys.modules:
+    sharded = fsdp2_in(modules) if _FSDP in sys.modules else ()
+    if not sharded:  # without a call for each module
         return {}
     return {
         id(one._unsharded_param): one.sharded_param
-        for module in modules
+        for module in sharded
         for one in _fsdp_params(module)
         if getattr(one, "_unsharded_param", None) is not None
     }

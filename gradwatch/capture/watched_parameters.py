@@ -24,7 +24,7 @@ from gradwatch.capture.parameter_names import (
     named_parameters,
     uniquely_named,
 )
-from gradwatch.capture.parameter_shards import as_sharded, fsdp2_in, is_shard, offloaded_in
+from gradwatch.capture.parameter_shards import as_sharded, fsdp2_in, gathered_in, is_shard, offloaded_in
 from gradwatch.records.snapshot import Sites
 from gradwatch.runtime.weak_references import HeldByOwner
 from gradwatch.taps import module_tree
@@ -60,6 +60,7 @@ class Slots:
         self.hooks = GradReadyHooks(ready, arm)
         self.coverage = Coverage(self.of)
         self.unreduced = UnreducedBackwards()
+        self.sharded = False  # a model of FSDP2 has been among the watched ones
         self._came = 0
         self._free: dict[int, None] = {}  # slots of parameters that were released
         self._left: dict[str, int] = {}  # the last of them by name
@@ -128,6 +129,7 @@ class Slots:
             modules += module_tree.modules(model)
         sharded = fsdp2_in(modules)
         if sharded:
+            self.sharded = True
             self.hooks.spared.update(offloaded_in(sharded))
             self.unreduced.find(sharded)
         slots, params = [], []
@@ -165,7 +167,8 @@ class Slots:
             yield models[0], named
             return
         for model in models if named else ():
-            present = {id(param) for _, param in named_parameters([("", model)])}
+            present = set(map(id, module_tree.parameters(model)))
+            present.update(map(id, gathered_in(module_tree.modules(model)).values()))
             own = [pair for pair in named if id(pair[1]) in present]
             named = [pair for pair in named if id(pair[1]) not in present]
             yield model, own

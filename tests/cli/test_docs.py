@@ -22,7 +22,7 @@ def test_the_list_begins_with_what_a_newcomer_needs(capsys: Captured) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert [line.split()[0] for line in lines[1:5]] == ["start", "concepts", "howto", "using"]
     assert all(len(line.split()) > 1 for line in lines[1:24])
-    assert "31 kinds of detectors" in lines[-1]
+    assert "34 kinds of detectors" in lines[-1]
     assert main(["docs", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["start"]["title"] == "Start in five minutes"
 

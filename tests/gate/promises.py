@@ -64,7 +64,7 @@ PROMISES: tuple[Promise, ...] = (
         "a forked child owns nothing of ours, and no lock is held in it",
         "0 hangs",
         (
-            "tests/endpoint/test_server.py::test_a_forked_child_owns_nothing_and_the_parent_goes_on",
+            "tests/endpoint/test_http_server.py::test_a_forked_child_owns_nothing_and_the_parent_goes_on",
             "tests/journal/test_disk_faults.py::test_a_forked_child_owns_nothing_of_ours",
             "tests/session/test_watch.py::test_forked_child_is_not_watched",
             "tests/session/test_watch.py::test_forked_child_may_watch_for_itself",
@@ -250,7 +250,7 @@ PROMISES: tuple[Promise, ...] = (
         "P32",
         "the endpoint is local, reads only, and survives whatever is asked",
         "100,000 requests, 0 tracebacks",
-        ("tests/endpoint", "tests/endpoint/test_server.py::test_fuzzed_requests_in_full"),
+        ("tests/endpoint", "tests/endpoint/test_http_server.py::test_fuzzed_requests_in_full"),
     ),
     Promise(
         "P33",

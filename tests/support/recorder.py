@@ -89,6 +89,9 @@ class Noting(StepPipeline):
     def skips_nonfinite(self) -> bool:
         return self.recorder.gate
 
+    def skips_nonfinite_at(self, step: int) -> bool:
+        return self.recorder.gate
+
     def clips_again(self, ctx: OptimizerContext, norms: NDArray[np.float64]) -> Decision:
         return Decision(max_norm=self.recorder.clip)
 
