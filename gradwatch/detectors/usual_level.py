@@ -66,6 +66,8 @@ class _OffUsual(Exceeding):
         Exceeding.__post_init__(self)
         if not self.above > 1:
             raise ValueError("above is a factor off the usual level: it must be greater than 1")
+        if self.clear_below is not None and self.clear_below < 1:
+            raise ValueError("clear_below is a factor as `above` is: 1 is the usual level itself")
 
     def baseline_key(self) -> tuple[Any, ...]:
         """Key of the baseline; what is learned depends on the threshold, too."""

@@ -32,7 +32,7 @@ class ClipByNorm(Policy):
     """Multiply by min(1, max_norm / (norm + 1e-6)).
 
     A constant that you choose: gradients of a healthy run that exceed it are clipped too. Use `baseline` to act on
-    anomalies only, `autoclip` or `zclip` to have the bound follow the run. The reference is
+    anomalies only, `autoclip`, or `zclip` with `max_norm: null`, to have the bound follow the run. The reference is
     `torch.nn.utils.clip_grad_norm_` (norm_type 2): bit-equal given the same norm, except for a non-finite one,
     which torch would spread to every gradient.
     """

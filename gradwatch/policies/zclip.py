@@ -37,7 +37,8 @@ class ZClip(Policy):
     """Clip a norm whose z exceeds the threshold, the harder the further off it is (Kumar et al. 2025).
 
     z = (norm - mean) / (sd + 1e-6); where z > `z`, the bound is mean + z_threshold·sd·(z_threshold / z), and that
-    bound is learned in the norm's stead. Every step is bounded by `max_norm` too, the first `warmup` by that alone.
+    bound is learned in the norm's stead. Every step is bounded by `max_norm` too, the first `warmup` by that alone: a
+    norm that is usually above it is clipped at every step. `max_norm: null` leaves the statistics alone.
     The baseline is linear and its sd is learned from clipped values, so that it clips ever more of a heavy-tailed
     run; `baseline` works on logarithms and touches anomalies only. The reference is
     https://github.com/bluorion-com/ZClip (mode zscore, adaptive scaling), whose defaults these are; there one NaN
@@ -49,7 +50,7 @@ class ZClip(Policy):
     alpha: Share = 0.97
     z: Positive = 2.5
     warmup: Count = 25
-    max_norm: Positive = 1.0
+    max_norm: Positive | None = 1.0
 
     def state_key(self) -> tuple[Any, ...]:
         """Key of the state, which does not depend on `max_norm`."""
@@ -61,7 +62,9 @@ class ZClip(Policy):
 
     def coefficients(self, state: State, norms: Floats, present: BoolArray) -> Coefficients:
         """Against the stricter of the adaptive bound and `max_norm`."""
-        bounds = np.minimum(self._bounds(cast(ZClipState, state), norms), self.max_norm)
+        bounds = self._bounds(cast(ZClipState, state), norms)
+        if self.max_norm is not None:
+            bounds = np.minimum(bounds, self.max_norm)
         factors = clip_coefficients(norms, bounds, present)
         # Past warm-up the reference leaves a norm at or below its bound alone, to the last bit.
         return np.where(

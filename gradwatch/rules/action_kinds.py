@@ -16,13 +16,14 @@ class SkipStep(Parameters):
     """Leave parameters and optimizer state bit-identical to before.
 
     Nothing is learned of a step that is skipped, so that it does not hide the next one; where it goes on for more than
-    `max_consecutive` steps in a row (which are skipped, too) it is learned as the level of now.
+    `max_consecutive` steps in a row (with `then: continue` skipped as well) it is learned as the level of now.
     """
 
     max_consecutive: Count = key(10, description="Steps in a row that it skips; at the next one, `then`.")
     then: Literal["continue", "stop"] = key(
         "continue",
-        description="continue raises a second incident and goes on skipping; stop ends the training.",
+        description="continue tells of the incident again, and skips on; stop ends the training at that step, before "
+        "the weights change.",
     )
 
 

@@ -6,6 +6,7 @@ which differs from the package of that name, from its three lines.
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -142,12 +143,12 @@ def zclip_by_formula(
     return found
 
 
-@pytest.mark.parametrize("cap", [1.0, 1e9])
+@pytest.mark.parametrize("cap", [1.0, None])
 @pytest.mark.parametrize("seed", range(4))
-def test_zclip_is_its_formula(seed: int, cap: float) -> None:
+def test_zclip_is_its_formula(seed: int, cap: float | None) -> None:
     """Mean, variance, z and reciprocal scaling over 200 steps with spikes, with and without its `max_norm`."""
     norms = stream(seed)
-    expected = zclip_by_formula(norms, 0.97, 2.5, 25, cap)
+    expected = zclip_by_formula(norms, 0.97, 2.5, 25, math.inf if cap is None else cap)
     found = [norm * coefficient for norm, coefficient in taken(ZClip(max_norm=cap), norms)]
     assert found == pytest.approx(expected, rel=1e-6)
     untouched = [norm == after for norm, after in zip(norms, expected, strict=True)]
@@ -163,7 +164,7 @@ def test_zclip_is_the_package_of_that_name(cap: float | None, monkeypatch: pytes
 
     model = nn.Linear(1, 1, bias=False)
     reference = ReferenceZClip(max_grad_norm=cap)
-    for norm, coefficient in taken(ZClip(max_norm=1e9 if cap is None else cap), stream(5)):
+    for norm, coefficient in taken(ZClip(max_norm=cap), stream(5)):
         model.weight.grad = torch.tensor([[norm]], dtype=torch.float32)
         reference.step(model)
         assert norm * coefficient == pytest.approx(float(model.weight.grad), rel=1e-6)

@@ -133,7 +133,7 @@ def check_one(path: str, cost: bool = False, model: nn.Module | None = None) -> 
         "clip_groups": 0 if clip is None else len(clip.groups),
         "sinks": None if ruleset.sinks is None else len(ruleset.sinks),
         "digest": ruleset.digest,
-        "notes": notes_on(ruleset),
+        "notes": notes_on(ruleset, path),
     }
     return report | {"cost": cost_of(ruleset, model)} if cost else report
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from gradwatch.cli.rules.shown_options import shown_options
 from gradwatch.cli.terminal import paint, table
+from gradwatch.errors import GradwatchError
 from gradwatch.rules.clip_order import clip_groups
 
 if TYPE_CHECKING:
@@ -32,9 +33,8 @@ def add_parser(verbs: argparse._SubParsersAction[argparse.ArgumentParser]) -> No
         "after how many samples it fires, and what it does; then what the file clips, in the order in which groups are "
         "tried, and its sinks, without their secrets.",
     )
-    listing.add_argument(
-        "--rules", metavar="FILE", default="default", help="rule file or pack (default: default)"
-    )
+    listing.add_argument("file", metavar="FILE", nargs="?", help="rule file or pack (default: default)")
+    listing.add_argument("--rules", metavar="FILE", help="the same")
     listing.add_argument(
         "--resolved", action="store_true", help="every setting of every rule, defaults filled in"
     )
@@ -49,7 +49,9 @@ def handle(arguments: argparse.Namespace) -> int:
     """Print the rules; RuleFileError (exit 2) where the file is refused."""
     from gradwatch.rules.files import load_rules
 
-    ruleset = load_rules(arguments.rules)
+    if arguments.file and arguments.rules:
+        raise GradwatchError("give one file: as an argument or by --rules")
+    ruleset = load_rules(arguments.file or arguments.rules or "default")
     if arguments.json:
         print(json.dumps(document(ruleset, arguments.origin), indent=2, default=str))
         return 0

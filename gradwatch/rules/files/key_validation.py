@@ -300,8 +300,9 @@ def _choice(expected: str, node: Node, label: str, problems: Problems) -> tuple[
     word = node.text if isinstance(node, Scalar) else ""
     meant = problems.meant(word.strip("."), known) if word else ""
     hint = f"one of: {', '.join(known) or expected}" + (TAKEN_BY if is_observed(word) else "")
-    if label == "'of'" and word in words_of_other_tools.COLUMNS:
-        meant, hint = "", words_of_other_tools.COLUMNS[word]
+    for name, words in (("'of'", words_of_other_tools.COLUMNS), ("'scope'", words_of_other_tools.SCOPES)):
+        if label == name and word in words:
+            meant, hint = "", words[word]
     return "GW104", f"{label} cannot be {shown(node)}{meant}", hint
 
 

@@ -226,7 +226,21 @@ DETECT_KEYS: Mapping[str, tuple[str, ...]] = {
         "greater_than",
         "less_than",
     ),
-    "above": ("threshold", "z", "zscore", "z_score", "sigma", "sigmas", "std", "value", "limit"),
+    "above": (
+        "threshold",
+        "z",
+        "zscore",
+        "z_score",
+        "sigma",
+        "sigmas",
+        "std",
+        "value",
+        "limit",
+        "below",
+        "factor",
+        "ratio",
+        "times",
+    ),
 }
 """For keys inside `detect:` of a kind that has the key in front, whose own sentence says what it means there."""
 
@@ -243,6 +257,17 @@ COLUMNS: Mapping[str, str] = {
     **_each("activation activations", "activation_std and others, of modules"),
 }
 """For `of:` where the detector does not take the word."""
+
+
+SCOPES: Mapping[str, str] = {
+    **_each(
+        "layer layers tensor weight weights parameter parameters each",
+        "scope: param: each parameter (a weight, a bias) by itself; for several as one, `scope: group` and a group for "
+        "each layer",
+    ),
+    **_each("model global whole all run", "scope: total: all parameters as one"),
+}
+"""For `scope:`."""
 
 
 def sink_keys(name: str) -> Mapping[str, str]:

@@ -38,3 +38,24 @@ def test_for_in_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Non
         in note
     )
     assert noted(rule.format(", every: 1"), tmp_path, capsys) == ""
+
+
+def test_nothing_is_said_of_rules_that_a_pack_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """What the file takes over as it is, is no surprise of this file; of a pack itself all its rules are told."""
+    assert (
+        noted("version: 1\nextends: [default]\nrules: {exploded: {severity: warning}}\n", tmp_path, capsys)
+        == ""
+    )
+    note = noted("version: 1\nextends: [default]\nrules: {dead: {severity: warning}}\n", tmp_path, capsys)
+    assert "in turns (`every: 1`: all at each step): dead" in note
+    assert "stuck" not in note
+    assert main(["rules", "check", "default"]) == 0
+    assert "update-too-big, dead, stuck" in capsys.readouterr().out
+
+
+def test_columns_of_modules_without_taps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Such a rule never has data, which is told before a training says so."""
+    rule = "version: 1\nrules: {r: {detect: {kind: above, of: grad_output_norm, threshold: 5}}}\n"
+    assert "no data for r: such columns are of tapped modules" in noted(rule, tmp_path, capsys)
+    taps = 'modules: {tap: output, names: ["*"]}\n'
+    assert "no data for" not in noted(rule + taps, tmp_path, capsys)
