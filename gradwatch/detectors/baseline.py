@@ -31,6 +31,10 @@ SIGMA_PER_MEAN_DEVIATION = 1.2533
 MEAN_PER_MEDIAN_DEVIATION = 1.4826 / SIGMA_PER_MEAN_DEVIATION
 """Mean over median absolute deviation of a normal distribution."""
 
+ZERO_NORM = 1e-30
+"""A norm of exactly zero counts as this, so that a gradient that vanishes completely is a fall too."""
+LOG_OF_ZERO = np.float32(math.log(ZERO_NORM))
+
 LARGEST_EXPONENT = 700.0
 """e^700 is still a float64."""
 
@@ -92,6 +96,12 @@ def log_of(sample: Sample) -> Array32:
         return np.log(values).astype(np.float32, copy=False)
     usable = sample.present & (values > 0) & (values < math.inf)
     return np.log(np.where(usable, values, np.nan)).astype(np.float32, copy=False)
+
+
+def log_with_zeros(sample: Sample) -> Array32:
+    """ln value as float32[K], of 0 that of 1e-30; NaN where missing, not finite or negative."""
+    zero, log = sample.present & (sample.values == 0), log_of(sample)
+    return np.where(zero, LOG_OF_ZERO, np.where(np.isfinite(log), log, np.float32(np.nan)))
 
 
 def log_of_scalar(value: float) -> Array32:

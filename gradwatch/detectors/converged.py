@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.detectors.baseline import Array32, HalfLife, Warmup, gain
+from gradwatch.detectors.baseline import ZERO_NORM, Array32, HalfLife, Warmup, gain
 from gradwatch.detectors.detector import (
     MARGIN,
     STRICT,
@@ -25,7 +25,6 @@ from gradwatch.detectors.detector import (
     register_detector,
 )
 from gradwatch.detectors.recent_extremes import Factor
-from gradwatch.detectors.share_and_depth import ZERO_NORM
 from gradwatch.detectors.thresholds import Positive
 from gradwatch.records.snapshot import BoolArray, FloatArray
 

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gradwatch.detectors.baseline import (
+    ZERO_NORM,
     Array32,
     HalfLife,
     LevelState,
@@ -26,7 +27,6 @@ from gradwatch.detectors.baseline import (
     restart_level,
 )
 from gradwatch.detectors.detector import STRICT, Detector, Sample, Scope, State, register_detector
-from gradwatch.detectors.share_and_depth import ZERO_NORM
 from gradwatch.detectors.thresholds import Finite, Positive
 from gradwatch.records.snapshot import BoolArray
 

@@ -16,7 +16,15 @@ from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast
 import numpy as np
 from numpy.typing import NDArray
 
-from gradwatch.detectors.baseline import LARGEST_EXPONENT, Array32, Warmup, log_of, logs_of_scalars
+from gradwatch.detectors.baseline import (
+    LARGEST_EXPONENT,
+    LOG_OF_ZERO,
+    Array32,
+    Warmup,
+    log_of,
+    log_with_zeros,
+    logs_of_scalars,
+)
 from gradwatch.detectors.detector import (
     MARGIN,
     STRICT,
@@ -27,7 +35,6 @@ from gradwatch.detectors.detector import (
     State,
     register_detector,
 )
-from gradwatch.detectors.share_and_depth import ZERO_NORM
 from gradwatch.detectors.thresholds import Positive
 from gradwatch.records.columns import scalar_name
 from gradwatch.records.key_limits import Limits
@@ -37,7 +44,6 @@ PARTS = 10
 """Parts of a window, each kept as its extreme: a window forgets a tenth of its samples at a time."""
 NONE = np.float32(-1e4)
 """Stands for no sample: the logarithm of no float is as small."""
-_ZERO = np.float32(math.log(ZERO_NORM))
 
 Window = Annotated[int, Limits(ge=1, le=1_000_000)]
 Factor = Annotated[float, Limits(gt=1, allow_inf_nan=False)]
@@ -307,10 +313,7 @@ class BelowRecentMin(_RecentExtreme):
 
     def scale(self, sample: Sample) -> Array32:
         """-ln value, of 0 that of 1e-30; not finite where missing, not finite or negative."""
-        zero, log = sample.present & (sample.values == 0), log_of(sample)
-        return np.where(zero, _ZERO, np.where(log < math.inf, log, np.float32(np.nan))) * np.float32(
-            self.SIGN
-        )
+        return log_with_zeros(sample) * np.float32(self.SIGN)
 
     def _learned(self, x: Array32) -> BoolArray:
-        return np.isfinite(x) & (x < -_ZERO)
+        return np.isfinite(x) & (x < -LOG_OF_ZERO)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from gradwatch.detectors.baseline import (
     LARGEST_EXPONENT,
+    ZERO_NORM,
     Array32,
     HalfLife,
     Warmup,
@@ -34,8 +35,6 @@ from gradwatch.detectors.thresholds import Dimensions, Positive
 from gradwatch.records.key_limits import Limits
 from gradwatch.records.snapshot import BoolArray, FloatArray
 
-ZERO_NORM = 1e-30
-"""A norm of exactly zero counts as this, so that a gradient that vanishes completely is a fall too."""
 STEP = 0.5
 """Largest deviation in nats from the others that a usual norm learns from."""
 OTHERS = 3.0

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 
 from gradwatch.detectors.baseline import (
     LARGEST_EXPONENT,
+    LOG_OF_ZERO,
     RING,
     Array32,
     HalfLife,
@@ -22,6 +23,7 @@ from gradwatch.detectors.baseline import (
     empty_level,
     judged,
     log_of,
+    log_with_zeros,
     logs_of_scalars,
     mature,
     restart_level,
@@ -36,11 +38,8 @@ from gradwatch.detectors.detector import (
     State,
     register_detector,
 )
-from gradwatch.detectors.share_and_depth import ZERO_NORM
 from gradwatch.detectors.thresholds import Positive
 from gradwatch.records.snapshot import FloatArray
-
-_ZERO = np.float32(math.log(ZERO_NORM))
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +130,7 @@ class _OffUsual(Exceeding):
 
     def _absorb(self, level: LevelState, x: Array32) -> LevelState:
         beyond = self._factor(level, x) > self.above
-        learned = np.where(beyond | (x <= _ZERO), np.float32(np.nan), x)
+        learned = np.where(beyond | (x <= LOG_OF_ZERO), np.float32(np.nan), x)
         enough = mature(self.half_life, self.warmup)
         return absorb(level, learned, deviation(level), self.half_life, enough)
 
@@ -175,6 +174,4 @@ class BelowUsual(_OffUsual):
 
     def scale(self, sample: Sample) -> Array32:
         """ln value, of 0 that of 1e-30; not finite where missing, not finite or negative."""
-        zero = sample.present & (sample.values == 0)
-        x = log_of(sample)
-        return np.where(zero, _ZERO, np.where(x > -math.inf, x, np.float32(np.nan)))
+        return log_with_zeros(sample)
