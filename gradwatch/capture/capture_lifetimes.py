@@ -21,7 +21,7 @@ from gradwatch.capture.parameter_shards import gathered_in
 from gradwatch.capture.watched_parameters import GONE, Slots
 from gradwatch.records.snapshot import Sites
 from gradwatch.runtime.fork_safe_locks import ForkSafeLock
-from gradwatch.runtime.weak_references import died, noted
+from gradwatch.runtime.weak_references import ByObject, died, noted
 from gradwatch.taps import module_tree
 from gradwatch.taps.optimizers.param_groups import params_of
 
@@ -57,7 +57,7 @@ class Captures:
         self._waiting = waiting
         self._awaited: list[Any] = [] if waiting is None else waiting.wanted
         self.arranging = ForkSafeLock()  # held while captures are made or replaced, and rules bound to them
-        self.stepped_inside: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.stepped_inside: ByObject[Optimizer, None] = ByObject()
         self._last_death: weakref.ref[Any] | None = None  # of those after which nothing was found freed
         self._left_to_nothing: weakref.ref[Any] | None = None  # parameters may be of a model all the same
         self.replaced = False  # a capture was replaced: some of its parameters may have no optimizer now
@@ -65,7 +65,7 @@ class Captures:
         self._unowned_at = 0  # `slots.changes` as they were found
         self.before_drop: Callable[[], None] = _nothing  # parameters are about to be released
         self.in_no_optimizer: int | None = None  # parameters that get gradients and are trained by nothing
-        self._loops: weakref.WeakSet[OptimizerCapture] = weakref.WeakSet()  # those without an optimizer
+        self._loops: ByObject[OptimizerCapture, None] = ByObject()  # those without an optimizer
         self._uncleared: list[UnclearedGradients] = []  # those to be looked at before the next backward
         self._unhooked: set[int] = set()  # slots that the running backward reaches without calling their hook
 
@@ -193,7 +193,7 @@ class Captures:
         sites = self.slots.sites(kept, params)
         captured = OptimizerCapture(index, None, params, sites, kept, without_optimizer=True)
         captured.use_threads(self.losses.threads)
-        self._loops.add(captured)
+        self._loops.put(captured, None)
         if before is not None:
             captured.takes_place(index, before)
             self.captures[self.captures.index(before)] = captured

@@ -26,6 +26,7 @@ from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.parameter_names import named_parameters
 from gradwatch.capture.parameter_shards import gathered_in
 from gradwatch.runtime import guard
+from gradwatch.runtime.weak_references import ByObject
 from gradwatch.taps import module_tree
 from gradwatch.taps.dynamo import untraced
 from gradwatch.taps.hook_ids import own_ids
@@ -149,7 +150,7 @@ class Coverage:
         self._at_attach: set[int | None] = set()
         self._registrations = Registrations()
         self.places = Places()
-        self._strangers: weakref.WeakKeyDictionary[Optimizer, tuple[int, int]] = weakref.WeakKeyDictionary()
+        self._strangers: ByObject[Optimizer, tuple[int, int]] = ByObject()
         self._counted = 0  # registrations at the last count
         self._left = RECOUNT  # steps until the next one
 
@@ -255,7 +256,7 @@ class Coverage:
         present.update(map(id, gathered_in(modules).values()))
         if any(id(param) in present for param in params):
             return True
-        self._strangers[optimizer] = state
+        self._strangers.put(optimizer, state)
         return False
 
     def close(self) -> None:

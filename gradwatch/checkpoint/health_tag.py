@@ -20,10 +20,11 @@ from typing import Any
 
 from gradwatch.checkpoint.health_tracker import joined, least
 from gradwatch.records.record import CheckpointHealth
-from gradwatch.runtime.atomic_files import write_whole
+from gradwatch.runtime.atomic_files import read_regular, write_whole
 from gradwatch.runtime.process_identity import is_running
 
 FORMAT = 1
+MOST_BYTES = 16 << 20
 _NAME = re.compile(r"checkpoint-health-rank\d+(?:-attempt(?P<attempt>\d+))?\.json")
 
 
@@ -148,9 +149,19 @@ def sorted_out(tags: Iterable[HealthTag]) -> tuple[list[HealthTag], list[HealthT
     return counting, replaced
 
 
+def _content(path: Path) -> bytes:
+    """The bytes of a file; others may put a FIFO or a link in the place of one."""
+    try:
+        return read_regular(path, MOST_BYTES)
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise ValueError(str(error)) from error
+
+
 def _read(path: Path, attempt: str | None) -> HealthTag:
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found: dict[str, Any] = json.loads(_content(path))
         last, looked = found["last_healthy_step"], found.get("weights_step")  # earlier versions never looked
         if found["format"] != FORMAT or not isinstance(found["healthy"], bool):
             raise ValueError(f"format {found['format']!r}")

@@ -76,7 +76,10 @@ def with_children(own: Account) -> Account:
 
 def note_printed() -> None:
     """Mark that this process has printed its account, so that a process above it does not print it again."""
-    if _is_one_of_several[0] or alive(told_by(), began()):
+    # Whether or not it is told by that one: a script may set the rank of its process after the start of it.
+    above = os.environ.get(TELLER, "").partition(":")[0]
+    below_another = above.isdigit() and int(above) != os.getpid() and alive(int(above), began())
+    if _is_one_of_several[0] or below_another:
         with suppress(OSError):
             _printed_note(os.getpid()).touch()
 

@@ -34,7 +34,7 @@ from gradwatch.launch.selftest_faults import OWN_WATCH
 from gradwatch.launch.selftest_faults import VARIABLE as SELFTEST
 from gradwatch.runtime import guard
 from gradwatch.runtime.fork_safe_locks import ForkSafeLock
-from gradwatch.runtime.interruption import not_ours
+from gradwatch.runtime.interruption import as_sent, not_ours
 from gradwatch.runtime.process_identity import group_rank, prints
 from gradwatch.runtime.standard_streams import stderr
 from gradwatch.runtime.warning_filters import filters_kept
@@ -257,7 +257,9 @@ class Agent:
                 stderr.say(f"gradwatch: {sentence}")
             raise SystemExit(2) from None
         except Exception as error:
-            if not_ours(error) or _strict():
+            if not_ours(error):
+                raise as_sent(error) from None
+            if _strict():
                 raise
             self._say_not_watching(error)
             return None

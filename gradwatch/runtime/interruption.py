@@ -48,6 +48,12 @@ def not_ours(error: BaseException) -> bool:
     return sent(error) or by_trace_function(error) or by_signal_handler(error)
 
 
+def as_sent(error: BaseException) -> BaseException:
+    """What the script has sent into an import; Python up to 3.11 wraps it where a class is being made."""
+    wrapped = type(error) is RuntimeError and str(error).startswith("Error calling __set_name__")
+    return error.__cause__ if wrapped and error.__cause__ is not None else error
+
+
 def sent(error: BaseException) -> bool:
     """True if another thread sent `error` (`PyThreadState_SetAsyncExc`): nothing raised it where it was raised."""
     package = type(error).__module__.partition(".")[0]

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 from gradwatch.capture.capture_lifetimes import Captures
 from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.read_after_backward import Capture
+from gradwatch.runtime.weak_references import ByObject
 
 
 class Ownership:
@@ -19,7 +20,7 @@ class Ownership:
         self._given = [weakref.ref(optimizer) for optimizer in given]
         # Since captures were made last. Never another list: the capture looks at this one.
         self.wanted = [weakref.ref(optimizer) for optimizer in given]
-        self._named: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._named: ByObject[Optimizer, None] = ByObject()
 
     def join(self, optimizers: Iterable[Optimizer]) -> None:
         """Watch these optimizers too."""
@@ -47,7 +48,7 @@ class Ownership:
         for ref in self.wanted:
             optimizer = ref()
             if optimizer is not None:
-                self._named.add(optimizer)
+                self._named.put(optimizer, None)
                 if optimizer not in found and capture.capture_of(optimizer) is None:
                     found.append(optimizer)
         return found

@@ -112,6 +112,19 @@ def test_what_is_no_tag_is_refused(tmp_path: Path) -> None:
             read_tag(tmp_path)
 
 
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("there", ["fifo", "link"])
+def test_what_is_no_file_is_not_read(there: str, tmp_path: Path) -> None:
+    """A FIFO would wait for a writer for ever, and what a link leads to may have no end."""
+    place = tmp_path / tag_name(0, 0)
+    if there == "fifo":
+        os.mkfifo(place)
+    else:
+        place.symlink_to("/dev/zero")
+    with pytest.raises(ValueError, match="not a checkpoint health tag"):
+        read_tag(tmp_path)
+
+
 def test_a_tag_is_replaced_in_one_piece(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A disk that fails half-way leaves the old tag and no other file; a link in its place is not followed."""
     write_tag(tmp_path, HealthTag(0, 1, CheckpointHealth(True, 1)))

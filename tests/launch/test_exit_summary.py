@@ -96,6 +96,33 @@ def test_the_rank_in_the_process_group_says_who_prints(tmp_path: Path) -> None:
     assert "3 of 3 steps watched" in done.stderr.splitlines()[-1]
 
 
+def test_ranks_that_call_themselves_so_later_are_told_once(tmp_path: Path) -> None:
+    """As the tutorial of DistributedDataParallel does: spawned processes put their rank into their own environment."""
+    script = """import os, torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+def work(rank, ranks, place):
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks))
+    dist.init_process_group("gloo", init_method=f"file://{place}", rank=rank, world_size=ranks)
+    model = nn.parallel.DistributedDataParallel(nn.Linear(4, 1))
+    optimizer = torch.optim.SGD(model.parameters(), 0.05)
+    for _ in range(3):
+        optimizer.zero_grad()
+        model(torch.randn(8, 4)).pow(2).mean().backward()
+        optimizer.step()
+    dist.destroy_process_group()
+
+if __name__ == "__main__":
+    mp.spawn(work, (2, os.path.abspath("store")), 2)
+"""
+    done = run(tmp_path, script)
+    assert [line.count("3 of 3 steps watched") for line in done.stderr.splitlines() if "watched" in line] == [
+        1
+    ]
+
+
 @pytest.mark.parametrize("grouped", [False, True], ids=["alone", "in a group"])
 def test_a_process_that_is_called_rank_1_speaks_for_what_it_has_started(
     grouped: bool, tmp_path: Path

@@ -5,13 +5,17 @@ from __future__ import annotations
 import gc
 import sys
 import weakref
+from pathlib import Path
 from types import FrameType
 
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
+import gradwatch
 from gradwatch.runtime import weak_references
-from gradwatch.runtime.weak_references import Distinct, HeldByOwner, noted
+from gradwatch.runtime.weak_references import ByObject, Distinct, HeldByOwner, noted
 
 
 class Thing:
@@ -107,3 +111,43 @@ def test_each_is_held_as_long_as_its_owner_lives(moves: list[tuple[str, int, int
                 table.drop(k)
     for k in range(6):
         assert table[k] is (model[k][1]() if k in model else gone)
+
+
+def test_a_value_is_forgotten_with_its_object_and_no_python_runs_for_it() -> None:
+    """What is gone is in no list of those alive, and another object at its address is another one."""
+    values: ByObject[Thing, int] = ByObject()
+    dies, lives = Thing(), Thing()
+    values.put(dies, 1)
+    values.put(lives, 2)
+    assert (dies in values, values.get(dies), list(values)) == (True, 1, [dies, lives])
+    calls: list[str] = []
+    gc.collect()
+    sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
+    del dies
+    sys.setprofile(None)
+    assert calls == []
+    assert list(values) == [lives]
+    for k in range(1000):
+        values.put(Thing(), k)
+    assert (lives in values, Thing() in values, values.get(lives)) == (True, False, 2)
+    assert len(values._kept) <= 130
+
+
+def test_optimizers_are_held_without_callbacks(tmp_path: Path) -> None:
+    """None of the references to an optimizer that a watch holds runs Python where it dies: a Ctrl-C would be lost."""
+    model = nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    stranger = torch.optim.SGD(nn.Linear(4, 1).parameters(), 0.1)
+    calls: list[str] = []
+    with gradwatch.watch(model, optimizer, rules="observe-only", sinks=[], run_dir=tmp_path):
+        for one in (optimizer, stranger):
+            model(torch.randn(2, 4)).sum().backward()
+            one.step()
+        del one
+        gc.collect()
+        sys.setprofile(
+            lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None
+        )
+        del optimizer, stranger
+        sys.setprofile(None)
+    assert [name for name in calls if name != "__hash__"] == []

@@ -85,7 +85,7 @@ class InBackward:
 
     def _join(self, optimizer: Optimizer) -> None:
         """Add this optimizer to those that step inside the backward."""
-        self._capture.stepped_inside.add(optimizer)
+        self._capture.stepped_inside.put(optimizer, None)
         self._capture.call_after_backward(self.finish)
         self._optimizers.append(weakref.ref(optimizer))
         own = self._capture.capture_of(optimizer)
