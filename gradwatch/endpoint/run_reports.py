@@ -6,6 +6,8 @@ one of a run gets a page that asks again.
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import math
 import os
 import re
@@ -21,7 +23,7 @@ from pathlib import Path
 from typing import IO, NamedTuple
 from urllib.parse import quote
 
-from gradwatch.endpoint.http_protocol import Content, RequestError
+from gradwatch.endpoint.http_protocol import POLICY, Content, RequestError
 from gradwatch.runtime.printable import one_line, printable
 
 PREFIX = "/run/"
@@ -37,9 +39,28 @@ _POLICY = re.compile(rb'<meta http-equiv="Content-Security-Policy" content="([^"
 _HEADER = re.compile(rb"<header>.*?</header>")
 _MOST_PAGES = 4
 _LONGEST_MESSAGE = 500
+
+
+class _Reload(NamedTuple):
+    """A script that loads a page again, and the source of it for a policy.
+
+    Not a refresh by `meta`: of an address with a fragment that only goes to the fragment, in the page that there is.
+    """
+
+    html: str
+    source: str
+
+
+def _reload_after(seconds: int) -> _Reload:
+    script = f"setTimeout(() => location.reload(), {seconds * 1000})"
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    return _Reload(f"<script>{script}</script>", f"'sha256-{digest}'")
+
+
+_SOON, _NOW_AND_THEN = _reload_after(1), _reload_after(REFRESH_SECONDS)
 _WAITING = (
-    '<!doctype html><html lang="en"><meta charset="utf-8"><meta http-equiv="refresh" content="1">'
-    "<title>gradwatch: a report is made</title><p>The journal is being read.</p></html>\n"
+    '<!doctype html><html lang="en"><meta charset="utf-8"><title>gradwatch: a report is made</title>'
+    f"<p>The journal is being read.</p>{_SOON.html}</html>\n"
 )
 
 
@@ -111,7 +132,8 @@ class ServedReports:
             return page.content
         if failed is not None:
             raise RequestError(503, f"The report could not be made: {failed[1]}")
-        return Content("text/html; charset=utf-8", _WAITING.encode())
+        policy = f"{POLICY}; script-src {_SOON.source}"
+        return Content("text/html; charset=utf-8", _WAITING.encode(), policy)
 
     def close(self) -> None:
         """End the process that makes a page, if there is one."""
@@ -191,11 +213,15 @@ def journal_state(place: RunPlace) -> tuple[int, int]:
 
 def served(body: bytes, running: bool, read_at: float) -> Content:
     """A report, read at a `time.time`, as a server gives it: with a way back; asked for again while the run goes on."""
-    again = f'<meta http-equiv="refresh" content="{REFRESH_SECONDS}">' if running else ""
+    again = _NOW_AND_THEN.html if running else ""
     clock = time.strftime("%H:%M:%S", time.localtime(read_at))
     header = f'{again}<header><a href="/">gradwatch</a> report, read at {clock}</header>'
     policy = _POLICY.search(body)
     if policy is None:
         return Content("text/html; charset=utf-8", body)
     page = _HEADER.sub(lambda _: header.encode(), body, count=1)
-    return Content("text/html; charset=utf-8", page, policy[1].decode())
+    allowed = policy[1].decode()
+    if running:
+        allowed = allowed.replace("script-src ", f"script-src {_NOW_AND_THEN.source} ", 1)
+        page = page.replace(policy[1], allowed.encode(), 1)  # the page's own word counts as well
+    return Content("text/html; charset=utf-8", page, allowed)

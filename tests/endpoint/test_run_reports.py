@@ -38,10 +38,10 @@ def test_the_report_of_a_run_while_it_goes_on(tmp_path: Path, monkeypatch: pytes
     reports = ServedReports({path_of(ID): RunPlace(folder, 0, True)}.get)
     first = reports.answer("/run/a%20run%2Fof%20%3Cmine%3E")
     assert reports._making is not None  # under way, and not waited for
-    assert b'http-equiv="refresh" content="1"' in first.body
+    assert b"location.reload(), 1000" in first.body
     page = made(reports, path_of(ID), is_report)
     assert b"a run/of &lt;mine&gt;" in page.body
-    assert b'content="60"' in page.body
+    assert b"location.reload(), 60000" in page.body
     assert "script-src 'sha256-" in page.policy
     assert reports.answer(path_of(ID)) is page
     assert reports._making is None  # nothing is new
