@@ -24,7 +24,7 @@ from gradwatch.records.snapshot import Sites
 from gradwatch.rule_tests.schema import CaseEntry, Document, ExpectedAction, ExpectedEvent
 from gradwatch.rule_tests.series_notation import NotationError, expand
 from gradwatch.rules.files import load_rules
-from gradwatch.rules.files.extended_files import locate, read, start
+from gradwatch.rules.files.extends import locate, read, start
 from gradwatch.rules.files.key_validation import check
 from gradwatch.rules.files.model_base import Model
 from gradwatch.rules.rule_set import RuleSet

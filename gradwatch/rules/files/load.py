@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 
 from gradwatch.rules.files.clip_section import clip
 from gradwatch.rules.files.do_and_sinks_sections import named_items, sinks
-from gradwatch.rules.files.extended_files import Collector, locate, read, start
+from gradwatch.rules.files.extends import Collector, locate, read, start
 from gradwatch.rules.files.file_validation import check_sections_of_file
 from gradwatch.rules.files.merge import merge_documents
 from gradwatch.rules.files.pydantic_models import MOST_OVERRIDES
