@@ -49,7 +49,7 @@ def not_ours(error: BaseException) -> bool:
 
 
 def as_sent(error: BaseException) -> BaseException:
-    """What the script has sent into an import; Python up to 3.11 wraps it where a class is being made."""
+    """The exception that the script has sent into an import, which Python up to 3.11 wraps where a class is made."""
     wrapped = type(error) is RuntimeError and str(error).startswith("Error calling __set_name__")
     return error.__cause__ if wrapped and error.__cause__ is not None else error
 
