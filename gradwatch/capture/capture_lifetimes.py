@@ -21,7 +21,7 @@ from gradwatch.capture.parameter_shards import gathered_in
 from gradwatch.capture.watched_parameters import GONE, Slots
 from gradwatch.records.snapshot import Sites
 from gradwatch.runtime.fork_safe_locks import ForkSafeLock
-from gradwatch.runtime.weak_references import ByObject, died, noted
+from gradwatch.runtime.weak_references import Refs, died, noted
 from gradwatch.taps import module_tree
 from gradwatch.taps.optimizers.param_groups import params_of
 
@@ -57,7 +57,7 @@ class Captures:
         self._waiting = waiting
         self._awaited: list[Any] = [] if waiting is None else waiting.wanted
         self.arranging = ForkSafeLock()  # held while captures are made or replaced, and rules bound to them
-        self.stepped_inside: ByObject[Optimizer, None] = ByObject()
+        self.stepped_inside: Refs[Optimizer] = Refs()
         self._last_death: weakref.ref[Any] | None = None  # of those after which nothing was found freed
         self._left_to_nothing: weakref.ref[Any] | None = None  # parameters may be of a model all the same
         self.replaced = False  # a capture was replaced: some of its parameters may have no optimizer now
@@ -65,7 +65,7 @@ class Captures:
         self._unowned_at = 0  # `slots.changes` as they were found
         self.before_drop: Callable[[], None] = _nothing  # parameters are about to be released
         self.in_no_optimizer: int | None = None  # parameters that get gradients and are trained by nothing
-        self._loops: ByObject[OptimizerCapture, None] = ByObject()  # those without an optimizer
+        self._loops: Refs[OptimizerCapture] = Refs()  # those without an optimizer
         self._uncleared: list[UnclearedGradients] = []  # those to be looked at before the next backward
         self._unhooked: set[int] = set()  # slots that the running backward reaches without calling their hook
 
@@ -104,7 +104,7 @@ class Captures:
             awaited = len(self._awaited)
             try:
                 for optimizer in () if self._waiting is None else self._waiting.waiting(self):
-                    if optimizer not in self.stepped_inside:
+                    if weakref.ref(optimizer) not in self.stepped_inside:
                         made.append(self._adopt(optimizer, None))
             finally:  # only now: an empty list is not looked into
                 del self._awaited[:awaited]
@@ -193,7 +193,8 @@ class Captures:
         sites = self.slots.sites(kept, params)
         captured = OptimizerCapture(index, None, params, sites, kept, without_optimizer=True)
         captured.use_threads(self.losses.threads)
-        self._loops.put(captured, None)
+        self._loops.drop_dead()
+        self._loops.add(weakref.ref(captured))
         if before is not None:
             captured.takes_place(index, before)
             self.captures[self.captures.index(before)] = captured
@@ -291,7 +292,11 @@ class Captures:
         stays = set(map(id, module_tree.parameters(value))) if isinstance(value, nn.Module) else {id(value)}
         for param in module_tree.parameters_at(module, name):
             slot = self.slots.of.get(id(param))
-            if slot is None or id(param) in stays or any(slot in loop.position for loop in self._loops):
+            if (
+                slot is None
+                or id(param) in stays
+                or any(slot in loop.position for loop in self._loops.alive())
+            ):
                 continue
             optimizers = (one.optimizer() for one in self.captures if one.optimizer and slot in one.position)
             owner = next((optimizer for optimizer in optimizers if optimizer is not None), _Nothing())
@@ -302,7 +307,7 @@ class Captures:
 
     def _script_dropped_some(self) -> bool:
         """True if the script refers no more to any tensor that a loop without an optimizer or a module had."""
-        gone = self.slots.dropped_by_script([one.position for one in self._loops if one.params])
+        gone = self.slots.dropped_by_script([one.position for one in self._loops.alive() if one.params])
         held = set(self.slots.held_by_script).difference(gone)
         kept = {slot for one in self.captures if not held.isdisjoint(one.position) for slot in one.position}
         return not gone <= kept
@@ -327,7 +332,9 @@ class Captures:
             ):  # its model is gone, and another that lives has the parameter, too
                 self.slots.hold_on(slot, here)
         if self.slots.held_by_script:
-            dropped = self.slots.dropped_by_script([one.position for one in self._loops if one.params])
+            dropped = self.slots.dropped_by_script(
+                [one.position for one in self._loops.alive() if one.params]
+            )
             wanted.update(self.slots.ids[slot] for slot in self.slots.held_by_script - dropped)
         for captured in self.captures:
             if captured.released:

@@ -26,7 +26,6 @@ from gradwatch.capture.optimizer_capture import OptimizerCapture
 from gradwatch.capture.parameter_names import named_parameters
 from gradwatch.capture.parameter_shards import gathered_in
 from gradwatch.runtime import guard
-from gradwatch.runtime.weak_references import ByObject
 from gradwatch.taps import module_tree
 from gradwatch.taps.dynamo import untraced
 from gradwatch.taps.hook_ids import own_ids
@@ -150,7 +149,8 @@ class Coverage:
         self._at_attach: set[int | None] = set()
         self._registrations = Registrations()
         self.places = Places()
-        self._strangers: ByObject[Optimizer, tuple[int, int]] = ByObject()
+        # Not by a WeakKeyDictionary, whose callbacks are Python.
+        self._strangers: dict[weakref.ref[Optimizer], tuple[int, int]] = {}
         self._counted = 0  # registrations at the last count
         self._left = RECOUNT  # steps until the next one
 
@@ -249,14 +249,15 @@ class Coverage:
     def joined(self, optimizer: Optimizer, params: list[nn.Parameter], models: list[nn.Module]) -> bool:
         """True if parameters without a slot belong to the models all the same; each is looked up once."""
         state = len(params), self._registrations.counted[0]
-        if self._strangers.get(optimizer) == state:
+        if self._strangers.get(weakref.ref(optimizer)) == state:
             return False
         present = {id(param) for model in models for param in module_tree.parameters(model)}
         modules = (module for model in models for module in module_tree.modules(model))
         present.update(map(id, gathered_in(modules).values()))
         if any(id(param) in present for param in params):
             return True
-        self._strangers.put(optimizer, state)
+        self._strangers = {ref: looked for ref, looked in self._strangers.items() if ref() is not None}
+        self._strangers[weakref.ref(optimizer)] = state
         return False
 
     def close(self) -> None:

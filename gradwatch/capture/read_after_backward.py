@@ -104,7 +104,7 @@ class Capture(Captures):
         """Scan for what was put into models; the loops without an optimizer have it, where no other trains here."""
         known = set(self.slots.of.values())
         self.slots.scan()
-        if self._loops and all(captured.without_optimizer for captured in self.captures):
+        if self._loops.alive() and all(captured.without_optimizer for captured in self.captures):
             # From this backward on, and no optimizer could be given them.
             self.coverage.measured_by_loop(known.symmetric_difference(self.slots.of.values()))
 

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from gradwatch.detectors.detector import Exceeding, Sample
 from gradwatch.records.key_limits import Limits
-from gradwatch.records.snapshot import BoolArray
+from gradwatch.records.snapshot import BoolArray, FloatArray
 
 RING = 20
 """Samples after which m and s restart from median and MAD, and from which on outliers are winsorised."""
@@ -209,6 +209,26 @@ def restart_level(state: LevelState, mask: BoolArray, warmup: int, keep_judging:
     n = np.where(mask, 0, state.n).astype(np.int32)
     m, s = np.where(keep, state.m, zero), np.where(keep, state.s, zero)
     return LevelState(n, m, s, held, ring)
+
+
+class ByFactor(Exceeding):
+    """Base of the kinds whose score is a factor over, or under, a value of before."""
+
+    __slots__ = ()
+
+    def __post_init__(self) -> None:
+        Exceeding.__post_init__(self)
+        if not self.above > 1:
+            raise ValueError("above is a factor: it must be greater than 1")
+
+    def exceeded(self, score: FloatArray) -> FloatArray:
+        """As logarithms: 1 at `above`."""
+        with np.errstate(divide="ignore"):
+            return np.log(score) / math.log(self.above)
+
+    def logs_of(self, values: Sequence[float]) -> Array32 | None:
+        """ln of each; None where one is not positive."""
+        return logs_of_scalars(values) if min(values) > 0 else None
 
 
 class Robust(Exceeding):

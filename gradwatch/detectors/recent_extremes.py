@@ -7,7 +7,7 @@ samples already hold that scatter, and nothing healthy exceeds them by much.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
@@ -20,15 +20,14 @@ from gradwatch.detectors.baseline import (
     LARGEST_EXPONENT,
     LOG_OF_ZERO,
     Array32,
+    ByFactor,
     Warmup,
     log_of,
     log_with_zeros,
-    logs_of_scalars,
 )
 from gradwatch.detectors.detector import (
     MARGIN,
     STRICT,
-    Exceeding,
     NormColumn,
     ObservedColumn,
     Sample,
@@ -86,7 +85,7 @@ def _sizes(window: int, lag: int, warmup: int, above: float) -> Sizes:
 
 
 @dataclass(frozen=True, slots=True)
-class _RecentExtreme(Exceeding):
+class _RecentExtreme(ByFactor):
     """Factor by which a sample is beyond the extreme of those before it; `SIGN` +1: the largest, -1: the smallest.
 
     x = ±ln value; the reference is the largest x of the last `window` samples and of up to a tenth more, since it is
@@ -105,11 +104,6 @@ class _RecentExtreme(Exceeding):
     lag: Lag = 0
     warmup: Warmup = field(default=20, metadata={"rule_key": True})
 
-    def __post_init__(self) -> None:
-        Exceeding.__post_init__(self)
-        if not self.above > 1:
-            raise ValueError("above is a factor beyond what was seen: it must be greater than 1")
-
     def baseline_key(self) -> tuple[Any, ...]:
         """Key of the baseline; what is learned depends on the threshold, too."""
         return (self.kind, self.above, self.window, self.lag, self.warmup)
@@ -119,11 +113,6 @@ class _RecentExtreme(Exceeding):
         """The warm-up, or what it takes until a part of the window is `lag` samples old."""
         sizes = _sizes(self.window, self.lag, self.warmup, self.above)
         return max(self.warmup, (sizes.late + 1) * sizes.part if self.lag else 0)
-
-    def exceeded(self, score: FloatArray) -> FloatArray:
-        """As logarithms: 1 at `above`."""
-        with np.errstate(divide="ignore"):
-            return np.log(score) / math.log(self.above)
 
     def init(self, size: int) -> RecentState:
         """No sample seen."""
@@ -159,7 +148,7 @@ class _RecentExtreme(Exceeding):
         """As `advance_logs` of each in turn; at once where none of them comes near what it is compared with."""
         recent = cast(RecentState, state)
         after = self._after_all(recent, x) if (recent.n == recent.n[0]).all() else None
-        return Exceeding.advance_many_logs(self, state, x) if after is None else (len(x), after)
+        return ByFactor.advance_many_logs(self, state, x) if after is None else (len(x), after)
 
     def _after_all(self, recent: RecentState, x: Array32) -> RecentState | None:
         """The state after all of x[T, K], where none of it comes near what stays in the window meanwhile; else None.
@@ -193,10 +182,6 @@ class _RecentExtreme(Exceeding):
             compared = np.maximum.reduce(parts[sizes.late :])
         under_way = pieces[closed].copy() if closed < len(pieces) else np.full_like(under_way, NONE)
         return RecentState(np.full_like(n, after), under_way, parts, compared)
-
-    def logs_of(self, values: Sequence[float]) -> Array32 | None:
-        """ln of each; None where one is not positive."""
-        return logs_of_scalars(values) if min(values) > 0 else None
 
     def indifferent(self, state: State, scalar: Callable[[str], float | None]) -> bool:
         """True of a value that has no logarithm, or of none."""

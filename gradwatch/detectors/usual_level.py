@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal, cast
 
@@ -15,6 +14,7 @@ from gradwatch.detectors.baseline import (
     LOG_OF_ZERO,
     RING,
     Array32,
+    ByFactor,
     HalfLife,
     LevelState,
     Warmup,
@@ -24,14 +24,12 @@ from gradwatch.detectors.baseline import (
     judged,
     log_of,
     log_with_zeros,
-    logs_of_scalars,
     mature,
     restart_level,
 )
 from gradwatch.detectors.detector import (
     MARGIN,
     STRICT,
-    Exceeding,
     NormColumn,
     ObservedColumn,
     Sample,
@@ -43,7 +41,7 @@ from gradwatch.records.snapshot import FloatArray
 
 
 @dataclass(frozen=True, slots=True)
-class _OffUsual(Exceeding):
+class _OffUsual(ByFactor):
     """Factor by which a sample is off the usual level of its series; `SIGN` +1: above it, -1: below.
 
     The level is the one of `spike`: the running mean of ln value (a geometric mean), begun anew at the 20th sample from
@@ -62,20 +60,13 @@ class _OffUsual(Exceeding):
     warmup: Warmup = field(default=20, metadata={"rule_key": True})
 
     def __post_init__(self) -> None:
-        Exceeding.__post_init__(self)
-        if not self.above > 1:
-            raise ValueError("above is a factor off the usual level: it must be greater than 1")
+        ByFactor.__post_init__(self)
         if self.clear_below is not None and self.clear_below < 1:
             raise ValueError("clear_below is a factor as `above` is: 1 is the usual level itself")
 
     def baseline_key(self) -> tuple[Any, ...]:
         """Key of the baseline; what is learned depends on the threshold, too."""
         return (self.kind, self.above, self.half_life, self.warmup)
-
-    def exceeded(self, score: FloatArray) -> FloatArray:
-        """As logarithms: 1 at `above`."""
-        with np.errstate(divide="ignore"):
-            return np.log(score) / math.log(self.above)
 
     def init(self, size: int) -> LevelState:
         """No sample seen."""
@@ -107,10 +98,6 @@ class _OffUsual(Exceeding):
         if float(np.fmax.reduce(off)) < math.log(self.above) - MARGIN:  # fmax: what is missing is not off
             return None, after
         return self._factor(level, x), after
-
-    def logs_of(self, values: Sequence[float]) -> Array32 | None:
-        """ln of each; None where one is not positive."""
-        return logs_of_scalars(values) if min(values) > 0 else None
 
     def level(self, state: State) -> NDArray[np.float64]:
         """e^m, from the 20th sample on; inf until then."""

@@ -10,11 +10,10 @@ from __future__ import annotations
 import functools
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 T = TypeVar("T")
-V = TypeVar("V")
 _ALONE = {0: object()}
 _OF_THE_CALL = sys.getrefcount(_ALONE[0]) - 1
 """References that `sys.getrefcount(mapping[k])` counts of its own, as found on an object that only a mapping holds."""
@@ -118,41 +117,25 @@ class HeldByOwner(Generic[T]):
         return held
 
 
-class ByObject(Generic[T, V]):
-    """A value for each of some objects, forgotten when the object dies, which runs no Python there.
+class Refs(set[weakref.ref[T]]):
+    """Objects held weakly: `weakref.ref(one) in refs` and `refs.add(weakref.ref(one))` run no Python, nor does a death.
 
-    `weakref.WeakSet` and `WeakKeyDictionary` have callbacks in Python. Here what is gone is dropped when others come.
+    `weakref.WeakSet` has a callback in Python. Here those that are gone stay until `drop_dead`, for which whoever adds
+    to a set of more than `most` asks.
     """
 
     def __init__(self) -> None:
-        self._kept: dict[int, tuple[weakref.ref[T], V]] = {}
-        self._prune_at = _MANY
+        super().__init__()
+        self.most = _MANY
 
-    def __contains__(self, one: object) -> bool:
-        kept = self._kept.get(id(one))
-        return kept is not None and kept[0]() is one
+    def alive(self) -> list[T]:
+        """The objects that live."""
+        return [one for ref in list(self) if (one := ref()) is not None]
 
-    def __bool__(self) -> bool:
-        return any(ref() is not None for ref, _ in self._kept.values())
-
-    def __iter__(self) -> Iterator[T]:
-        """Those that are alive."""
-        for ref, _ in list(self._kept.values()):
-            one = ref()
-            if one is not None:
-                yield one
-
-    def get(self, one: T) -> V | None:
-        """The value of this object; None where it has none."""
-        kept = self._kept.get(id(one))
-        return kept[1] if kept is not None and kept[0]() is one else None
-
-    def put(self, one: T, value: V) -> None:
-        """Keep a value for this object as long as that lives."""
-        self._kept[id(one)] = weakref.ref(one), value
-        if len(self._kept) > self._prune_at:
-            self._kept = {key: kept for key, kept in list(self._kept.items()) if kept[0]() is not None}
-            self._prune_at = max(_MANY, 2 * len(self._kept))
+    def drop_dead(self) -> None:
+        """Drop the references to what is gone."""
+        self.difference_update([ref for ref in self if ref() is None])
+        self.most = max(_MANY, 2 * len(self))
 
 
 class Distinct:

@@ -15,7 +15,7 @@ from torch import nn
 
 import gradwatch
 from gradwatch.runtime import weak_references
-from gradwatch.runtime.weak_references import ByObject, Distinct, HeldByOwner, noted
+from gradwatch.runtime.weak_references import Distinct, HeldByOwner, Refs, noted
 
 
 class Thing:
@@ -113,24 +113,27 @@ def test_each_is_held_as_long_as_its_owner_lives(moves: list[tuple[str, int, int
         assert table[k] is (model[k][1]() if k in model else gone)
 
 
-def test_a_value_is_forgotten_with_its_object_and_no_python_runs_for_it() -> None:
-    """What is gone is in no list of those alive, and another object at its address is another one."""
-    values: ByObject[Thing, int] = ByObject()
+def test_a_reference_in_a_set_dies_with_its_object_and_no_python_runs_for_it() -> None:
+    """What is gone is none of those alive, and another object at its address is another one."""
+    refs: Refs[Thing] = Refs()
     dies, lives = Thing(), Thing()
-    values.put(dies, 1)
-    values.put(lives, 2)
-    assert (dies in values, values.get(dies), list(values)) == (True, 1, [dies, lives])
+    refs.update(map(weakref.ref, (dies, lives)))
     calls: list[str] = []
     gc.collect()
     sys.setprofile(lambda frame, event, _: calls.append(frame.f_code.co_name) if event == "call" else None)
+    known = weakref.ref(dies) in refs
     del dies
     sys.setprofile(None)
-    assert calls == []
-    assert list(values) == [lives]
-    for k in range(1000):
-        values.put(Thing(), k)
-    assert (lives in values, Thing() in values, values.get(lives)) == (True, False, 2)
-    assert len(values._kept) <= 130
+    assert (known, calls) == (True, [])
+    assert refs.alive() == [lives]
+    for _ in range(1000):
+        one = Thing()  # the one before it dies
+        refs.add(weakref.ref(one))
+        if len(refs) > refs.most:
+            refs.drop_dead()
+    other = Thing()
+    assert (weakref.ref(lives) in refs, weakref.ref(other) in refs) == (True, False)
+    assert len(refs) <= 65
 
 
 def test_optimizers_are_held_without_callbacks(tmp_path: Path) -> None:

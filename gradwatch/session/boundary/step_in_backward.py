@@ -58,7 +58,7 @@ class InBackward:
         """Read the gradients of an optimizer that is about to step, inside a running backward."""
         if id(optimizer) in self._stepped:
             self.finish()  # the backward before this one ended where gradwatch could not see it
-        if optimizer not in self._capture.stepped_inside:
+        if weakref.ref(optimizer) not in self._capture.stepped_inside:
             self._join(optimizer)
         self._stepped.add(id(optimizer))
         self._capture.arm()
@@ -85,7 +85,8 @@ class InBackward:
 
     def _join(self, optimizer: Optimizer) -> None:
         """Add this optimizer to those that step inside the backward."""
-        self._capture.stepped_inside.put(optimizer, None)
+        self._capture.stepped_inside.drop_dead()
+        self._capture.stepped_inside.add(weakref.ref(optimizer))
         self._capture.call_after_backward(self.finish)
         self._optimizers.append(weakref.ref(optimizer))
         own = self._capture.capture_of(optimizer)
