@@ -22,6 +22,8 @@ from panels import (
     with_all,
 )
 
+from gradwatch.monitoring.recording_rules import firings_within
+
 JOB = 'job=~"$job"'
 RUN_COLUMNS = {
     "run_id": RUN_COLUMN,
@@ -47,8 +49,7 @@ RUN_COLUMNS = {
 
 
 FIRED = (
-    "round(sum by (job, run_id) (max by (job, run_id, rule) "
-    f"(increase(gradwatch_rule_firings_total{{{JOB}}}[$__range]))))"
+    f"round(sum by (job, run_id) (max by (job, run_id, rule) ({firings_within(f'{{{JOB}}}', '$__range')})))"
 )
 
 

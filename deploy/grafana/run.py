@@ -32,6 +32,8 @@ from panels import (
     with_all,
 )
 
+from gradwatch.monitoring.recording_rules import firings_within
+
 ANNOTATIONS = {
     "Rule firings": (
         f"max by (rule, severity) (increase(gradwatch_rule_firings_total{{{RANK}}}[1m])) > 0",
@@ -94,7 +96,7 @@ def healthy() -> tuple[Any, ...]:
         number(
             "Fired",
             "Rule firings in the time range, the same rule on several ranks counted once.",
-            f"round(sum(max by (rule) (increase(gradwatch_rule_firings_total{{{RANK}}}[$__range]))))",
+            f"round(sum(max by (rule) ({firings_within(f'{{{RANK}}}', '$__range')})))",
             "short",
             steps((None, "green"), (0.5, "red")),
         ),

@@ -18,6 +18,20 @@ class Recording:
     expr: str
 
 
+def firings_within(selector: str, window: str) -> str:
+    """PromQL: how often each rule of these series fired in the window, one that began with its first scrape included.
+
+    `increase` needs two samples, and takes the first for the beginning: what happened before it, it never sees. So the
+    first value is added of a series that begins in the window, unless its process had the rule under other labels
+    before (another optimizer's, those of `gradwatch serve`).
+    """
+    total = f"gradwatch_rule_firings_total{selector}"
+    grown = f"increase({total}[{window}])"
+    before = f"last_over_time({total}[1h] offset {window})"
+    begun = f"(min_over_time({total}[{window}]) unless on (run_id, process, rule) {before})"
+    return f"({grown} + {begun} or {grown} or {begun})"
+
+
 def recordings(pace: Pace) -> tuple[Recording, ...]:
     """One number per run each; ranks step together, so a run is as fast as any of them."""
     by, window = "by (job, run_id)", pace.window
@@ -26,7 +40,7 @@ def recordings(pace: Pace) -> tuple[Recording, ...]:
     count = f"rate(gradwatch_step_duration_seconds_count[{window}])"
     # Every rank judges the same reduced gradients: a rule that fires on all of them fires once.
     active = "max by (job, run_id, rule) (gradwatch_rule_active)"
-    firings = f"max by (job, run_id, rule) (increase(gradwatch_rule_firings_total[{window}]))"
+    firings = f"max by (job, run_id, rule) ({firings_within('', window)})"
     return (
         Recording("run_id:gradwatch_steps:rate", f"max {by} ({steps})"),
         Recording(

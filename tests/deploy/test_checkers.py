@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,58 @@ def unit_tests_of(folder: Path, *names: str) -> subprocess.CompletedProcess[str]
         (folder / files[-1]).write_text(json.dumps(document | {"rule_files": rule_files, "tests": [tests]}))
     assert len(files) == len(names)
     return check("promtool", "test", "rules", *files, cwd=folder)
+
+
+FIRED_BEFORE = (
+    # What the first scrape finds, grows, and goes on under the labels of `gradwatch serve`: two firings in all.
+    ({"instance": "a/0"}, "_x7 1x20 2x20 stale"),
+    ({"instance": "serve"}, "_x50 2x60"),
+    # A second optimizer makes a label appear: of three the second is in the last ten minutes.
+    ({"instance": "b/0", "run_id": "b"}, "0x10 1x15 stale"),
+    ({"instance": "b/0", "run_id": "b", "optimizer": "0"}, "_x27 1x43 2x60"),
+)
+
+
+@pytest.mark.parametrize(("board", "minutes", "counted"), [("run", 20, 2), ("run", 5, 0), ("fleet", 10, 0)])
+def test_what_fired_before_the_first_scrape_counts(
+    board: str, minutes: int, counted: int, tmp_path: Path
+) -> None:
+    """The figure that is looked at first: of a run that fired at its first steps, and of no run twice."""
+    panels = json.loads((DEPLOY / "grafana" / "dashboards" / f"{board}.json").read_text())["panels"]
+    (asked,) = {
+        target["expr"]
+        for panel in panels
+        for target in panel.get("targets", ())
+        if "round(sum" in target["expr"] and "gradwatch_rule_firings_total" in target["expr"]
+    }
+    expr = (
+        asked.replace("$__range", f"{minutes}m")
+        .replace("$job", "j")
+        .replace("$rank", "0")
+        .replace("$run_id", "a")
+    )
+    series = [
+        {
+            "series": labelled({"job": "j", "rank": "0", "rule": "r", "run_id": "a", **labels}),
+            "values": values,
+        }
+        for labels, values in FIRED_BEFORE
+    ]
+    labels = '{job="j",run_id="a"}' if board == "fleet" else "{}"
+    expected: list[dict[str, object]] = [{"labels": labels, "value": counted}]
+    if board == "fleet":
+        expected.append({"labels": '{job="j",run_id="b"}', "value": 1})
+    test = {"expr": expr, "eval_time": "20m", "exp_samples": expected}
+    document = {"tests": [{"interval": "15s", "input_series": series, "promql_expr_test": [test]}]}
+    (tmp_path / "test.yml").write_text(json.dumps(document))
+    done = check("promtool", "test", "rules", "test.yml", cwd=tmp_path)
+    assert done.returncode == 0, done.stdout
+
+
+def labelled(labels: Mapping[str, str]) -> str:
+    """The counter of firings with these labels."""
+    pairs = ",".join(f'{name}="{value}"' for name, value in labels.items())
+    return f"gradwatch_rule_firings_total{{{pairs}}}"
 
 
 def test_promtool_runs_the_alerts(stack: Path) -> None:
