@@ -22,7 +22,7 @@ class SkipStep(Parameters):
     max_consecutive: Count = key(10, description="Steps in a row that it skips; at the next one, `then`.")
     then: Literal["continue", "stop"] = key(
         "continue",
-        description="continue tells of the incident again, and skips on; stop ends the training at that step, before "
+        description="continue reports the incident again, and skips on; stop ends the training at that step, before "
         "the weights change.",
     )
 
